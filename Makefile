@@ -1,0 +1,38 @@
+# Each target sets up .venv by itself; only Python 3.10+ and make are needed beforehand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all lint clean
+
+help:
+	@echo "make quickstart   see it work, about a minute"
+	@echo "make test         lint and the fast tests"
+	@echo "make test-all     every test, slow ones too"
+	@echo "make lint         ruff and mypy"
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/inline quickstart
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# One thread a worker: the tests' tensors are small, and oversubscribed threads fight.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,44 @@
+"""The command `inline`. One file a command: `HELP`, `configure(parser)` and `run(args)`; thin: parse, call, print.
+
+Command modules import torch and everything else heavy inside `run`, so that `inline --help` answers at once.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from inline_attention._version import __version__
+
+COMMANDS: tuple[str, ...] = ()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inline", description="InLine attention for vision.")
+    parser.add_argument("--version", action="version", version=f"inline-attention {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"inline_attention.cli.{name}")
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.__doc__)
+        module.configure(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a check failed, 2 bad input (one line, no traceback), 130 interrupted.
+
+    `INLINE_TRACEBACK=1` shows where an error came from.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("INLINE_TRACEBACK"):
+            raise
+        print(f"inline {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"inline {args.command}: interrupted", file=sys.stderr)
+        return 130

@@ -158,6 +158,7 @@ def yacs(monkeypatch):
     assert "yacs.config" not in sys.modules, "a test must forget yacs before it reads"
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @FORMATS
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_yacs_configuration_is_inert(tmp_path, yacs, monkeypatch, new_format, protocol):
@@ -171,8 +172,7 @@ def test_yacs_configuration_is_inert(tmp_path, yacs, monkeypatch, new_format, pr
         _use_new_zipfile_serialization=new_format,
     )
     monkeypatch.delitem(sys.modules, "yacs.config")
-    with warnings.catch_warnings(), pytest.raises(pickle.UnpicklingError):  # why this reader exists
-        warnings.simplefilter("ignore")
+    with pytest.raises(pickle.UnpicklingError):  # why this reader exists
         torch.load(path, weights_only=True)
     actual = read(path)
     assert actual["config"] == dict(config)
@@ -422,6 +422,7 @@ def test_hooks_are_dropped_and_conjugation_refused(tmp_path):
         TorchFile(as_zip(tmp_path / "b.pth", pickled, {"0": SIX}))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")
 def test_zip_tricks(tmp_path):
     pickled = pickled_tensor(Storage(), 0, (6,), (1,), False, OrderedDict())
     with pytest.raises(RefusedFile, match="compressed"):  # so a small file cannot become a large one
@@ -432,6 +433,24 @@ def test_zip_tricks(tmp_path):
         warnings.simplefilter("ignore")
         archive.writestr("archive/data/0", bytes(24))
     with pytest.raises(RefusedFile, match="two zip entries"):
+        TorchFile(path)
+
+    path, storages = tmp_path / "e.pth", {str(i): bytes(4000) for i in range(3)}
+    buffer = io.BytesIO()
+    tensors = [
+        Reduces(torch._utils._rebuild_tensor_v2, Storage(key, 1000), 0, (1000,), (1,), False, OrderedDict())
+        for key in storages
+    ]
+    TensorPickler(buffer, protocol=2).dump(tensors)
+    assert len(read(as_zip(path, buffer.getvalue(), storages))) == 3
+    with zipfile.ZipFile(path, "w") as archive:  # the same, with the bytes of one storage for all three
+        archive.writestr("archive/data.pkl", buffer.getvalue())
+        archive.writestr("archive/data/0", storages["0"])
+        for key in ("1", "2"):
+            archive.writestr(f"archive/data/{key}", b"")
+            entry = archive.filelist[-1]
+            entry.header_offset, entry.file_size, entry.compress_size = archive.filelist[1].header_offset, 4000, 4000
+    with pytest.raises(ValueError, match="overlap"):
         TorchFile(path)
 
     path = tmp_path / "c.pth"
@@ -448,13 +467,13 @@ def test_zip_tricks(tmp_path):
 
 def test_deep_keys_are_refused(tmp_path):
     """Python's own pickle crashes the interpreter on this one: the hash of a tuple recurses."""
-    pickled = b"\x80\x02}" + b"N" + b"\x85" * 1_000_000 + b"Ns."
+    pickled = b"\x80\x02}" + b"N" + b"\x85" * 200_000 + b"Ns."
     with pytest.raises(RefusedFile, match="key"):
         TorchFile(as_zip(tmp_path / "file.pth", pickled))
 
 
 def test_huge_memo_index_costs_nothing(tmp_path):
-    """Python's own pickle allocates 32 GiB for it."""
+    """Python's own pickle allocates tens of GiB for it."""
     path = as_zip(tmp_path / "file.pth", b"\x80\x02}r\xff\xff\xff\xff.")
     with TorchFile(path) as file:
         assert file.content == {}
@@ -476,6 +495,7 @@ def test_plain_pickle_is_refused(tmp_path):
         TorchFile(path)
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
 @FORMATS
 def test_damage_is_always_a_value_error(tmp_path, new_format):
     """Cut anywhere, or with any byte changed, a file reads or raises ValueError; nothing else ever."""

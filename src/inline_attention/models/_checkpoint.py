@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from timm.models import clean_state_dict
 from torch import Tensor
 
+from ._base import StateDict
 from ._unpickle import ZIP_SIGNATURE, RefusedFile, TensorRecord, TorchFile
 
-StateDict = dict[str, Tensor]
 PathLike = str | os.PathLike[str]
 
 # Where checkpoints keep their weights, in order of preference.

@@ -40,7 +40,7 @@ def download(url: str, *, filename: str, progress: bool = True) -> Path:
         filename: the name in the cache; a link need not end in one.
         progress: show a progress bar on the standard error stream.
     """
-    if not filename or PurePath(filename).name != filename:
+    if filename in ("", "..") or PurePath(filename).name != filename:
         raise ValueError(f"filename={filename!r}; expected the name of a file, without folders")
     folder = Path(torch.hub.get_dir(), "checkpoints")
     path = folder / filename

@@ -325,12 +325,14 @@ class TorchFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115  # `close` closes it
         self._length = os.fstat(self._file.fileno()).st_size
-        self._positions: dict[str, int] = {}  # of each storage's first byte
+        self._places: dict[str, tuple[int, int]] = {}  # position and length of each storage in the file
         self._storages: dict[StorageRecord, Tensor] = {}
         try:
             is_zip = self._file.read(len(ZIP_SIGNATURE)) == ZIP_SIGNATURE
             self._file.seek(0)
             self.content: Any = self._open_zip() if is_zip else self._open_legacy()
+            if sum(length for _, length in self._places.values()) > self._length:
+                raise ValueError("storages overlap")
         except BaseException as error:
             self.close()
             if isinstance(error, RefusedFile):
@@ -358,7 +360,7 @@ class TorchFile:
         storage = record.storage
         if storage not in self._storages:
             buffer = bytearray(storage.num_bytes)
-            self._file.seek(self._positions[storage.key])
+            self._file.seek(self._places[storage.key][0])
             if self._file.readinto(buffer) < len(buffer):  # type: ignore[attr-defined]  # BinaryIO lacks readinto
                 raise ValueError("was truncated while it was read")
             # torch.frombuffer refuses an empty buffer.
@@ -391,6 +393,8 @@ class TorchFile:
                 raise ValueError(f"the entry {name} is missing")
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise RefusedFile("compressed zip entries, which torch.save does not write")
+            if entry.header_offset < 0:
+                raise ValueError(f"the entry {name} begins before the file")
             # The padding that aligns the data is in the local header alone, not in the archive's directory.
             self._file.seek(entry.header_offset)
             signature, name_length, extra_length = struct.unpack("<4s22xHH", self._read(30))
@@ -411,7 +415,7 @@ class TorchFile:
             position, length = locate(f"data/{storage.key}")
             if length != storage.num_bytes:
                 raise ValueError(f"storage {storage.key!r} has {length} bytes instead of {storage.num_bytes}")
-            self._positions[storage.key] = position
+            self._places[storage.key] = position, length
             return storage
 
         if prefix + "byteorder" in entries:
@@ -448,6 +452,6 @@ class TorchFile:
             (length,) = struct.unpack("<q", view.read(8))
             if length != storage.num_elements:
                 raise ValueError(f"storage {key!r} has {length} elements instead of {storage.num_elements}")
-            self._positions[key] = view.tell()
+            self._places[key] = view.tell(), storage.num_bytes
             view.seek(storage.num_bytes, os.SEEK_CUR)  # ValueError beyond the end
         return content

@@ -49,9 +49,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """A client that hangs up is what these tests are about."""
+
+
 @pytest.fixture
 def server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", 0), Handler) as server:
         server.requests, server.body, server.status = [], checkpoint_bytes(), 200
         server.send_length, server.cut_after, server.stall = True, None, None
         server.url = f"http://127.0.0.1:{server.server_port}/f/1d6b8191/?dl=1"  # as published: no file name at the end

@@ -36,9 +36,9 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
     return [[next(rates) for _ in range(depth)] for depth in depths]
 
 
-def adapt_local_kernel(name: str, value: Tensor, model: nn.Module) -> Tensor:
-    """A grouped 1×1 convolution's parameter (out, in, 1) or (out,), shaped as the GroupedLinear called `name`."""
-    parameter = model.state_dict(keep_vars=True).get(name)
+def adapt_local_kernel(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+    """A grouped 1×1 convolution's parameter (out, in, 1) or (out,), shaped as the GroupedLinear `name` of our own."""
+    parameter = own.get(name)
     if parameter is None or value.numel() != parameter.numel():
         return value
     return value.reshape(parameter.shape)

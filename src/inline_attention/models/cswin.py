@@ -79,7 +79,7 @@ class StripeAttention(SoftmaxAttention):
         # Padding was added behind the projection, so it is zero here, as beyond a border.
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
         out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
-        return stripes[0].merge(out).flatten(1, 2).unflatten(2, heads)
+        return plan.merge(out, batch=q.shape[0]).flatten(1, 2).unflatten(2, heads)
 
 
 class CSwinBlock(Block):
@@ -206,7 +206,7 @@ class CSwin(PyramidModel):
                 linear = f"{block}.attn.position.{match[2]}"
                 name = linear if linear in own else f"{block}.attn.positions.{match[1]}.{match[2]}"
             if ".local." in name:
-                value = adapt_local_kernel(name, value, self)
+                value = adapt_local_kernel(name, value, own)
             out[name] = value
         return out
 

@@ -188,11 +188,12 @@ class DeiT(VisionModel):
         return x[:, self.num_prefix_tokens :].mean(1) if self.global_pool == "avg" else x
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        own = self.state_dict(keep_vars=True)
         out = {}
         for name, value in state_dict.items():
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
             if ".local." in name:
-                value = adapt_local_kernel(name, value, self)
+                value = adapt_local_kernel(name, value, own)
             elif name == "pos_embed":
                 prefix, rest = value.split([self.num_prefix_tokens, value.shape[1] - self.num_prefix_tokens], dim=1)
                 source = ceil_grid(self.source_size(img_size), self.patch_size)

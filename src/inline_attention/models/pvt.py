@@ -162,6 +162,7 @@ class PVT(PyramidModel):
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         source = self.source_size(img_size)
+        own = self.state_dict(keep_vars=True)
         out = {}
         for name, value in state_dict.items():
             name = name.replace("patch_embed1.", "patch_embed.")
@@ -170,7 +171,7 @@ class PVT(PyramidModel):
             name = re.sub(r"^pos_embed(\d)$", lambda m: f"stages.{int(m[1]) - 1}.pos_embed", name)
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
             if ".local." in name:
-                value = adapt_local_kernel(name, value, self)
+                value = adapt_local_kernel(name, value, own)
             elif match := re.fullmatch(r"stages\.(\d+)\.pos_embed", name):
                 stage = int(match[1])
                 grid = ceil_grid(source, 4 * 2**stage)

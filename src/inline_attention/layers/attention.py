@@ -227,7 +227,11 @@ class SoftmaxAttention(Attention):
 def softmax_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention of rows (B, N, heads, d) → the same; mask broadcasts to (B, heads, Nq, N)"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    if torch.compiler.is_exporting():
+        # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
+        out = out.clone(memory_format=torch.contiguous_format)
+    return out
 
 
 ATTENTIONS: dict[str, type[Attention]] = {

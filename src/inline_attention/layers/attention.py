@@ -279,6 +279,17 @@ def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:
     return [name] * first + ["softmax"] * (depth - first)
 
 
+def describe_attention(stages: Sequence[Sequence[str]]) -> str:
+    """What `parse_attention` parsed, in short: "IIIS", or "I I I:2 S" where a stage is mixed."""
+    letters = {name: letter for letter, name in LETTERS.items()}
+    words = []
+    for blocks in stages:
+        first = sum(name == blocks[0] for name in blocks)
+        word = letters.get(blocks[0], blocks[0])
+        words.append(word if first == len(blocks) else f"{word}:{first}")
+    return "".join(words) if all(len(word) == 1 for word in words) else " ".join(words)
+
+
 def build_attention(
     name: str,
     dim: int,

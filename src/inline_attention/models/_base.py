@@ -64,6 +64,7 @@ class VisionModel(nn.Module):
     head_hidden_size: int
     global_pool: str
     feature_info: list[dict[str, Any]]
+    attention: list[list[str]]  # of every block, by stage
     norm: nn.Module
     head_drop: nn.Module
     head: nn.Module

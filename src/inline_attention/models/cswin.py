@@ -168,14 +168,14 @@ class CSwin(PyramidModel):
             return build_attention(name, dim, heads, position_conv=True, proj_drop=proj_drop_rate, **choices)
 
         self.patch_embed = ConvEmbed(in_chans, embed_dim)
-        names = parse_attention(attention, depths)
+        self.attention = parse_attention(attention, depths)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         options = dict(mlp_ratio=mlp_ratio, norm_eps=self.norm_eps, proj_drop=proj_drop_rate)
         for i, dim in enumerate(dims):
             blocks = [
                 CSwinBlock(dim, attn(name, i), drop_path=rate, **options)
-                for name, rate in zip(names[i], rates[i], strict=True)
+                for name, rate in zip(self.attention[i], rates[i], strict=True)
             ]
             self.stages.append(Stage(ConvMerging(dims[i - 1], dim) if i else nn.Identity(), blocks))
         self.norm = nn.LayerNorm(self.num_features, eps=self.norm_eps)

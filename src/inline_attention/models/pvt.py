@@ -132,14 +132,14 @@ class PVT(PyramidModel):
             return build_attention(name, dim, heads, fused_qkv=False, proj_drop=proj_drop_rate, **choices)
 
         self.patch_embed = PatchEmbed(4, in_chans, embed_dims[0], norm=nn.LayerNorm(embed_dims[0], eps=1e-5))
-        names = parse_attention(attention, depths)
+        self.attention = parse_attention(attention, depths)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(embed_dims):
             options = dict(mlp_ratio=mlp_ratios[i], norm_eps=self.norm_eps, proj_drop=proj_drop_rate)
             blocks = [
                 Block(dim, attn(name, i), drop_path=rate, **options)
-                for name, rate in zip(names[i], rates[i], strict=True)
+                for name, rate in zip(self.attention[i], rates[i], strict=True)
             ]
             downsample = PatchDownsample(embed_dims[i - 1], dim) if i else nn.Identity()
             self.stages.append(PVTStage(downsample, blocks, grid=ceil_grid(self.img_size, 4 * 2**i), dim=dim))

@@ -183,13 +183,13 @@ class Swin(PyramidModel):
 
         norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
         self.patch_embed = PatchEmbed(4, in_chans, embed_dim, norm=norm)
-        names = parse_attention(attention, depths)
+        self.attention = parse_attention(attention, depths)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(dims):
             softmax_window = self._clipped_softmax_window(i)
             blocks = []
-            for j, (name, rate) in enumerate(zip(names[i], rates[i], strict=True)):
+            for j, (name, rate) in enumerate(zip(self.attention[i], rates[i], strict=True)):
                 attn: Attention
                 if name == "softmax":
                     attn = WindowSoftmaxAttention(dim, num_heads[i], window=softmax_window, proj_drop=proj_drop_rate)

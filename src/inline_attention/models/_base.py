@@ -100,6 +100,10 @@ class VisionModel(nn.Module):
         """
         raise NotImplementedError
 
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Fits what depends on the input size, for good. Other sizes run without it, too."""
+        raise NotImplementedError
+
     def source_size(self, img_size: Grid | None) -> Grid:
         if img_size is not None:
             return img_size

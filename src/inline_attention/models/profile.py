@@ -1,5 +1,6 @@
 """What a model costs: parameters, multiply-accumulates and activation memory by stage, counted without computing."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ def _parts(model: VisionModel) -> Iterator[Part]:
     if isinstance(model, PyramidModel):
         yield "stem", [model.patch_embed], model.patch_embed
         for i, stage in enumerate(model.stages):
-            yield f"stage {i + 1}", [stage], lambda x, i=i: model.forward_stage(i, x)
+            yield f"stage {i + 1}", [stage], functools.partial(model.forward_stage, i)
     else:
         assert isinstance(model, DeiT)
         grid: Grid = (0, 0)

@@ -23,8 +23,10 @@ class Config(NamedTuple):
 
     tokens: int = 64  # a step over tokens
     columns: int = 16  # of the map, a step over rows
-    tap_columns: int = 8  # the same where nine sums are kept
-    rows: int = 16  # of the map, a tile
+    tap_columns: int = 16  # the same where nine sums are kept
+    rows: int = 8  # of the map, a tile
+    width: int = 64  # of a tile
+    output_stages: int = 2
     flat_steps: int = 4  # of tokens, a tile where there is no map
     state_warps: int = 2
     state_stages: int = 3
@@ -36,7 +38,7 @@ class Config(NamedTuple):
     grad_fused_warps: int = 2
     grad_fused_stages: int = 2
     programs: int = 8  # a multiprocessor, where the tokens of a sample are split
-    most_parts: int = 64
+    most_parts: int = 128
     fused_tokens: int = 1024  # up to so many a sample is one program's
     fused_programs: int = 4  # a multiprocessor, below which it is not
 
@@ -44,7 +46,7 @@ class Config(NamedTuple):
 CONFIG = Config()
 # A step of the interpreter costs the same whatever its size, and wants small test shapes.
 if INTERPRETED:
-    CONFIG = Config(tokens=16, rows=2, flat_steps=1, programs=2, fused_tokens=40, fused_programs=0)
+    CONFIG = Config(tokens=16, rows=2, width=16, flat_steps=1, programs=2, fused_tokens=40, fused_programs=0)
 
 # Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
 LEAST_CHANNELS = 32
@@ -82,7 +84,7 @@ def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, height: int, width
     blocks = triton.cdiv(heads, heads_per_block)
     batch = q.shape[0] if sequences is None else sequences.shape[0]
     processors = _multiprocessors(q.device)
-    parts = min(CONFIG.most_parts, triton.cdiv(CONFIG.programs * processors, batch * blocks))
+    parts = max(1, min(CONFIG.most_parts, CONFIG.programs * processors // (batch * blocks)))
     tokens = k.shape[1] if sequences is None else max(height * width, 1)
     fused = tokens <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * processors
     return Plan(batch, q.shape[1], k.shape[1], heads, head_dim, heads_per_block, block_channels, blocks, fused, parts,
@@ -121,13 +123,21 @@ def _launch(kernel: Any, grid: tuple[int, ...]) -> Any:
     return (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[grid]
 
 
-def _tiles(plan: Plan, local: bool) -> tuple[int, int]:
-    """Tiles of a sample and how many of them side by side."""
-    if local:
-        columns = triton.cdiv(plan.width, CONFIG.columns)
-        return columns * triton.cdiv(plan.height, CONFIG.rows), columns
-    longest = max(plan.queries, plan.tokens)
-    return triton.cdiv(longest, CONFIG.tokens * CONFIG.flat_steps), 1
+class Tiles(NamedTuple):
+    """How the outputs of a sample are shared out: `columns` tiles side by side, of `width` columns and `rows` rows."""
+
+    number: int
+    columns: int
+    width: int
+    rows: int
+
+
+def make_tiles(plan: Plan, local: bool) -> Tiles:
+    if not local:
+        rows = CONFIG.tokens * CONFIG.flat_steps
+        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, 1, rows)
+    columns = triton.cdiv(plan.width, CONFIG.width)
+    return Tiles(columns * triton.cdiv(plan.height, CONFIG.rows), columns, min(plan.width, CONFIG.width), CONFIG.rows)
 
 
 def _present(x: Tensor | None, otherwise: Tensor) -> Tensor:
@@ -189,15 +199,15 @@ def run_forward(
     common.pop("MAP")
     _launch(forward.finish_kernel, (plan.programs, plan.block_channels // rows))(
         parts, count, seq, state, means, plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, BR=rows, BP=triton.next_power_of_2(plan.parts),
+        **common, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
     )  # fmt: skip
-    tiles, columns = _tiles(plan, local)
-    _launch(forward.output_kernel, (plan.programs, tiles))(
+    tiles = make_tiles(plan, local)
+    _launch(forward.output_kernel, (plan.programs, tiles.number))(
         q, v, weight, mask, seq, out, state, means,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, columns, channels,
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
         *_strides(packed, q, v, out), MAP=feature_map,
         **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-        ROWS=CONFIG.rows if local else CONFIG.flat_steps, num_warps=_warps(plan, CONFIG.output_warps), num_stages=1,
+        num_warps=_warps(plan, CONFIG.output_warps), num_stages=CONFIG.output_stages,
     )  # fmt: skip
     return out, state, means
 
@@ -268,13 +278,13 @@ def run_backward(
     _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // rows))(
         parts, count, seq, grad_state, grad_mean, grad_weight,
         plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, LOCAL=local, BR=rows, BP=triton.next_power_of_2(plan.parts),
+        **common, LOCAL=local, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
     )  # fmt: skip
-    tiles, columns = _tiles(plan, local)
-    _launch(backward.grad_kernel, (plan.programs, tiles))(
+    tiles = make_tiles(plan, local)
+    _launch(backward.grad_kernel, (plan.programs, tiles.number))(
         q, k, v, weight, g, mask, seq, state, means, grad_state, grad_mean, dq, dk, dv,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, columns, channels, *strides,
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
         **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-        ROWS=CONFIG.rows if local else CONFIG.flat_steps, num_warps=_warps(plan, CONFIG.grad_warps), num_stages=1,
+        num_warps=_warps(plan, CONFIG.grad_warps), num_stages=CONFIG.output_stages,
     )  # fmt: skip
     return [*grads, grad_weight]

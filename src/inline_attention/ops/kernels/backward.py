@@ -4,19 +4,19 @@ import triton
 import triton.language as tl
 
 from .blocks import (
+    SIZES,
     accumulate,
+    add_local,
     feature_map,
     feature_map_backward,
     load_map_row,
     load_neighbours,
     load_rows,
-    load_taps,
     locate,
     same_head,
     state_offsets,
     store_rows,
     sum_parts,
-    weigh,
 )
 
 
@@ -25,7 +25,7 @@ def accumulate_taps(
     p_g, p_v, p_mask, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
     a0, a1, a2, a3, a4, a5, a6, a7, a8, BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradient of the taps from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
+    """Adds the taps' gradient from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
     g_above = tl.zeros([BW, BC], tl.float32)
     g_here = tl.zeros([BW, BC], tl.float32)
     for y in range(y_begin - 1, y_end + 1):
@@ -120,50 +120,7 @@ def write_key_grads(
         store_rows(p_dv, b_dv, stride_dv, t, m_n, o_c, m_c, BN)
 
 
-@triton.jit
-def write_map_grads(
-    p_q, p_k, p_v, p_g, p_w, p_dq, p_dk, p_dv, p_mask,
-    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-    x, y_begin, y_end, H, W, prefix, o_c, m_c, b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-    MAP: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """All three gradients for rows y_begin … y_end − 1 of the map, columns x … x + BW − 1: as `forward.write_map`,
-    with g in the place of v and the taps reversed"""
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, True)
-    left, here, right = load_neighbours(p_g, stride_g, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next = weigh(w0, w1, w2, left, here, right)
-    left, here, right = load_neighbours(p_g, stride_g, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next += weigh(w3, w4, w5, left, here, right)
-    b_after = weigh(w0, w1, w2, left, here, right)
-    b_g = here
-    o_x = tl.arange(0, BW)
-    m_x = x + o_x < W
-    for y in range(y_begin, y_end):
-        b_k = load_map_row(p_k, stride_k, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
-        b_v = load_map_row(p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
-        left, here, right = load_neighbours(p_g, stride_g, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
-        b_dk = tl.dot((b_v - b_v_mean[None, :]).to(DOT), b_dst, input_precision=PRECISION)
-        b_dv = tl.dot((feature_map(b_k, MAP) - b_k_mean[None, :]).to(DOT), b_ds, input_precision=PRECISION)
-        b_dv += b_g_mean[None, :] + b_next + weigh(w6, w7, w8, left, here, right)
-        b_next = b_after + weigh(w3, w4, w5, left, here, right)
-        b_after = weigh(w0, w1, w2, left, here, right)
-        b_g = here
-        if MAP != "identity":
-            b_q = load_map_row(p_q, stride_q, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
-            b_dq = feature_map_backward(b_q, b_dq, MAP)
-            b_dk = feature_map_backward(b_k, b_dk, MAP)
-        t = prefix + y * W + x
-        if HAS_MASK:
-            m_n = tl.load(p_mask + t + o_x, mask=m_x, other=0) != 0
-            b_dk = tl.where(m_n[:, None], b_dk, 0.0)
-            b_dv = tl.where(m_n[:, None], b_dv, 0.0)
-        store_rows(p_dq, b_dq, stride_dq, t, m_x, o_c, m_c, BW)
-        store_rows(p_dk, b_dk, stride_dk, t, m_x, o_c, m_c, BW)
-        store_rows(p_dv, b_dv, stride_dv, t, m_x, o_c, m_c, BW)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_dq, p_dk, p_dv, p_dw,
     Nq, N, H, W, prefix, scale, blocks, C,
@@ -208,40 +165,26 @@ def backward_kernel(
     p_means += i_b * 2 * C + c
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
+    write_query_grads(
+        p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, Nq, o_c, m_c, b_st, MAP, BN, DOT, PRECISION, MASK_Q
+    )
+    write_key_grads(
+        p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, N, o_c, m_c,
+        b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
+    )  # fmt: skip
     if LOCAL:
-        p_w += i_b * C * 9 + c * 9
-        p_dw += i_b * C * 9 + c * 9
+        add_local(
+            p_g, p_w + i_b * C * 9 + c * 9, p_dv, p_mask, stride_g, stride_dv, 0, W, 0, H, H, W, prefix, o_c, m_c,
+            BW, True, HAS_MASK,
+        )  # fmt: skip
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
             p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
         )
+        p_dw += i_b * C * 9 + c * 9
         store_taps(p_dw + o_c * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
-        write_query_grads(
-            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, prefix, o_c, m_c, b_st,
-            MAP, 16, DOT, PRECISION, MASK_Q,
-        )  # fmt: skip
-        write_key_grads(
-            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, prefix, o_c, m_c,
-            b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK,
-        )  # fmt: skip
-        for x in range(0, W, BW):
-            write_map_grads(
-                p_q, p_k, p_v, p_g, p_w, p_dq, p_dk, p_dv, p_mask,
-                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-                x, 0, H, H, W, prefix, o_c, m_c, b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-                MAP, BW, DOT, PRECISION, HAS_MASK,
-            )  # fmt: skip
-    else:
-        write_query_grads(
-            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, Nq, o_c, m_c, b_st,
-            MAP, BN, DOT, PRECISION, MASK_Q,
-        )  # fmt: skip
-        write_key_grads(
-            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, N, o_c, m_c,
-            b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
-        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def grad_state_kernel(
     p_q, p_v, p_g, p_mask, p_seq, p_part,
     Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
@@ -290,7 +233,7 @@ def grad_state_kernel(
         store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def grad_finish_kernel(
     p_part, p_count, p_seq, p_ds, p_g_mean, p_dw, N, H, W, scale, parts, blocks, C,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
@@ -327,15 +270,15 @@ def grad_finish_kernel(
         tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
     p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_dq, p_dk, p_dv,
-    Nq, N, H, W, prefix, blocks, columns, C,
+    Nq, N, H, W, prefix, blocks, columns, width, rows, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -364,6 +307,10 @@ def grad_kernel(
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
     b_g_mean = tl.load(p_g_mean + i_b * C + c + o_c, mask=m_c, other=0.0)
     if LOCAL:
+        x = (i_t % columns) * width
+        x_end = tl.minimum(x + width, W)
+        y = (i_t // columns) * rows
+        y_end = tl.minimum(y + rows, H)
         if i_t == 0:
             write_query_grads(
                 p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, prefix, o_c, m_c, b_st,
@@ -373,22 +320,30 @@ def grad_kernel(
                 p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, prefix, o_c, m_c,
                 b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK,
             )  # fmt: skip
-        x = (i_t % columns) * BW
-        y = (i_t // columns) * ROWS
         if (x < W) & (y < H):
-            write_map_grads(
-                p_q, p_k, p_v, p_g, p_w + i_b * C * 9 + c * 9, p_dq, p_dk, p_dv, p_mask,
-                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-                x, y, tl.minimum(y + ROWS, H), H, W, prefix, o_c, m_c,
-                b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BW, DOT, PRECISION, HAS_MASK,
+            runs = tl.where(columns == 1, 1, y_end - y)
+            for run in range(0, runs):
+                t = prefix + (y + run) * W + x
+                t_end = tl.where(columns == 1, prefix + y_end * W, t + x_end - x)
+                write_query_grads(
+                    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, t_end, o_c, m_c, b_st,
+                    MAP, BN, DOT, PRECISION, MASK_Q,
+                )  # fmt: skip
+                write_key_grads(
+                    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, t_end, o_c, m_c,
+                    b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
+                )  # fmt: skip
+            add_local(
+                p_g, p_w + i_b * C * 9 + c * 9, p_dv, p_mask, stride_g, stride_dv, x, x_end, y, y_end, H, W, prefix,
+                o_c, m_c, BW, True, HAS_MASK,
             )  # fmt: skip
     else:
-        t = i_t * BN * ROWS
+        t = i_t * rows
         write_query_grads(
-            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, tl.minimum(t + BN * ROWS, Nq), o_c, m_c, b_st,
+            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, tl.minimum(t + rows, Nq), o_c, m_c, b_st,
             MAP, BN, DOT, PRECISION, MASK_Q,
         )  # fmt: skip
         write_key_grads(
-            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, tl.minimum(t + BN * ROWS, N),
+            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, tl.minimum(t + rows, N),
             o_c, m_c, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
         )  # fmt: skip

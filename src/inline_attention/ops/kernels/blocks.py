@@ -14,6 +14,9 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
 import triton
 import triton.language as tl
 
+# Arguments that differ from image to image: a kernel is compiled once for all of them.
+SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "width", "rows", "parts")
+
 # Tokens whose products the tensor cores sum before float32 addition takes over: they round towards zero.
 CHUNK = tl.constexpr(2048)
 
@@ -170,3 +173,37 @@ def load_neighbours(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.co
 def weigh(b_w0, b_w1, b_w2, left, here, right):
     """Three taps of a row: (BW, BC) float32"""
     return b_w0 * left.to(tl.float32) + b_w1 * here.to(tl.float32) + b_w2 * right.to(tl.float32)
+
+
+@triton.jit
+def add_local(
+    p_x, p_w, p_out, p_mask, stride_x, stride_out, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
+    BW: tl.constexpr, FLIP: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Adds the 3×3 sums of a map to what this program wrote for rows y_begin … y_end − 1, columns x_begin … x_end − 1
+
+    Each row is loaded once, at three shifts, and added to the three rows of outputs that it is a neighbour of. It is
+    a pass of its own, over outputs that are still in the cache: products of matrices keep their blocks in another
+    layout, and bringing the two together row by row costs more than it saves.
+    """
+    tl.debug_barrier()  # what another thread wrote is read here
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, FLIP)
+    o_x = tl.arange(0, BW)
+    for x in range(x_begin, x_end, BW):
+        left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        b_next = weigh(w0, w1, w2, left, here, right)  # of the row to be written next
+        left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        b_next += weigh(w3, w4, w5, left, here, right)
+        b_after = weigh(w0, w1, w2, left, here, right)  # of the row after it
+        for y in range(y_begin, y_end):
+            left, here, right = load_neighbours(p_x, stride_x, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+            t = prefix + y * W + x
+            m_x = x + o_x < x_end
+            if HAS_MASK:
+                m_x = m_x & (tl.load(p_mask + t + o_x, mask=m_x, other=0) != 0)
+            p = p_out + tl.cast(t, tl.int64) * stride_out + o_x[:, None] * stride_out + o_c[None, :]
+            b_out = tl.load(p, mask=m_x[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+            b_out += b_next + weigh(w6, w7, w8, left, here, right)
+            tl.store(p, b_out.to(p_out.dtype.element_ty), mask=m_x[:, None] & m_c[None, :])
+            b_next = b_after + weigh(w3, w4, w5, left, here, right)
+            b_after = weigh(w0, w1, w2, left, here, right)

@@ -4,18 +4,16 @@ import triton
 import triton.language as tl
 
 from .blocks import (
+    SIZES,
     accumulate,
+    add_local,
     feature_map,
-    load_map_row,
-    load_neighbours,
     load_rows,
-    load_taps,
     locate,
     same_head,
     state_offsets,
     store_rows,
     sum_parts,
-    weigh,
 )
 
 
@@ -53,43 +51,7 @@ def write_flat(
         store_rows(p_out, b_out, stride_out, t, t + tl.arange(0, BN) < t_end, o_c, m_c, BN)
 
 
-@triton.jit
-def write_map(
-    p_q, p_v, p_w, p_out, p_mask, stride_q, stride_v, stride_out, x, y_begin, y_end, H, W, prefix, o_c, m_c,
-    b_s, b_base,
-    MAP: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """out = φ(q)·S + base + local residual for rows y_begin … y_end − 1 of the map, columns x … x + BW − 1
-
-    Each row of v is loaded once, at three shifts, and added to the three rows of outputs that it is a neighbour of.
-    """
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, False)
-    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next = weigh(w0, w1, w2, left, here, right)  # of the row to be written next
-    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next += weigh(w3, w4, w5, left, here, right)
-    b_after = weigh(w0, w1, w2, left, here, right)  # of the row after it
-    # Rows are loaded one turn before they are used.
-    b_q = load_map_row(p_q, stride_q, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, False)
-    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    o_x = tl.arange(0, BW)
-    m_x = x + o_x < W
-    for y in range(y_begin, y_end):
-        b_q1 = load_map_row(p_q, stride_q, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, False)
-        left1, here1, right1 = load_neighbours(p_v, stride_v, p_mask, y + 2, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        b_out = tl.dot(feature_map(b_q.to(tl.float32), MAP).to(DOT), b_s, input_precision=PRECISION)
-        b_out += b_base[None, :] + b_next + weigh(w6, w7, w8, left, here, right)
-        b_next = b_after + weigh(w3, w4, w5, left, here, right)
-        b_after = weigh(w0, w1, w2, left, here, right)
-        t = prefix + y * W + x
-        if HAS_MASK:
-            m_n = tl.load(p_mask + t + o_x, mask=m_x, other=0) != 0
-            b_out = tl.where(m_n[:, None], b_out, 0.0)
-        store_rows(p_out, b_out, stride_out, t, m_x, o_c, m_c, BW)
-        b_q, left, here, right = b_q1, left1, here1, right1
-
-
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     p_q, p_k, p_v, p_w, p_mask, p_count, p_seq, p_out, p_s, p_means,
     Nq, N, H, W, prefix, scale, blocks, C,
@@ -134,22 +96,15 @@ def forward_kernel(
         tl.store(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), b_s, mask=m_head)
     b_base = base_of(b_s, b_v_mean, MAP)
     b_s = b_s.to(DOT)
+    write_flat(p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
     if LOCAL:
-        write_flat(
-            p_q, p_out, p_mask, stride_q, stride_o, 0, prefix, o_c, m_c, b_s, b_base, MAP, 16, DOT, PRECISION, MASK_Q
-        )
-        for x in range(0, W, BW):
-            write_map(
-                p_q, p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_q, stride_v, stride_o,
-                x, 0, H, H, W, prefix, o_c, m_c, b_s, b_base, MAP, BW, DOT, PRECISION, HAS_MASK,
-            )  # fmt: skip
-    else:
-        write_flat(
-            p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q
-        )
+        add_local(
+            p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_v, stride_o, 0, W, 0, H, H, W, prefix, o_c, m_c,
+            BW, False, HAS_MASK,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def state_kernel(
     p_k, p_v, p_mask, p_seq, p_part,
     N, H, W, blocks, C, stride_kb, stride_k, stride_vb, stride_v,
@@ -187,7 +142,7 @@ def state_kernel(
     tl.store(p_part + 3 * BC + o_c, b_v0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
     p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, C,
     D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
@@ -222,17 +177,17 @@ def finish_kernel(
         tl.store(p_means + C + o_c, b_v0 + tl.sum(b_dv, 0), mask=m_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def output_kernel(
     p_q, p_v, p_w, p_mask, p_seq, p_out, p_s, p_means,
-    Nq, N, H, W, prefix, blocks, columns, C,
+    Nq, N, H, W, prefix, blocks, columns, width, rows, C,
     stride_qb, stride_q, stride_vb, stride_v, stride_ob, stride_o,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from the state. Grid (B·blocks, tiles): a tile is BW columns × ROWS rows of the map, or ROWS steps of BN
-    tokens where there is no local residual"""
+    """Outputs from the state. Grid (B·blocks, tiles): a tile is `rows` of the map and `width` of its columns, of which
+    there are `columns` side by side; or so many tokens where there is no local residual"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = (tl.program_id(0) % blocks) * HEADS * D
     i_t = tl.program_id(1)
@@ -251,22 +206,32 @@ def output_kernel(
     b_base = base_of(b_s, b_v_mean, MAP)
     b_s = b_s.to(DOT)
     if LOCAL:
+        x = (i_t % columns) * width
+        x_end = tl.minimum(x + width, W)
+        y = (i_t // columns) * rows
+        y_end = tl.minimum(y + rows, H)
         if i_t == 0:
             write_flat(
                 p_q, p_out, p_mask, stride_q, stride_o, 0, prefix, o_c, m_c, b_s, b_base,
                 MAP, 16, DOT, PRECISION, MASK_Q,
             )  # fmt: skip
-        x = (i_t % columns) * BW
-        y = (i_t // columns) * ROWS
         if (x < W) & (y < H):
-            write_map(
-                p_q, p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_q, stride_v, stride_o,
-                x, y, tl.minimum(y + ROWS, H), H, W, prefix, o_c, m_c, b_s, b_base,
-                MAP, BW, DOT, PRECISION, HAS_MASK,
+            # A tile as wide as the map is one run of tokens.
+            runs = tl.where(columns == 1, 1, y_end - y)
+            for run in range(0, runs):
+                t = prefix + (y + run) * W + x
+                t_end = tl.where(columns == 1, prefix + y_end * W, t + x_end - x)
+                write_flat(
+                    p_q, p_out, p_mask, stride_q, stride_o, t, t_end, o_c, m_c, b_s, b_base,
+                    MAP, BN, DOT, PRECISION, MASK_Q,
+                )  # fmt: skip
+            add_local(
+                p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_v, stride_o, x, x_end, y, y_end, H, W, prefix,
+                o_c, m_c, BW, False, HAS_MASK,
             )  # fmt: skip
     else:
-        t = i_t * BN * ROWS
+        t = i_t * rows
         write_flat(
-            p_q, p_out, p_mask, stride_q, stride_o, t, tl.minimum(t + BN * ROWS, Nq), o_c, m_c, b_s, b_base,
+            p_q, p_out, p_mask, stride_q, stride_o, t, tl.minimum(t + rows, Nq), o_c, m_c, b_s, b_base,
             MAP, BN, DOT, PRECISION, MASK_Q,
         )  # fmt: skip

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     from rich.table import Table
 
     table = Table(header_style="bold", caption_justify="left")
-    for heading in ("model", "input", "params", "MACs", "top-1", "weights", "attention"):
+    for heading in ("model", "input", "params", "MACs", "top-1", "attention"):
         table.add_column(heading, justify="left" if heading in ("model", "attention") else "right", no_wrap=True)
     for name in names:
         summary, published = SUMMARIES[name], PUBLISHED[name]
@@ -42,13 +42,12 @@ def run(args: argparse.Namespace) -> None:
             f"{summary.params / 1e6:.2f}M",
             f"{summary.macs / 1e9:.2f}G",
             "–" if published.top1 is None else f"{published.top1:.1f}",
-            "yes" if published.url else "–",
             summary.attention,
         )
     console = Console()
     console.print(table)
     console.print(
-        "top-1: ImageNet-1k, as published, not measured here. weights: published ones that pretrained=True downloads.\n"
+        "top-1: ImageNet-1k, as published, not measured here.\n"
         "attention by stage: I InLine, S softmax; I:2 is a stage whose first 2 blocks are InLine, the others softmax.",
         soft_wrap=True,
         highlight=False,

@@ -90,6 +90,9 @@ def export_model(
         raise ValueError(f"format={format!r}; expected one of {', '.join(FORMATS)}")
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before exporting it")
+    if format == "onnx":
+        for package in ("onnxscript", "onnxruntime"):
+            _require(package)
     path = Path(path)
     height, width = img_size or model.img_size
     covers = f"{'any number of' if dynamic_batch else '1'} × {model.in_chans} × "
@@ -141,7 +144,6 @@ def _load_pt2(path: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _save_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    _require("onnxscript")
     onnx_program = torch.onnx.export(
         program, dynamo=True, opset_version=OPSET, input_names=["image"], output_names=["output"], verbose=False
     )
@@ -165,6 +167,4 @@ def _require(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f'ONNX files need {name}; install it with `pip install "inline-attention[export]"`'
-        ) from error
+        raise ImportError(f"ONNX files need {name}: pip install 'inline-attention[export]'") from error

@@ -259,6 +259,21 @@ def test_compile(name: str) -> None:
     torch.testing.assert_close({n.removeprefix("_orig_mod."): g for n, g in compiled_grads.items()}, grads)
 
 
+@pytest.mark.parametrize(
+    "name", ["inline_deit_tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_PER_FAMILY[1:])]
+)
+def test_compiled_graphs_serve_other_sizes(name: str) -> None:
+    """Padding or none, one graph: sizes change from batch to batch, and compiling takes its time."""
+    torch.compiler.reset()
+    model = create_small(name)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.no_grad():
+        compiled(image(96, 160))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for size in ((97, 171), (128, 192), (109, 97)):
+                torch.testing.assert_close(compiled(image(*size)), model(image(*size)))
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
 @one_per_family
 def test_compile_with_inductor(name: str) -> None:

@@ -4,14 +4,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 Grid = tuple[int, int]
 
 
-def is_zero(n: int) -> bool:
-    """Whether n is known to be zero: False for a symbolic size, so that an exported graph keeps the general path."""
-    return isinstance(n, int) and n == 0
+def is_equal(a: int, b: int) -> bool:
+    """Whether two sizes are known to be equal: False for a symbolic one, so that a traced graph keeps the general path.
+
+    A comparison would tie the graph to its answer, and every other answer to another graph.
+    """
+    return statically_known_true(a == b)
 
 
 def ceil_div(n: int, divisor: int) -> int:
@@ -21,7 +25,7 @@ def ceil_div(n: int, divisor: int) -> int:
 
 def pad_bottom_right(x: Tensor, bottom: int, right: int) -> Tensor:
     """Zeros added to a map (B, H, W, C); cropped where negative, into a tensor whose strides no longer show it."""
-    return x if is_zero(bottom) and is_zero(right) else F.pad(x, (0, 0, 0, right, 0, bottom))
+    return x if is_equal(bottom, 0) and is_equal(right, 0) else F.pad(x, (0, 0, 0, right, 0, bottom))
 
 
 def pad_to_multiple(x: Tensor, multiple: Grid) -> Tensor:
@@ -86,7 +90,7 @@ class Windows(NamedTuple):
 def to_windows(x: Tensor, plan: WindowPlan) -> Windows:
     """Cuts a map (B, H, W, C)."""
     token_mask = None
-    if not all(is_zero(n) for n in plan.padding):
+    if not all(is_equal(n, 0) for n in plan.padding):
         present = plan.pad_and_shift(torch.ones((1, *plan.size, 1), dtype=torch.bool, device=x.device))
         token_mask = plan.cut(present)[..., 0].repeat(x.shape[0], 1)
     return Windows(plan.cut(plan.pad_and_shift(x)), token_mask)

@@ -25,7 +25,6 @@ class Config(NamedTuple):
     columns: int = 16  # of the map, a step over rows
     tap_columns: int = 16  # the same where nine sums are kept
     rows: int = 8  # of the map, a tile
-    width: int = 64  # of a tile
     output_stages: int = 2
     flat_steps: int = 4  # of tokens, a tile where there is no map
     state_warps: int = 2
@@ -46,7 +45,7 @@ class Config(NamedTuple):
 CONFIG = Config()
 # A step of the interpreter costs the same whatever its size, and wants small test shapes.
 if INTERPRETED:
-    CONFIG = Config(tokens=16, rows=2, width=16, flat_steps=1, programs=2, fused_tokens=40, fused_programs=0)
+    CONFIG = Config(tokens=16, rows=2, flat_steps=1, programs=2, fused_tokens=40, fused_programs=0)
 
 # Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
 LEAST_CHANNELS = 32
@@ -124,20 +123,19 @@ def _launch(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 class Tiles(NamedTuple):
-    """How the outputs of a sample are shared out: `columns` tiles side by side, of `width` columns and `rows` rows."""
+    """How the outputs of a sample are shared out: tiles of `rows` rows, `columns` of them side by side."""
 
     number: int
     columns: int
-    width: int
     rows: int
 
 
 def make_tiles(plan: Plan, local: bool) -> Tiles:
     if not local:
         rows = CONFIG.tokens * CONFIG.flat_steps
-        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, 1, rows)
-    columns = triton.cdiv(plan.width, CONFIG.width)
-    return Tiles(columns * triton.cdiv(plan.height, CONFIG.rows), columns, min(plan.width, CONFIG.width), CONFIG.rows)
+        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows)
+    columns = triton.cdiv(plan.width, CONFIG.columns)
+    return Tiles(columns * triton.cdiv(plan.height, CONFIG.rows), columns, CONFIG.rows)
 
 
 def _present(x: Tensor | None, otherwise: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from .blocks import (
     load_neighbours,
     load_rows,
     locate,
+    present,
     same_head,
     state_offsets,
     store_rows,
     sum_parts,
+    tile_tokens,
 )
 
 
@@ -84,40 +86,74 @@ def store_taps(p, step, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8):
 
 @triton.jit
 def write_query_grads(
-    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_c, m_c, b_st,
-    MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_t, o_c, m_c, b_st,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """dq = φ'(q)·(g·Sᵀ) for tokens t_begin … t_end − 1"""
-    for t in range(t_begin, t_end, BN):
-        b_g, _ = load_rows(p_g, stride_g, t, t_end, o_c, m_c, p_mask, BN, MASK_Q)
-        b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
-        if MAP != "identity":
-            b_q, _ = load_rows(p_q, stride_q, t, t_end, o_c, m_c, p_mask, BN, MASK_Q)
-            b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
-        store_rows(p_dq, b_dq, stride_dq, t, t + tl.arange(0, BN) < t_end, o_c, m_c, BN)
+    """dq = φ'(q)·(g·Sᵀ) for tokens t + o_t where m_t; zeros for absent ones"""
+    m_here = present(p_mask, t, o_t, m_t, MASK_Q)
+    b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_c, m_c)
+    b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
+    if MAP != "identity":
+        b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
+        b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
+    store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_c, m_c)
 
 
 @triton.jit
 def write_key_grads(
-    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t_begin, t_end, o_c, m_c,
+    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, o_t, m_t, o_c, m_c,
     b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-    MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """dk = φ'(k)·((v − v̄)·dSᵀ), dv = (φ(k) − k̄)·dS + ḡ for tokens t_begin … t_end − 1; zeros for absent ones"""
+    """dk = φ'(k)·((v − v̄)·dSᵀ), dv = (φ(k) − k̄)·dS + ḡ for tokens t + o_t where m_t; zeros for absent ones"""
+    m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
+    b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_c, m_c).to(tl.float32)
+    b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_c, m_c).to(tl.float32) - b_v_mean[None, :]
+    b_dk = feature_map_backward(b_k, tl.dot(b_v.to(DOT), b_dst, input_precision=PRECISION), MAP)
+    b_k = feature_map(b_k, MAP) - b_k_mean[None, :]
+    b_dv = tl.dot(b_k.to(DOT), b_ds, input_precision=PRECISION) + b_g_mean[None, :]
+    if HAS_MASK:
+        b_dk = tl.where(m_here[:, None], b_dk, 0.0)
+        b_dv = tl.where(m_here[:, None], b_dv, 0.0)
+    store_rows(p_dk, b_dk, stride_dk, t, o_t, m_t, o_c, m_c)
+    store_rows(p_dv, b_dv, stride_dv, t, o_t, m_t, o_c, m_c)
+
+
+@triton.jit
+def write_grads(
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_q, m_k, o_c, m_c,
+    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+):  # fmt: skip
+    """The gradients of tokens t + o_t, without the local residual's: of queries where m_q, of keys and values where m_k"""
+    write_query_grads(
+        p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_q, o_c, m_c, b_st, MAP, DOT, PRECISION, MASK_Q
+    )
+    write_key_grads(
+        p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, o_t, m_k, o_c, m_c,
+        b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_grads_run(
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t_begin, t_end, Nq, N, o_c, m_c,
+    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
+    MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr,
+):  # fmt: skip
+    """`write_grads` for tokens t_begin … t_end − 1, as far as there are such queries and such keys"""
+    o_t = tl.arange(0, BN)
     for t in range(t_begin, t_end, BN):
-        b_k, m_n = load_rows(p_k, stride_k, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
-        b_v, _ = load_rows(p_v, stride_v, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
-        b_k = b_k.to(tl.float32)
-        b_v = (b_v.to(tl.float32) - b_v_mean[None, :]).to(DOT)
-        b_dk = feature_map_backward(b_k, tl.dot(b_v, b_dst, input_precision=PRECISION), MAP)
-        b_k = (feature_map(b_k, MAP) - b_k_mean[None, :]).to(DOT)
-        b_dv = tl.dot(b_k, b_ds, input_precision=PRECISION) + b_g_mean[None, :]
-        if HAS_MASK:
-            b_dk = tl.where(m_n[:, None], b_dk, 0.0)
-            b_dv = tl.where(m_n[:, None], b_dv, 0.0)
-        m_n = t + tl.arange(0, BN) < t_end
-        store_rows(p_dk, b_dk, stride_dk, t, m_n, o_c, m_c, BN)
-        store_rows(p_dv, b_dv, stride_dv, t, m_n, o_c, m_c, BN)
+        m_t = t + o_t < t_end
+        write_grads(
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+            stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+            t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), o_c, m_c,
+            b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -165,23 +201,22 @@ def backward_kernel(
     p_means += i_b * 2 * C + c
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
-    write_query_grads(
-        p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, Nq, o_c, m_c, b_st, MAP, BN, DOT, PRECISION, MASK_Q
-    )
-    write_key_grads(
-        p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, N, o_c, m_c,
-        b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
+    write_grads_run(
+        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+        stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, tl.maximum(Nq, N), Nq, N, o_c, m_c,
+        b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
     )  # fmt: skip
     if LOCAL:
-        add_local(
-            p_g, p_w + i_b * C * 9 + c * 9, p_dv, p_mask, stride_g, stride_dv, 0, W, 0, H, H, W, prefix, o_c, m_c,
-            BW, True, HAS_MASK,
-        )  # fmt: skip
+        tl.debug_barrier()  # what another thread wrote is read here
+        for x in range(0, W, BW):
+            add_local(
+                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, C, o_c, m_c,
+                BW, BC, True, HAS_MASK,
+            )  # fmt: skip
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
             p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
         )
-        p_dw += i_b * C * 9 + c * 9
-        store_taps(p_dw + o_c * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        store_taps(p_dw + i_b * 9 * C + c + o_c, C, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -266,14 +301,14 @@ def grad_finish_kernel(
         o_t = tl.arange(0, 16)
         m_t = m_r[:, None] & (o_t < 9)[None, :]
         b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP)
-        p = p_dw + i_b * C * 9 + c * 9 + o_r[:, None] * 9 + o_t[None, :]
+        p = p_dw + i_b * 9 * C + c + o_t[None, :] * C + o_r[:, None]
         tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
     p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_dq, p_dk, p_dv,
-    Nq, N, H, W, prefix, blocks, columns, width, rows, C,
+    Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
@@ -307,43 +342,33 @@ def grad_kernel(
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
     b_g_mean = tl.load(p_g_mean + i_b * C + c + o_c, mask=m_c, other=0.0)
     if LOCAL:
-        x = (i_t % columns) * width
-        x_end = tl.minimum(x + width, W)
+        if i_t == 0:
+            write_grads_run(
+                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, prefix, Nq, N, o_c, m_c,
+                b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK, MASK_Q,
+            )  # fmt: skip
+        x = (i_t % columns) * BW
         y = (i_t // columns) * rows
         y_end = tl.minimum(y + rows, H)
-        if i_t == 0:
-            write_query_grads(
-                p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, prefix, o_c, m_c, b_st,
-                MAP, 16, DOT, PRECISION, MASK_Q,
-            )  # fmt: skip
-            write_key_grads(
-                p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, prefix, o_c, m_c,
-                b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK,
-            )  # fmt: skip
         if (x < W) & (y < H):
-            runs = tl.where(columns == 1, 1, y_end - y)
-            for run in range(0, runs):
-                t = prefix + (y + run) * W + x
-                t_end = tl.where(columns == 1, prefix + y_end * W, t + x_end - x)
-                write_query_grads(
-                    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, t_end, o_c, m_c, b_st,
-                    MAP, BN, DOT, PRECISION, MASK_Q,
+            t = prefix + y * W + x
+            for i in range(0, rows * BW, BN):
+                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW)
+                write_grads(
+                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+                    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_t, m_t, o_c, m_c,
+                    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
                 )  # fmt: skip
-                write_key_grads(
-                    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, t_end, o_c, m_c,
-                    b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
-                )  # fmt: skip
+            tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_g, p_w + i_b * C * 9 + c * 9, p_dv, p_mask, stride_g, stride_dv, x, x_end, y, y_end, H, W, prefix,
-                o_c, m_c, BW, True, HAS_MASK,
+                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                BW, BC, True, HAS_MASK,
             )  # fmt: skip
     else:
         t = i_t * rows
-        write_query_grads(
-            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, tl.minimum(t + rows, Nq), o_c, m_c, b_st,
-            MAP, BN, DOT, PRECISION, MASK_Q,
-        )  # fmt: skip
-        write_key_grads(
-            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, tl.minimum(t + rows, N),
-            o_c, m_c, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
+        write_grads_run(
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+            stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, t + rows, Nq, N, o_c, m_c,
+            b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
         )  # fmt: skip

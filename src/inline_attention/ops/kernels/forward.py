@@ -10,10 +10,12 @@ from .blocks import (
     feature_map,
     load_rows,
     locate,
+    present,
     same_head,
     state_offsets,
     store_rows,
     sum_parts,
+    tile_tokens,
 )
 
 
@@ -22,9 +24,10 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
     """Mean of the first tokens, (BC,); zero where sums are not centred"""
     b_pivot = o_c * 0.0
     if CENTRE:
-        b_x, m_n = load_rows(p_x, stride, 0, N, o_c, m_c, p_mask, 16, HAS_MASK)
-        b_x = tl.where(m_n[:, None], feature_map(b_x.to(tl.float32), MAP), 0.0)
-        b_pivot = tl.sum(b_x, 0) / tl.maximum(tl.sum(m_n.to(tl.float32), 0), 1.0)
+        o_t = tl.arange(0, 16)
+        m_t = present(p_mask, 0, o_t, o_t < N, HAS_MASK)
+        b_x = feature_map(load_rows(p_x, stride, 0, o_t, m_t, o_c, m_c).to(tl.float32), MAP)
+        b_pivot = tl.sum(b_x, 0) / tl.maximum(tl.sum(m_t.to(tl.float32), 0), 1.0)
     return b_pivot
 
 
@@ -37,18 +40,33 @@ def base_of(b_s, b_v_mean, MAP: tl.constexpr):
 
 
 @triton.jit
-def write_flat(
+def write_outputs(
+    p_q, p_out, p_mask, stride_q, stride_out, t, o_t, m_t, o_c, m_c, b_s, b_base,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """out = φ(q)·S + base for tokens t + o_t where m_t; zeros for absent ones"""
+    m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
+    b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
+    if MAP != "identity":
+        b_q = feature_map(b_q.to(tl.float32), MAP)
+    b_out = tl.dot(b_q.to(DOT), b_s, input_precision=PRECISION) + b_base[None, :]
+    if HAS_MASK:
+        b_out = tl.where(m_here[:, None], b_out, 0.0)
+    store_rows(p_out, b_out, stride_out, t, o_t, m_t, o_c, m_c)
+
+
+@triton.jit
+def write_run(
     p_q, p_out, p_mask, stride_q, stride_out, t_begin, t_end, o_c, m_c, b_s, b_base,
     MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """out = φ(q)·S + base for tokens t_begin … t_end − 1; zeros for absent ones"""
+    """`write_outputs` for tokens t_begin … t_end − 1"""
+    o_t = tl.arange(0, BN)
     for t in range(t_begin, t_end, BN):
-        b_q, m_n = load_rows(p_q, stride_q, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
-        b_out = tl.dot(feature_map(b_q.to(tl.float32), MAP).to(DOT), b_s, input_precision=PRECISION)
-        b_out += b_base[None, :]
-        if HAS_MASK:
-            b_out = tl.where(m_n[:, None], b_out, 0.0)
-        store_rows(p_out, b_out, stride_out, t, t + tl.arange(0, BN) < t_end, o_c, m_c, BN)
+        write_outputs(
+            p_q, p_out, p_mask, stride_q, stride_out, t, o_t, t + o_t < t_end, o_c, m_c, b_s, b_base,
+            MAP, DOT, PRECISION, HAS_MASK,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -96,12 +114,14 @@ def forward_kernel(
         tl.store(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), b_s, mask=m_head)
     b_base = base_of(b_s, b_v_mean, MAP)
     b_s = b_s.to(DOT)
-    write_flat(p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
+    write_run(p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
     if LOCAL:
-        add_local(
-            p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_v, stride_o, 0, W, 0, H, H, W, prefix, o_c, m_c,
-            BW, False, HAS_MASK,
-        )  # fmt: skip
+        tl.debug_barrier()  # what another thread wrote is read here
+        for x in range(0, W, BW):
+            add_local(
+                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, 0, H, H, W, prefix, C, o_c, m_c,
+                BW, BC, False, HAS_MASK,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -180,14 +200,14 @@ def finish_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def output_kernel(
     p_q, p_v, p_w, p_mask, p_seq, p_out, p_s, p_means,
-    Nq, N, H, W, prefix, blocks, columns, width, rows, C,
+    Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_vb, stride_v, stride_ob, stride_o,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from the state. Grid (B·blocks, tiles): a tile is `rows` of the map and `width` of its columns, of which
-    there are `columns` side by side; or so many tokens where there is no local residual"""
+    """Outputs from the state. Grid (B·blocks, tiles): a tile is `rows` of the map and BW of its columns, `columns`
+    tiles stand side by side; or it is `rows` tokens where there is no local residual"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = (tl.program_id(0) % blocks) * HEADS * D
     i_t = tl.program_id(1)
@@ -206,32 +226,30 @@ def output_kernel(
     b_base = base_of(b_s, b_v_mean, MAP)
     b_s = b_s.to(DOT)
     if LOCAL:
-        x = (i_t % columns) * width
-        x_end = tl.minimum(x + width, W)
-        y = (i_t // columns) * rows
-        y_end = tl.minimum(y + rows, H)
         if i_t == 0:
-            write_flat(
+            write_run(
                 p_q, p_out, p_mask, stride_q, stride_o, 0, prefix, o_c, m_c, b_s, b_base,
                 MAP, 16, DOT, PRECISION, MASK_Q,
             )  # fmt: skip
+        x = (i_t % columns) * BW
+        y = (i_t // columns) * rows
+        y_end = tl.minimum(y + rows, H)
         if (x < W) & (y < H):
-            # A tile as wide as the map is one run of tokens.
-            runs = tl.where(columns == 1, 1, y_end - y)
-            for run in range(0, runs):
-                t = prefix + (y + run) * W + x
-                t_end = tl.where(columns == 1, prefix + y_end * W, t + x_end - x)
-                write_flat(
-                    p_q, p_out, p_mask, stride_q, stride_o, t, t_end, o_c, m_c, b_s, b_base,
-                    MAP, BN, DOT, PRECISION, MASK_Q,
+            t = prefix + y * W + x
+            for i in range(0, rows * BW, BN):
+                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW)
+                write_outputs(
+                    p_q, p_out, p_mask, stride_q, stride_o, t, o_t, m_t, o_c, m_c, b_s, b_base,
+                    MAP, DOT, PRECISION, MASK_Q,
                 )  # fmt: skip
+            tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_v, stride_o, x, x_end, y, y_end, H, W, prefix,
-                o_c, m_c, BW, False, HAS_MASK,
+                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                BW, BC, False, HAS_MASK,
             )  # fmt: skip
     else:
         t = i_t * rows
-        write_flat(
+        write_run(
             p_q, p_out, p_mask, stride_q, stride_o, t, tl.minimum(t + rows, Nq), o_c, m_c, b_s, b_base,
             MAP, BN, DOT, PRECISION, MASK_Q,
         )  # fmt: skip

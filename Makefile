@@ -9,7 +9,7 @@ WORKERS ?= 2
 .PHONY: help quickstart test test-all lint clean
 
 help:
-	@echo "make quickstart   see it work, about a minute"
+	@echo "make quickstart   two photographs through a model, and the table of models"
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
 	@echo "make lint         ruff and mypy"
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(STAMP)
-	$(BIN)/inline quickstart
+	$(BIN)/python -m inline_attention.quickstart
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

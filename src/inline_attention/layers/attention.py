@@ -227,7 +227,11 @@ class SoftmaxAttention(Attention):
 def softmax_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention of rows (B, N, heads, d) → the same; mask broadcasts to (B, heads, Nq, N)"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    if torch.compiler.is_exporting():
+        # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
+        out = out.clone(memory_format=torch.contiguous_format)
+    return out
 
 
 ATTENTIONS: dict[str, type[Attention]] = {
@@ -273,6 +277,17 @@ def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:
     if first > depth:
         raise ValueError(f"attention={spec!r}: {stage!r} asks for {first} blocks of a stage that has {depth}")
     return [name] * first + ["softmax"] * (depth - first)
+
+
+def describe_attention(stages: Sequence[Sequence[str]]) -> str:
+    """What `parse_attention` parsed, in short: "IIIS", or "I I I:2 S" where a stage is mixed."""
+    letters = {name: letter for letter, name in LETTERS.items()}
+    words = []
+    for blocks in stages:
+        first = sum(name == blocks[0] for name in blocks)
+        word = letters.get(blocks[0], blocks[0])
+        words.append(word if first == len(blocks) else f"{word}:{first}")
+    return "".join(words) if all(len(word) == 1 for word in words) else " ".join(words)
 
 
 def build_attention(

@@ -62,7 +62,7 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     if pretrained and own_source and isinstance(cfg.url, str) and cfg.url:
         from .weights import download, read_checkpoint
 
-        overlay = {**overlay, "state_dict": read_checkpoint(download(cfg.url, filename=f"{variant}.pth"))}
+        overlay = {**overlay, "state_dict": read_checkpoint(download(str(cfg.url), filename=f"{variant}.pth"))}
     model: Any = build_model_with_cfg(
         create,
         variant,

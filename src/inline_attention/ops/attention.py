@@ -315,7 +315,7 @@ def linear_attention(
     _check_qkv(q, k, v, layout="(B, N, heads, d)")
     phi = get_feature_map(feature_map).apply
     dtype = reference.accumulation_dtype(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with reference.without_autocast(q.device):
         q_, k_, v_ = phi(q.to(dtype)), phi(k.to(dtype)), v.to(dtype)
         if token_mask is not None:
             _check_token_mask(token_mask, k)
@@ -359,7 +359,7 @@ def attention_matrix(
     if token_mask is not None:
         _check_token_mask(token_mask, k)
         present = token_mask[:, None, None, :]
-    with torch.autocast(q.device.type, enabled=False):
+    with reference.without_autocast(q.device):
         scores = phi(q.to(dtype)).transpose(1, 2) @ phi(k.to(dtype)).permute(0, 2, 3, 1)  # (B, heads, Nq, N)
         if kind == "softmax":
             scores = s * scores

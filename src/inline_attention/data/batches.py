@@ -65,9 +65,7 @@ def collate(
 ) -> RawBatch:
     """`shape` (C, H, W) is that of one image: there may be none."""
     batch = RawBatch(
-        images=torch.stack([s.pixels for s in samples])
-        if samples
-        else torch.empty((0, *shape), dtype=torch.uint8),
+        images=torch.stack([s.pixels for s in samples]) if samples else torch.empty((0, *shape), dtype=torch.uint8),
         targets=torch.tensor([s.target for s in samples], dtype=torch.int64),
         sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
         skipped=skipped,
@@ -97,9 +95,7 @@ def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image
     """The decoded image and its label; UnreadableImage says why not."""
     try:
         file, label = source.read(index)
-    except (
-        Exception
-    ) as error:  # the file has gone, or the archive around it is damaged: zip, tar and zlib errors
+    except Exception as error:  # the file has gone, or the archive around it is damaged: zip, tar and zlib errors
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
     with file:
         return decode_image(file, in_chans=config.in_chans, exif_rotation=config.exif_rotation), label
@@ -118,9 +114,7 @@ class TrainSamples(Dataset[RawBatch]):
             found = [self._sample(key, skipped) for key in keys]
         samples = [sample for sample in found if sample is not None]
         replaced = sum(sample.sample_id != key.sample for sample, key in zip(samples, keys, strict=False))
-        return collate(
-            samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced
-        )
+        return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced)
 
     def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> Sample | None:
         shown = key.sample
@@ -166,9 +160,7 @@ class EvalSamples(Dataset[RawBatch]):
 class TrainPlan:
     """The keys of this rank's batches of an epoch: a function of (seed, epoch), cut into ranks afterwards."""
 
-    def __init__(
-        self, num_samples: int, *, config: DataConfig, seed: int, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, num_samples: int, *, config: DataConfig, seed: int, rank: int, world_size: int) -> None:
         self._num_samples, self._seed, self._repeats = num_samples, seed, config.repeats
         self._positions = rank_positions(config.batch_size, rank=rank, world_size=world_size)
         self._global_batch = config.batch_size * world_size
@@ -197,9 +189,7 @@ class EvalPlan:
     def __init__(self, num_samples: int, *, batch_size: int, rank: int, world_size: int) -> None:
         self.indices = range(rank, num_samples, world_size)
         self._batch_size = batch_size
-        self.max_batches = -(
-            -len(range(0, num_samples, world_size)) // batch_size
-        )  # of rank 0, which has the most
+        self.max_batches = -(-len(range(0, num_samples, world_size)) // batch_size)  # of rank 0, which has the most
 
     def __call__(self, epoch: int, start_step: int) -> Iterator[list[int]]:
         for start in range(start_step * self._batch_size, len(self.indices), self._batch_size):

@@ -119,9 +119,7 @@ class DataConfig:
         check("crop_pct", 0 < self.crop_pct <= 1, "above 0, at most 1")
 
 
-def _per_channel(
-    values: list[float] | None, *, default: tuple[float, ...], in_chans: int
-) -> tuple[float, ...]:
+def _per_channel(values: list[float] | None, *, default: tuple[float, ...], in_chans: int) -> tuple[float, ...]:
     if values is not None:
         return tuple(values)
     return default if in_chans == 3 else (sum(default) / len(default),)

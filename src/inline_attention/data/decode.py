@@ -35,9 +35,7 @@ def _to_eight_bit(image: Image.Image, *, mode: str) -> Image.Image:
     if image.mode in _SIXTEEN_BIT_MODES:
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError(
-                f"32-bit greyscale (values {values.min()} to {values.max()}) has no defined range"
-            )
+            raise ValueError(f"32-bit greyscale (values {values.min()} to {values.max()}) has no defined range")
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode == "F":
         raise ValueError("floating-point pixels have no defined range")

@@ -211,12 +211,8 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
         if val.class_names != class_names:
             raise ValueError(f"splits {config.train_split!r} and {config.val_split!r} have different classes")
     else:
-        train_source, val_source = (
-            open_source(config, split) for split in (config.train_split, config.val_split)
-        )
-        check_same_classes(
-            train_source, val_source, train_split=config.train_split, val_split=config.val_split
-        )
+        train_source, val_source = (open_source(config, split) for split in (config.train_split, config.val_split))
+        check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
         class_names = train_source.class_names
         train = _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size)
         val = _eval_loader(val_source, config=config, rank=rank, world_size=world_size)
@@ -252,9 +248,7 @@ def open_files(paths: Sequence[Path], *, config: DataConfig) -> EvalLoader:
     return _eval_loader(FilesSource(paths), config=config, rank=0, world_size=1)
 
 
-def _train_loader(
-    source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int
-) -> TrainLoader:
+def _train_loader(source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int) -> TrainLoader:
     workers = _workers(config, source, world_size=world_size)
     plan = TrainPlan(len(source), config=config, seed=seed, rank=rank, world_size=world_size)
     skipped = _skip_list(config, len(source))
@@ -272,9 +266,7 @@ def _train_loader(
     return TrainLoader(feed, config=config, steps_per_epoch=plan.steps, skipped=skipped, exact_resume=True)
 
 
-def _open_train_stream(
-    config: DataConfig, *, seed: int, rank: int, world_size: int
-) -> tuple[TrainLoader, list[str]]:
+def _open_train_stream(config: DataConfig, *, seed: int, rank: int, world_size: int) -> tuple[TrainLoader, list[str]]:
     stream = Stream(config, config.train_split, training=True, seed=seed, rank=rank, world_size=world_size)
     steps = stream.num_samples // (config.batch_size * world_size)
     if steps == 0:

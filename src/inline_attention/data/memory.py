@@ -42,9 +42,7 @@ class DecodedSource:
         self._labels = np.array([-1 if isinstance(item, str) else item[1] for item in decoded])
         self._reasons = {index: item for index, item in enumerate(decoded) if isinstance(item, str)}
         self._starts = np.concatenate([[0], np.cumsum(self._shapes.prod(axis=1))])
-        self._pixels = (
-            np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0, np.uint8)
-        )
+        self._pixels = np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0, np.uint8)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -53,9 +51,7 @@ class DecodedSource:
         if index in self._reasons:
             raise UnreadableImage(self._reasons[index])
         pixels = self._pixels[self._starts[index] : self._starts[index + 1]].reshape(self._shapes[index])
-        return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), int(
-            self._labels[index]
-        )
+        return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), int(self._labels[index])
 
     def path(self, index: int) -> str:
         return self._source.path(index)
@@ -114,9 +110,7 @@ class PixelStore:
 class TrainMemoryFeed:
     """Training batches without augmentation, from memory."""
 
-    def __init__(
-        self, store: PixelStore, plan: Callable[[int, int], Iterator[list[SampleKey]]], *, seed: int
-    ) -> None:
+    def __init__(self, store: PixelStore, plan: Callable[[int, int], Iterator[list[SampleKey]]], *, seed: int) -> None:
         self._store, self._plan, self._seed = store, plan, seed
 
     def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:

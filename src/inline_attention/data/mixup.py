@@ -16,9 +16,7 @@ class Mixup:
     one-hot.
     """
 
-    def __init__(
-        self, config: DataConfig, *, num_classes: int, label_smoothing: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, config: DataConfig, *, num_classes: int, label_smoothing: float = 0.0, seed: int = 0) -> None:
         self._num_classes, self._label_smoothing, self._seed = num_classes, label_smoothing, seed
         self._mix = None
         if config.mixes:

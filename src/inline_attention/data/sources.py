@@ -55,16 +55,12 @@ def open_source(config: DataConfig, split: str) -> Source:
         )
     folder, archive, tar = root / split, root / f"{split}.zip", root / f"{split}.tar"
     if archive.is_file():
-        return ZipSource(
-            archive, root / f"{split}_map.txt", names_from=root / f"{config.train_split}_map.txt"
-        )
+        return ZipSource(archive, root / f"{split}_map.txt", names_from=root / f"{config.train_split}_map.txt")
     if tar.is_file() or any(folder.glob("*.tar")):
         return TarSource(tar if tar.is_file() else folder)
     if folder.is_dir():
         return FolderSource(folder)
-    there = sorted(
-        {p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)}
-    )
+    there = sorted({p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)})
     raise ValueError(
         f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
         "Name the splits with data.train_split and data.val_split."
@@ -121,9 +117,7 @@ class FolderSource:
             allow_empty=True,
         )
         if not samples:
-            raise ValueError(
-                f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}"
-            )
+            raise ValueError(f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
         self._root = folder
         self._labels = np.array([label for _, label in samples])
         _check_every_class_has_images(self._labels, self.class_names, where=f"folder {str(folder)!r}")
@@ -219,9 +213,7 @@ class TarSource:
         except ValueError as error:  # timm unpacks an empty list
             raise ValueError(f"no images in {str(root)!r}; known in tar files: .png, .jpg, .jpeg") from error
         self._root = root
-        self.class_names = sorted(
-            self._reader.class_name_to_idx, key=self._reader.class_name_to_idx.__getitem__
-        )
+        self.class_names = sorted(self._reader.class_name_to_idx, key=self._reader.class_name_to_idx.__getitem__)
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -255,9 +247,7 @@ class HuggingFaceSource:
         labels = np.array(self._reader.dataset[label_key])
         count = len(class_to_idx) or config.num_classes or int(labels.max()) + 1
         self.named = bool(class_to_idx)
-        self.class_names = sorted(class_to_idx, key=class_to_idx.__getitem__) or [
-            str(i) for i in range(count)
-        ]
+        self.class_names = sorted(class_to_idx, key=class_to_idx.__getitem__) or [str(i) for i in range(count)]
         if labels.min() < 0 or labels.max() >= count:
             raise ValueError(
                 f"labels of split {split!r} of 'hfds/{name}' run from {labels.min()} to {labels.max()}; "
@@ -293,14 +283,10 @@ class DigitsSource:
                 "the embedded data set needs scikit-learn: pip install 'inline-attention[train]'"
             ) from error
         if split not in (config.train_split, config.val_split):
-            raise ValueError(
-                f"no split {split!r} in 'digits'; there is {config.train_split}, {config.val_split}"
-            )
+            raise ValueError(f"no split {split!r} in 'digits'; there is {config.train_split}, {config.val_split}")
         digits = load_digits()
         pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
-        parts = train_test_split(
-            np.arange(len(pixels)), test_size=0.25, stratify=digits.target, random_state=0
-        )
+        parts = train_test_split(np.arange(len(pixels)), test_size=0.25, stratify=digits.target, random_state=0)
         self._rows = parts[0] if split == config.train_split else parts[1]
         self._pixels, self._labels = pixels[self._rows], digits.target[self._rows]
         self.class_names = [str(name) for name in digits.target_names]
@@ -354,9 +340,7 @@ def label_map(data_classes: list[str], *, named: bool, model_classes: list[str])
 
 def _read_map(map_file: Path, *, num_classes: int | None = None) -> tuple[list[str], np.ndarray]:
     if not map_file.is_file():
-        raise ValueError(
-            f"{str(map_file)!r} is missing: the zip layout needs it, with 'path<TAB>label' lines"
-        )
+        raise ValueError(f"{str(map_file)!r} is missing: the zip layout needs it, with 'path<TAB>label' lines")
     paths, labels = [], []
     with open(map_file, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -364,9 +348,7 @@ def _read_map(map_file: Path, *, num_classes: int | None = None) -> tuple[list[s
                 continue
             path, tab, label = line.rstrip("\r\n").rpartition("\t")
             if not tab or not path or not label.strip().lstrip("-").isdigit():
-                raise ValueError(
-                    f"{str(map_file)!r} line {number} is {line.rstrip()!r}; expected 'path<TAB>label'"
-                )
+                raise ValueError(f"{str(map_file)!r} line {number} is {line.rstrip()!r}; expected 'path<TAB>label'")
             if int(label) < 0 or (num_classes is not None and int(label) >= num_classes):
                 allowed = "0 or more" if num_classes is None else f"0 to {num_classes - 1}"
                 raise ValueError(f"label {int(label)} in {str(map_file)!r} line {number} is out of range; "
@@ -392,9 +374,7 @@ def _check_every_class_has_images(labels: np.ndarray, class_names: list[str], *,
     counts = np.bincount(labels, minlength=len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty:
-        raise ValueError(
-            f"{len(empty)} class(es) without images in {where}: {_some(empty)}; remove or fill them"
-        )
+        raise ValueError(f"{len(empty)} class(es) without images in {where}: {_some(empty)}; remove or fill them")
 
 
 def _some(names: Sequence[str], count: int = 5) -> str:

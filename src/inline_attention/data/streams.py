@@ -58,9 +58,7 @@ class Stream:
         if find_spec(module) is None:
             raise ImportError(f"data path {config.path!r} needs other packages: pip install {packages}")
         if config.in_memory or config.repeats > 1:
-            raise ValueError(
-                f"data.in_memory and data.repeats need random access; {config.path!r} is a stream"
-            )
+            raise ValueError(f"data.in_memory and data.repeats need random access; {config.path!r} is a stream")
         self._place = place
         self.reader = self._open(split)
         # The reader would ask torch.distributed; evaluation divides the data itself.
@@ -76,9 +74,7 @@ class Stream:
         self.named = bool(names)
         if not names and config.num_classes is None:
             raise ValueError(f"{config.path!r} does not say how many classes it has; set data.num_classes")
-        self.class_names = sorted(names, key=names.__getitem__) or [
-            str(i) for i in range(config.num_classes or 0)
-        ]
+        self.class_names = sorted(names, key=names.__getitem__) or [str(i) for i in range(config.num_classes or 0)]
 
     def _open(self, split: str) -> Any:
         config = self.config
@@ -90,9 +86,7 @@ class Stream:
                 is_training=self.training,
                 batch_size=config.batch_size,
                 seed=derive_seed("stream", self.seed) % 2**31,
-                input_img_mode="RGB"
-                if self.kind == "tfds"
-                else "",  # "": our own conversion, right for 16 bits
+                input_img_mode="RGB" if self.kind == "tfds" else "",  # "": our own conversion, right for 16 bits
                 input_key=config.input_key,
                 target_key=config.target_key,
             )
@@ -138,17 +132,13 @@ class StreamSamples(IterableDataset[RawBatch]):
         samples: list[Sample] = []
         skipped: list[SkippedImage] = []
         with lost, restored_generators():
-            mine = islice(
-                enumerate(stream.reader), stream.rank % stream.keeps_every, None, stream.keeps_every
-            )
+            mine = islice(enumerate(stream.reader), stream.rank % stream.keeps_every, None, stream.keeps_every)
             for position, (image, label) in mine:
                 sample_id = position * workers * stream.world_size + stream_number
                 try:
                     samples.append(self._sample(image, int(label), sample_id))
                 except UnreadableImage as error:
-                    skipped.append(
-                        SkippedImage(f"{config.path}, stream {stream_number}, {position}", str(error))
-                    )
+                    skipped.append(SkippedImage(f"{config.path}, stream {stream_number}, {position}", str(error)))
                 if len(samples) == config.batch_size:
                     yield collate(samples, shape=shape, skipped=[*skipped, *lost.take()])
                     samples, skipped = [], []
@@ -158,9 +148,7 @@ class StreamSamples(IterableDataset[RawBatch]):
 
     def _sample(self, image: Image.Image, label: int, sample_id: int) -> Sample:
         if not 0 <= label < len(self._labels):
-            raise ValueError(
-                f"label {label} out of range; expected 0 to {len(self._labels) - 1} (data.num_classes)"
-            )
+            raise ValueError(f"label {label} out of range; expected 0 to {len(self._labels) - 1} (data.num_classes)")
         config = self._stream.config
         image = decode_image(image, in_chans=config.in_chans, exif_rotation=config.exif_rotation)
         target = int(self._labels[label])

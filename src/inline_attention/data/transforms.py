@@ -76,9 +76,7 @@ def eval_transform(config: DataConfig) -> Transform:
         use_prefetcher=True,
         interpolation="bilinear" if config.interpolation == "random" else config.interpolation,
         crop_mode="center" if config.eval_transform == "timm" else "squash",
-        crop_pct={"published": _PUBLISHED_CROP, "timm": config.crop_pct, "resize": 1.0}[
-            config.eval_transform
-        ],
+        crop_pct={"published": _PUBLISHED_CROP, "timm": config.crop_pct, "resize": 1.0}[config.eval_transform],
     )
 
 

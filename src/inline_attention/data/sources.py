@@ -160,15 +160,13 @@ class ZipSource:
     """
 
     def __init__(self, archive: Path, map_file: Path, *, names_from: Path) -> None:
-        if not names_from.is_file():
-            names_from = map_file
-        named_paths, named_labels = _read_map(names_from)
-        count = max(named_labels) + 1
-        self.class_names, self.named = _folder_names(named_paths, named_labels, count=count)
-        if names_from == map_file:
-            paths, labels = named_paths, named_labels
-        else:
-            _check_every_class_has_images(named_labels, self.class_names, where=repr(str(names_from)))
+        named_by = names_from if names_from.is_file() else map_file
+        paths, labels = _read_map(named_by)
+        count = int(labels.max()) + 1
+        self.class_names, self.named = _folder_names(paths, labels, count=count)
+        if named_by == names_from:
+            _check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
+        if named_by != map_file:
             paths, labels = _read_map(map_file, num_classes=count)
         self._archive_path = str(archive)
         try:
@@ -214,16 +212,20 @@ class TarSource:
             raise ValueError(f"no images in {str(root)!r}; known in tar files: .png, .jpg, .jpeg") from error
         self._root = root
         self.class_names = sorted(self._reader.class_name_to_idx, key=self._reader.class_name_to_idx.__getitem__)
+        # timm leaves equal names in different tar files in the file system's order; ranks must agree on one.
+        names = [(tar or "", member.name) for member, tar, _ in self._reader.samples]
+        self._order = np.array(sorted(range(len(names)), key=names.__getitem__))
 
     def __len__(self) -> int:
-        return len(self._reader)
+        return len(self._order)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        file, label = self._reader[index]
+        file, label = self._reader[self._order[index]]
         return file, int(label)
 
     def path(self, index: int) -> str:
-        return f"{self._root}:{self._reader.filename(index)}"
+        member, tar, _ = self._reader.samples[self._order[index]]
+        return f"{self._root / tar if tar else self._root}:{member.name}"
 
 
 class HuggingFaceSource:
@@ -243,6 +245,13 @@ class HuggingFaceSource:
                 f"split {split!r} of 'hfds/{name}' cannot be read ({error}); taken were the image column "
                 f"{image_key!r} (data.input_key) and the label column {label_key!r} (data.target_key)"
             ) from error
+        if len(self._reader) == 0:
+            raise ValueError(f"no images in split {split!r} of 'hfds/{name}'")
+        first = self._reader.dataset[0]
+        for key, option in ((image_key, "input_key"), (label_key, "target_key")):
+            if first.get(key) is None:  # timm's reader adds an empty column where there is no such image column
+                there = ", ".join(column for column, value in first.items() if value is not None)
+                raise ValueError(f"no column {key!r} in 'hfds/{name}' (data.{option}); there is {there}")
         class_to_idx = self._reader.class_to_idx
         labels = np.array(self._reader.dataset[label_key])
         count = len(class_to_idx) or config.num_classes or int(labels.max()) + 1

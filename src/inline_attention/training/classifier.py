@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,19 +31,20 @@ def load_classifier(
     A file of this library says with which arguments its model was built, which classes it knows and how its images
     were prepared; other files are taken for published ones. `img_size` and `eval_transform` override the file's.
     """
-    from inline_attention.models.weights import load_weights, read_metadata
+    from inline_attention.models.weights import load_weights, local_path, read_metadata
 
+    path = None if weights == "pretrained" else local_path(weights)
     # Official pickles have no metadata of this kind.
-    metadata = read_metadata(weights) if Path(weights).suffix == ".safetensors" else {}
+    metadata = read_metadata(path) if path is not None and path.suffix == ".safetensors" else {}
     architecture = metadata.get(ARCHITECTURE, name)
     if architecture != name:
         raise ValueError(f"{weights!r} holds weights of {architecture}, not of {name}")
     arguments: dict[str, Any] = json.loads(metadata.get(MODEL_ARGUMENTS, "{}"))
     if img_size is not None:
         arguments["img_size"] = list(img_size)
-    model = create_model(name, pretrained=weights == "pretrained", **arguments)
-    if weights != "pretrained":
-        load_weights(model, weights)
+    model = create_model(name, pretrained=path is None, **arguments)
+    if path is not None:
+        load_weights(model, path)
     data = _preparation(model, json.loads(metadata.get(PREPROCESSING, "{}")))
     data = replace(data, img_size=list(model.img_size), in_chans=model.in_chans)  # type: ignore[arg-type]  # VisionModel
     if eval_transform is not None:

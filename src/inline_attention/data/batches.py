@@ -95,6 +95,8 @@ def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image
     """The decoded image and its label; UnreadableImage says why not."""
     try:
         file, label = source.read(index)
+    except UnreadableImage:
+        raise
     except Exception as error:  # the file has gone, or the archive around it is damaged: zip, tar and zlib errors
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
     with file:
@@ -113,7 +115,7 @@ class TrainSamples(Dataset[RawBatch]):
         with restored_generators():
             found = [self._sample(key, skipped) for key in keys]
         samples = [sample for sample in found if sample is not None]
-        replaced = sum(sample.sample_id != key.sample for sample, key in zip(samples, keys, strict=False))
+        replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
         return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced)
 
     def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> Sample | None:

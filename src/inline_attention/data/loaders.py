@@ -125,8 +125,7 @@ class TrainLoader:
             self.waiting_seconds += time.perf_counter() - start
             if raw is None:
                 return
-            for image in raw.skipped:
-                self.skipped.add(image)
+            self.skipped.extend(raw.skipped)
             self.skipped.replaced += raw.replaced
             if len(raw.images) != self.batch_size:
                 raise ValueError(f"no readable image found to stand in for {raw.skipped[-1].path}")
@@ -166,14 +165,12 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.skipped.clear()
-        for image in self._known_skipped:
-            self.skipped.add(image)
+        self.skipped.extend(self._known_skipped)
         return self._stage(self._noted(self._feed.batches(0, 0)))
 
     def _noted(self, batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
         for raw in batches:
-            for image in raw.skipped:
-                self.skipped.add(image)
+            self.skipped.extend(raw.skipped)
             yield raw
 
     def to(self, device: torch.device) -> None:
@@ -255,12 +252,12 @@ def _train_loader(source: Source, *, config: DataConfig, seed: int, rank: int, w
     feed: Feed
     if config.in_memory and not config.augment:
         store = PixelStore(source, range(len(source)), config=config, workers=workers)
-        for image in store.skipped:
-            skipped.add(image)
+        skipped.extend(store.skipped)
         feed = TrainMemoryFeed(store, plan, seed=seed)
     else:
         if config.in_memory:
-            source = DecodedSource(source, config=config, workers=workers)
+            source = decoded = DecodedSource(source, config=config, workers=workers)
+            skipped.extend(decoded.skipped)
         samples = TrainSamples(source, config=config, seed=seed)
         feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True)
     return TrainLoader(feed, config=config, steps_per_epoch=plan.steps, skipped=skipped, exact_resume=True)
@@ -287,8 +284,7 @@ def _eval_loader(source: Source, *, config: DataConfig, rank: int, world_size: i
     feed: Feed
     if config.in_memory:
         store = PixelStore(source, plan.indices, config=config, workers=workers)
-        for image in store.skipped:
-            skipped.add(image)
+        skipped.extend(store.skipped)
         feed = EvalMemoryFeed(store, batch_size=config.batch_size)
     else:
         samples = EvalSamples(source, config=config)

@@ -41,6 +41,7 @@ class DecodedSource:
         self._shapes = np.array([(0, 0, 0) if isinstance(item, str) else item[0].shape for item in decoded])
         self._labels = np.array([-1 if isinstance(item, str) else item[1] for item in decoded])
         self._reasons = {index: item for index, item in enumerate(decoded) if isinstance(item, str)}
+        self.skipped = [SkippedImage(source.path(index), reason) for index, reason in self._reasons.items()]
         self._starts = np.concatenate([[0], np.cumsum(self._shapes.prod(axis=1))])
         self._pixels = np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0, np.uint8)
 

@@ -1,7 +1,7 @@
 """Unreadable images: counted, listed, and a reason to stop when there are too many."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _logger = logging.getLogger(__name__)
@@ -29,12 +29,12 @@ class SkippedImages:
     def __iter__(self) -> Iterator[SkippedImage]:
         return (SkippedImage(path, reason) for path, reason in self._reasons.items())
 
-    def add(self, image: SkippedImage) -> None:
-        """Note the file; ValueError when there are more than `limit`."""
-        if image.path in self._reasons:
-            return
-        self._reasons[image.path] = image.reason
-        _logger.warning("skipping unreadable image %s: %s", image.path, image.reason)
+    def extend(self, images: Iterable[SkippedImage]) -> None:
+        """Note the files, each in the log; ValueError when there are more than `limit`."""
+        for image in images:
+            if image.path not in self._reasons:
+                self._reasons[image.path] = image.reason
+                _logger.warning("skipping unreadable image %s: %s", image.path, image.reason)
         if len(self) > self.limit:
             listed = "; ".join(f"{path} ({reason})" for path, reason in list(self)[:5])
             raise ValueError(

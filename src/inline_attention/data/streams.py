@@ -64,6 +64,7 @@ class Stream:
         # The reader would ask torch.distributed; evaluation divides the data itself.
         self.reader.dist_rank, self.reader.dist_num_replicas = (rank, world_size) if training else (0, 1)
         self.num_samples = int(self.reader.num_samples)
+        self.is_empty = False
         self.max_workers: int | None = None
         self.keeps_every = 1  # this rank keeps every so many images of its stream
         if self.kind == "wds":
@@ -90,8 +91,9 @@ class Stream:
                 input_key=config.input_key,
                 target_key=config.target_key,
             )
-        except (RuntimeError, KeyError, AssertionError) as error:
-            raise ValueError(f"split {split!r} of {config.path!r} cannot be opened: {error}") from error
+        except (RuntimeError, LookupError, AssertionError, ValueError) as error:
+            reason = str(error).partition("\n")[0]  # TensorFlow's go on to list every data set there is
+            raise ValueError(f"split {split!r} of {config.path!r} cannot be opened: {reason}") from error
 
     def _divide_shards(self) -> None:
         shards = list(self.reader.split_info.filenames)
@@ -106,7 +108,8 @@ class Stream:
             # timm's reader pads or cuts the ranks to equal length; whole shards for each rank count exactly.
             mine = shards[self.rank :: self.world_size]
             self.max_workers = len(mine)
-            if mine != shards and mine:
+            self.is_empty = not mine  # more ranks than shards
+            if mine and mine != shards:
                 self.reader = self._open("::".join(mine))
                 self.reader.dist_rank, self.reader.dist_num_replicas = 0, 1
 
@@ -197,9 +200,12 @@ class StreamFeed:
         self._workers = workers if stream.max_workers is None else min(workers, stream.max_workers)
 
     def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
+        if self._stream.is_empty:
+            return iter(())
         self._samples.epoch = epoch
         self._stream.reader.set_epoch(epoch)
         self._stream.reader.ds = None  # a fresh pipeline: its shuffling starts over
+        self._stream.reader.worker_seed = derive_seed("stream", self._stream.seed, epoch)  # without workers
         loader = DataLoader(
             self._samples,
             batch_size=None,

@@ -43,7 +43,7 @@ class Source(Protocol):
 def open_source(config: DataConfig, split: str) -> Source:
     """Open one split of a data set with random access; ValueError says what is wrong with it."""
     if config.path == "digits":
-        return DigitsSource(split, config=config)
+        return DigitsSource(split)
     if config.path.startswith("hfds/"):
         return HuggingFaceSource(config.path.removeprefix("hfds/"), split, config=config)
     root = Path(config.path)
@@ -283,7 +283,7 @@ class DigitsSource:
 
     named = True
 
-    def __init__(self, split: str, *, config: DataConfig) -> None:
+    def __init__(self, split: str) -> None:
         try:
             from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # no stubs
             from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]  # no stubs
@@ -291,12 +291,12 @@ class DigitsSource:
             raise ImportError(
                 "the embedded data set needs scikit-learn: pip install 'inline-attention[train]'"
             ) from error
-        if split not in (config.train_split, config.val_split):
-            raise ValueError(f"no split {split!r} in 'digits'; there is {config.train_split}, {config.val_split}")
+        if split not in ("train", "val"):
+            raise ValueError(f"no split {split!r} in 'digits'; there is train, val")
         digits = load_digits()
         pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
         parts = train_test_split(np.arange(len(pixels)), test_size=0.25, stratify=digits.target, random_state=0)
-        self._rows = parts[0] if split == config.train_split else parts[1]
+        self._rows = parts[0] if split == "train" else parts[1]
         self._pixels, self._labels = pixels[self._rows], digits.target[self._rows]
         self.class_names = [str(name) for name in digits.target_names]
 

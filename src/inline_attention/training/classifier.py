@@ -105,6 +105,8 @@ def predict(classifier: Classifier, loader: EvalLoader, *, device: torch.device,
     names = classifier.class_names or [str(label) for label in range(model.num_classes)]  # type: ignore[arg-type]  # timm's contract
     descriptions = _descriptions(names)
     for batch in loader:
+        if len(batch.images) == 0:  # none of them could be read
+            continue
         probabilities = model(batch.images).float().softmax(dim=1)
         best = probabilities.topk(min(topk, len(names)), dim=1)
         columns = (batch.sample_ids.tolist(), best.indices.tolist(), best.values.tolist())

@@ -87,6 +87,15 @@ def test_training(shards: Path, workers: int) -> None:
     assert seen(again.epoch(1, start_step=4)) == seen(epochs[1][:2])
 
 
+def test_global_generators_are_left_alone(shards: Path) -> None:
+    loader = open_data(config(shards, augment=True, random_erase=1.0), seed=1).train
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    drawn = [torch.rand(()).item() for _, _ in zip(range(3), loader.epoch(0), strict=False)]
+    assert drawn == expected.tolist()
+
+
 def test_unreadable_images_are_counted(shards: Path) -> None:
     content = b"no image at all"
     with tarfile.open(shards / "val-0000.tar", "a") as tar:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.batches import (
@@ -100,9 +101,14 @@ class PixelStore:
             self.skipped.extend(batch.skipped)
 
     def __getitem__(self, rows: np.ndarray) -> RawBatch:
-        on_device = torch.from_numpy(rows).to(self._images.device)
-        ids = torch.from_numpy(self.samples[rows]).to(self._images.device)
-        return RawBatch(self._images[on_device], self._targets[on_device], ids)
+        places, ids = (self._on_device(numbers) for numbers in (rows, self.samples[rows]))
+        return RawBatch(self._images[places], self._targets[places], ids)
+
+    def _on_device(self, numbers: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(numbers)
+        if self._images.is_cuda:  # from pinned memory, or the host would wait for the device
+            tensor = tensor.pin_memory().to(self._images.device, non_blocking=True)
+        return tensor.to(self._images.device)
 
     def to(self, device: torch.device) -> None:
         self._images, self._targets = self._images.to(device), self._targets.to(device)

@@ -6,6 +6,7 @@ middle: a resumed epoch starts again at its first shard. Evaluation still counts
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import count, islice
 from typing import Any
@@ -134,12 +135,13 @@ class StreamSamples(IterableDataset[RawBatch]):
         shape = (config.in_chans, *config.size)
         samples: list[Sample] = []
         skipped: list[SkippedImage] = []
-        with lost, restored_generators():
+        with lost:
             mine = islice(enumerate(stream.reader), stream.rank % stream.keeps_every, None, stream.keeps_every)
             for position, (image, label) in mine:
                 sample_id = position * workers * stream.world_size + stream_number
                 try:
-                    samples.append(self._sample(image, int(label), sample_id))
+                    with restored_generators() if worker is None else nullcontext():
+                        samples.append(self._sample(image, int(label), sample_id))
                 except UnreadableImage as error:
                     skipped.append(SkippedImage(f"{config.path}, stream {stream_number}, {position}", str(error)))
                 if len(samples) == config.batch_size:

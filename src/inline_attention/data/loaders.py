@@ -52,6 +52,8 @@ class DeviceStage:
         self._stream: torch.cuda.Stream | None = None
 
     def to(self, device: torch.device) -> None:
+        if device == self._device:  # memory is pooled by stream: one for the loader's lifetime
+            return
         self._device = device
         self._mean, self._std = self._mean.to(device), self._std.to(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -104,11 +104,13 @@ def test_labels_follow_the_model(make_folder: MakeFolder) -> None:
 # The zip layout
 
 
-def make_zip(root: Path, split: str, lines: list[str], *, members: list[str] | None = None) -> None:
+def make_zip(
+    root: Path, split: str, lines: list[str], *, members: list[str] | None = None, method: int = zipfile.ZIP_STORED
+) -> None:
     """`split`.zip with the members named in the lines (or these), each with its own grey, and the map."""
     root.mkdir(exist_ok=True)
     (root / f"{split}_map.txt").write_text("".join(line + "\n" for line in lines))
-    with zipfile.ZipFile(root / f"{split}.zip", "w") as archive:
+    with zipfile.ZipFile(root / f"{split}.zip", "w", compression=method) as archive:
         for number, member in enumerate(members or [line.split("\t")[0] for line in lines]):
             with archive.open(member, "w") as file:
                 Image.new("RGB", (8, 8), (number, number, number)).save(file, "PNG")
@@ -117,10 +119,10 @@ def make_zip(root: Path, split: str, lines: list[str], *, members: list[str] | N
 TRAIN_LINES = ["n02/x.JPEG\t1", "n01/a.JPEG\t0", "n01/b.JPEG\t0", "n02/y.JPEG\t1"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_zip(tmp_path: Path, workers: int) -> None:
-    make_zip(tmp_path / "zip", "train", TRAIN_LINES)
-    make_zip(tmp_path / "zip", "val", ["val_1.JPEG\t1", "val_2.JPEG\t0", "val_3.JPEG\t1", ""], members=None)
+@pytest.mark.parametrize(("workers", "method"), [(0, zipfile.ZIP_STORED), (2, zipfile.ZIP_DEFLATED)])
+def test_zip(tmp_path: Path, workers: int, method: int) -> None:
+    make_zip(tmp_path / "zip", "train", TRAIN_LINES, method=method)
+    make_zip(tmp_path / "zip", "val", ["val_1.JPEG\t1", "val_2.JPEG\t0", "val_3.JPEG\t1"])
     options = config(tmp_path / "zip", augment=False, mean=[0.0] * 3, std=[1.0] * 3)
     options.workers = workers
     data = open_data(options)
@@ -160,6 +162,25 @@ def test_zip_errors(tmp_path: Path, split: str, line: str, message: str) -> None
         make_zip(tmp_path / "zip", name, TRAIN_LINES + ([line] if name == split else []), members=[*members, "a.JPEG"])
     with pytest.raises(ValueError, match=message):
         open_data(config(tmp_path / "zip"))
+
+
+def test_damage_inside_a_zip_is_an_unreadable_image(tmp_path: Path) -> None:
+    make_zip(tmp_path / "zip", "val", TRAIN_LINES)
+    archive = tmp_path / "zip" / "val.zip"
+    content = archive.read_bytes()
+    start = content.index(b"IDAT")
+    archive.write_bytes(content[:start] + b"XXXX" + content[start + 4 :])
+    loader = open_eval_data(config(tmp_path / "zip"))
+    assert sum(len(batch.images) for batch in loader) == 3
+    (skipped,) = loader.skipped
+    assert skipped.path.endswith("val.zip:n02/x.JPEG")
+    assert "wrong checksum" in skipped.reason
+
+
+def test_zip_of_another_kind(tmp_path: Path) -> None:
+    make_zip(tmp_path / "zip", "val", TRAIN_LINES, method=zipfile.ZIP_BZIP2)
+    with pytest.raises(ValueError, match=r"val\.zip' is encrypted or neither stored nor deflated"):
+        open_eval_data(config(tmp_path / "zip"))
 
 
 def test_zip_is_damaged_or_incomplete(tmp_path: Path) -> None:
@@ -230,6 +251,22 @@ def test_hugging_face_data_set(make_folder: MakeFolder) -> None:
         open_data(config(f"hfds/{root}", val_split="nothing"))
     with pytest.raises(ValueError, match=r"no column 'picture' in .* \(data\.input_key\); there is image, label"):
         open_data(config(f"hfds/{root}", val_split="validation", input_key="picture"))
+
+
+def test_hugging_face_labels_that_are_bare_numbers(tmp_path: Path) -> None:
+    """Under another name than "label"; a split may lack the last ones."""
+    pytest.importorskip("datasets")
+    for split, labels in (("train", [0, 1, 2, 1]), ("validation", [0, 1])):
+        (tmp_path / split).mkdir()
+        for number in range(len(labels)):
+            Image.new("RGB", (8, 8)).save(tmp_path / split / f"{number}.png")
+        lines = [f"{number}.png,{label}\n" for number, label in enumerate(labels)]
+        (tmp_path / split / "metadata.csv").write_text("file_name,fine\n" + "".join(lines))
+    data = open_data(config(f"hfds/{tmp_path}", target_key="fine", val_split="validation"))
+    assert data.class_names == data.val.class_names == ["0", "1", "2"]
+    assert [target for batch in data.val for target in batch.targets.tolist()] == [0, 1]
+    with pytest.raises(ValueError, match=r"split 'train' of .* run from 0 to 2; expected 0 to 1"):
+        open_data(config(f"hfds/{tmp_path}", target_key="fine", val_split="validation", num_classes=2))
 
 
 # The embedded data set

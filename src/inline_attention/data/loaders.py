@@ -213,6 +213,8 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
         train_source, val_source = (open_source(config, split) for split in (config.train_split, config.val_split))
         check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
         class_names = train_source.class_names
+        if val_source.class_names != class_names:  # numbers without names: the split may lack the last ones
+            val_source = RelabelledSource(val_source, class_names)
         train = _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size)
         val = _eval_loader(val_source, config=config, rank=rank, world_size=world_size)
     mean, std = config.statistics

@@ -7,8 +7,10 @@ raised before anything starts. Streams (WebDataset, TensorFlow datasets) have no
 
 import io
 import os
+import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,7 +123,8 @@ class FolderSource:
         self._root = folder
         self._labels = np.array([label for _, label in samples])
         _check_every_class_has_images(self._labels, self.class_names, where=f"folder {str(folder)!r}")
-        self._paths = PackedStrings(os.path.relpath(path, folder) for path, _ in samples)
+        start = len(os.path.join(folder, ""))
+        self._paths = PackedStrings(path[start:] for path, _ in samples)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -168,18 +171,26 @@ class ZipSource:
             _check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
         if named_by != map_file:
             paths, labels = _read_map(map_file, num_classes=count)
-        self._archive_path = str(archive)
         try:
             with zipfile.ZipFile(archive) as opened:
-                members = set(opened.namelist())
+                members = {member.filename: member for member in opened.infolist()}
         except zipfile.BadZipFile as error:
             raise ValueError(f"{str(archive)!r} is not a readable zip file: {error}") from error
         missing = [path for path in paths if path not in members]
         if missing:
-            raise ValueError(f"{len(missing)} of {len(paths)} images of the map are not in {str(archive)!r}: "
-                             f"{_some(missing)}")  # fmt: skip
-        self._paths, self._labels = PackedStrings(paths), labels
-        self._opened: tuple[int, zipfile.ZipFile] | None = None
+            what = f"{len(missing)} of {len(paths)} images of the map are not in {str(archive)!r}"
+            raise ValueError(f"{what}: {_some(missing)}")
+        chosen = [members[path] for path in paths]
+        readable = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        if any(member.compress_type not in readable or member.flag_bits & 1 for member in chosen):
+            raise ValueError(f"{str(archive)!r} is encrypted or neither stored nor deflated; pack it again")
+        # Arrays instead of a ZipFile in each worker, which would hold an object for every image.
+        self._offsets = np.array([member.header_offset for member in chosen])
+        self._sizes = np.array([member.compress_size for member in chosen])
+        self._checksums = np.array([member.CRC for member in chosen])
+        self._deflated = np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in chosen])
+        self._paths, self._labels, self._archive = PackedStrings(paths), labels, str(archive)
+        self._opened: tuple[int, BinaryIO] | None = None
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -187,11 +198,20 @@ class ZipSource:
     def read(self, index: int) -> tuple[BinaryIO, int]:
         # A file handle must not be shared between processes: they would move each other's position.
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), zipfile.ZipFile(self._archive_path))
-        return io.BytesIO(self._opened[1].read(self._paths[index])), int(self._labels[index])
+            self._opened = (os.getpid(), open(self._archive, "rb"))  # noqa: SIM115  # for the life of the process
+        file = self._opened[1]
+        file.seek(self._offsets[index])
+        name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # the local header has its own lengths
+        file.seek(name_length + extra_length, os.SEEK_CUR)
+        content = file.read(self._sizes[index])
+        if self._deflated[index]:
+            content = zlib.decompress(content, wbits=-zlib.MAX_WBITS)
+        if zlib.crc32(content) != self._checksums[index]:
+            raise OSError("wrong checksum: the archive is damaged here")
+        return io.BytesIO(content), int(self._labels[index])
 
     def path(self, index: int) -> str:
-        return f"{self._archive_path}:{self._paths[index]}"
+        return f"{self._archive}:{self._paths[index]}"
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_opened": None}
@@ -252,11 +272,11 @@ class HuggingFaceSource:
             if first.get(key) is None:  # timm's reader adds an empty column where there is no such image column
                 there = ", ".join(column for column, value in first.items() if value is not None)
                 raise ValueError(f"no column {key!r} in 'hfds/{name}' (data.{option}); there is {there}")
-        class_to_idx = self._reader.class_to_idx
+        names = getattr(self._reader.dataset.features[label_key], "names", None)  # timm's only look at "label"
         labels = np.array(self._reader.dataset[label_key])
-        count = len(class_to_idx) or config.num_classes or int(labels.max()) + 1
-        self.named = bool(class_to_idx)
-        self.class_names = sorted(class_to_idx, key=class_to_idx.__getitem__) or [str(i) for i in range(count)]
+        self.named = names is not None
+        self.class_names = names or [str(i) for i in range(config.num_classes or int(labels.max()) + 1)]
+        count = len(self.class_names)
         if labels.min() < 0 or labels.max() >= count:
             raise ValueError(
                 f"labels of split {split!r} of 'hfds/{name}' run from {labels.min()} to {labels.max()}; "

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from inline_attention.data import Batch, DataConfig, Mixup, open_data, open_eval_data, open_files
@@ -226,6 +227,15 @@ def test_evaluation_leaves_out_the_unreadable(folder: Path, in_memory: bool) -> 
         ids = merged(iter(loader))[2]
         assert ids.tolist() == list(range(4, 24))
         assert [image.path for image in loader.skipped] == bad  # anew in every pass
+
+
+def test_an_image_of_one_pixel_cannot_be_cropped(folder: Path) -> None:
+    Image.new("RGB", (1, 1)).save(folder / "train" / "a" / "001.png")
+    loader = open_data(config(folder)).train
+    for epoch in range(3):
+        assert len(merged(loader.epoch(epoch))[0]) == 24
+    (skipped,) = loader.skipped
+    assert skipped.reason == "1×1 pixels are too few to crop"
 
 
 @pytest.mark.parametrize(("max_broken", "allowed"), [(0, 0), (0.01, 1), (0.1, 3), (2, 2)])

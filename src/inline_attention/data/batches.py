@@ -18,7 +18,6 @@ from inline_attention.data.sources import Source
 from inline_attention.data.transforms import BoxErasing, ErasedBox, Transform, eval_transform, train_transform
 
 _MAX_REPLACEMENTS = 100  # in a row; the limit on unreadable images stops the run long before
-_SMALL = 16  # pixels; a random crop of a smaller image may come out empty
 
 
 class SampleKey(NamedTuple):
@@ -88,12 +87,7 @@ class Augment:
 
     def __call__(self, image: Image.Image, *, seed: int) -> tuple[Tensor, ErasedBox | None]:
         seed_generators(seed)
-        try:
-            pixels = self._transform(image)
-        except ValueError as error:
-            if min(image.size) > _SMALL:
-                raise
-            raise UnreadableImage(f"{image.width}×{image.height} pixels are too few to crop") from error
+        pixels = self._transform(image)
         return pixels, None if self._erasing is None else self._erasing(pixels)
 
 
@@ -130,11 +124,11 @@ class TrainSamples(Dataset[RawBatch]):
         for attempt in range(_MAX_REPLACEMENTS):
             try:
                 image, label = load_image(self._source, shown, config=self._config)
-                pixels, erased = self._augment(image, seed=seed)
             except UnreadableImage as error:
                 skipped.append(SkippedImage(self._source.path(shown), str(error)))
                 shown = replacement(key.sample, seed=self._seed, epoch=key.epoch, attempt=attempt, num_samples=total)
             else:
+                pixels, erased = self._augment(image, seed=seed)
                 return Sample(pixels, label, shown, erased)
         return None
 

@@ -117,8 +117,14 @@ def erase_(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
 
     `noise` holds the values of all boxes, flattened in the order of images, channels, rows, columns.
     """
-    top, left, height, width = boxes.view(-1, 4, 1, 1).unbind(1)  # each (B, 1, 1)
-    row = torch.arange(images.shape[2], device=images.device).view(1, -1, 1)
-    column = torch.arange(images.shape[3], device=images.device).view(1, 1, -1)
-    inside = (row >= top) & (row < top + height) & (column >= left) & (column < left + width)  # (B, H, W)
-    return images.masked_scatter_(inside.unsqueeze(1), noise)
+    _, channels, rows, columns = images.shape
+    sizes = channels * boxes[:, 2] * boxes[:, 3]
+    # For every value of the noise: its image, its number in that image's box, and from these its place. The length is
+    # given, so the host does not wait for the sum of the sizes.
+    image = torch.arange(len(boxes), device=boxes.device).repeat_interleave(sizes, output_size=len(noise))
+    number = torch.arange(len(noise), device=noise.device) - (sizes.cumsum(0) - sizes)[image]
+    top, left, height, width = boxes[image].unbind(1)
+    channel, row, column = number // (height * width), number // width % height, number % width
+    places = ((image * channels + channel) * rows + top + row) * columns + left + column
+    images.view(-1).index_copy_(0, places, noise)
+    return images

@@ -9,7 +9,7 @@ from small import FAMILIES, create_small, image
 from torch import Tensor
 
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention
-from inline_attention.layers.attention import Attention
+from inline_attention.layers.attention import Attention, unstack
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.swin import SwinBlock, WindowSoftmaxAttention
 
@@ -227,8 +227,8 @@ def test_pvt_reduction_drops_an_incomplete_border() -> None:
     x = torch.randn(1, 17 * 9, 8)
     cropped = x.unflatten(1, (17, 9))[:, :16, :8].flatten(1, 2)
     with torch.no_grad():
-        _, k, v = attn.project(x, (17, 9))
-        _, expected_k, expected_v = attn.project(cropped, (16, 8))
+        _, k, v = unstack(attn.project(x, (17, 9)))
+        _, expected_k, expected_v = unstack(attn.project(cropped, (16, 8)))
     assert torch.equal(k, expected_k)
     assert torch.equal(v, expected_v)
     with pytest.raises(ValueError, match="a map of 7×9 is smaller than the reduction 8 of its keys"):

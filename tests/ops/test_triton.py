@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from inline_attention.ops import fused, inline_attention, inline_attention_packed  # noqa: E402  # needs Triton
+from inline_attention.ops import fused, inline_attention, inline_attention_packed  # needs Triton
 
 GPU = torch.cuda.is_available()
 
@@ -120,7 +120,9 @@ def test_absent_tokens_may_hold_anything(path):
     qkv[~options["token_mask"]] = torch.nan
     clean = qkv.nan_to_num(0.0)
     for a, b in zip(
-        run(qkv, weight, grad, options, backend="triton"), run(clean, weight, grad, options, backend="triton"), strict=True
+        run(qkv, weight, grad, options, backend="triton"),
+        run(clean, weight, grad, options, backend="triton"),
+        strict=True,
     ):
         assert torch.equal(a, b)
 
@@ -219,7 +221,9 @@ def random_case(seed, dtype):
 @pytest.mark.parametrize("seed", range(210 if GPU else 4))
 def test_random_shapes(seed, monkeypatch):
     if seed % 2:
-        monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(fused_tokens=10**9 if seed % 4 == 1 else 0, fused_programs=0))
+        monkeypatch.setattr(
+            fused, "CONFIG", fused.CONFIG._replace(fused_tokens=10**9 if seed % 4 == 1 else 0, fused_programs=0)
+        )
     inputs, feature_map = random_case(seed, DTYPES[seed % len(DTYPES)])
     check(*inputs, feature_map=feature_map)
 

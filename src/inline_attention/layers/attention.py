@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import FEATURE_MAPS, inline_attention, linear_attention, local_residual
+from inline_attention.ops import FEATURE_MAPS, inline_attention_projected, linear_attention, local_residual
 from inline_attention.ops.feature_maps import get_feature_map
 
 from .local import TAPS, LocalKernel
@@ -42,6 +42,12 @@ class AffineMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bnhi,hoi->bnho", x, self.weight) + self.bias
+
+
+def unstack(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (B, N, heads, d) of projections (B, N, m, heads, d) that hold m of them each"""
+    q, k, v = [x for projection in projections for x in projection.unbind(2)]
+    return q, k, v
 
 
 class Attention(nn.Module):
@@ -101,17 +107,17 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, N, C) → q, k, v (B, N, heads, d), views into the projections' outputs"""
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """x (B, N, C) → q, k and v as the projections give them: tensors (B, N, m, heads, d) of m each"""
         heads = (self.num_heads, self.head_dim)
         if self.fused_qkv:
-            q, k, v = self.qkv(x).unflatten(-1, (3, *heads)).unbind(2)
+            projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (3, *heads)),)
         else:
-            q = self.q(x).unflatten(-1, heads)
-            k, v = self.kv(x).unflatten(-1, (2, *heads)).unbind(2)
+            projections = self.q(x).unflatten(-1, (1, *heads)), self.kv(x).unflatten(-1, (2, *heads))
         if self.affine is not None:
-            q, k = self.affine(q), self.affine(k)
-        return q, k, v
+            q, k, v = unstack(projections)
+            projections = tuple(y.unsqueeze(2) for y in (self.affine(q), self.affine(k), v))
+        return projections
 
     def local_weight(self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None) -> Tensor | None:
         """All that is a 3×3 kernel on v, as one: generated and positional → (B, heads, d, 9)"""
@@ -125,15 +131,14 @@ class Attention(nn.Module):
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projections: Sequence[Tensor],
         *,
         grid: Grid,
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        """q (B, Nq, heads, d), k and v (B, N, heads, d) → (B, Nq, heads, d), the local terms included"""
+        """q, k and v from `project` → (B, N, heads, d), the local terms included"""
+        q, k, v = unstack(projections)
         out = self.attend_globally(q, k, v, grid=grid, token_mask=token_mask)
         if local_weight is not None:
             out = out + local_residual(
@@ -142,7 +147,7 @@ class Attention(nn.Module):
         return out
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        """The attention itself, without local terms."""
+        """The attention itself, without local terms: q (B, Nq, heads, d), k and v (B, N, heads, d) → as q"""
         raise NotImplementedError(f"{type(self).__name__} defines neither attend nor attend_globally")
 
     def forward(
@@ -163,9 +168,9 @@ class Attention(nn.Module):
         Returns:
             (B, N, C)
         """
-        q, k, v = self.project(x, grid)
+        projections = self.project(x, grid)
         local_weight = self.local_weight(x, token_mean, token_mask)
-        out = self.attend(q, k, v, grid=grid, token_mask=token_mask, local_weight=local_weight).flatten(2)
+        out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight).flatten(2)
         if self.position is not None and self.position.bias is not None:
             out = out + self.position.bias
         return self.proj_drop(self.proj(out))
@@ -181,18 +186,14 @@ class InLineAttention(Attention):
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projections: Sequence[Tensor],
         *,
         grid: Grid,
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        return inline_attention(
-            q,
-            k,
-            v,
+        return inline_attention_projected(
+            *projections,
             feature_map=self.feature_map,
             scale=self.scale,
             local_weight=local_weight,

@@ -21,6 +21,7 @@ from inline_attention.layers.attention import (
     build_attention,
     parse_attention,
     softmax_rows,
+    unstack,
 )
 from inline_attention.layers.embed import pad_image
 from inline_attention.layers.windows import WindowPlan, to_windows
@@ -49,9 +50,7 @@ class StripeAttention(SoftmaxAttention):
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projections: Sequence[Tensor],
         *,
         grid: Grid,
         token_mask: Tensor | None,
@@ -62,7 +61,9 @@ class StripeAttention(SoftmaxAttention):
         windows: list[Grid | None] = [None]
         if self.stripe is not None:
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
-        branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
+        branches = zip(
+            *(x.chunk(len(windows), dim=2) for x in unstack(projections)), windows, self.positions, strict=True
+        )
         return torch.cat([self.attend_branch(*branch, grid=grid) for branch in branches], dim=2)
 
     def attend_branch(

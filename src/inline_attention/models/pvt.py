@@ -45,9 +45,9 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
             self.sr = nn.Conv2d(dim, dim, reduction, stride=reduction)
             self.norm = nn.LayerNorm(dim, eps=1e-5)
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         heads = (self.num_heads, self.head_dim)
-        q = self.q(x).unflatten(-1, heads)
+        q = self.q(x).unflatten(-1, (1, *heads))
         if self.reduction > 1:
             if min(grid) < self.reduction:
                 raise ValueError(
@@ -55,8 +55,7 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
                     "use larger images or InLine attention in this stage"
                 )
             x = self.norm(self.sr(x.unflatten(1, grid).permute(0, 3, 1, 2)).flatten(2).mT)
-        k, v = self.kv(x).unflatten(-1, (2, *heads)).unbind(2)
-        return q, k, v
+        return q, self.kv(x).unflatten(-1, (2, *heads))
 
 
 class PatchDownsample(nn.Module):

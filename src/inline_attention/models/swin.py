@@ -20,6 +20,7 @@ from inline_attention.layers.attention import (
     build_attention,
     parse_attention,
     softmax_rows,
+    unstack,
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.windows import WindowPlan, ceil_div, pad_to_multiple, to_windows, window_regions
@@ -68,7 +69,7 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         regions: Tensor | None = None,
     ) -> Tensor:
         """Windows x (B·windows, N, C); regions (B·windows, N): different ones do not attend to each other."""
-        q, k, v = self.project(x, grid)
+        q, k, v = unstack(self.project(x, grid))
         mask = self.position_bias(grid)[None]  # (1, heads, N, N)
         if regions is not None:
             mask = mask + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset  # type: ignore[import-untyped]  # no stubs
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from inline_attention.data.config import DataConfig
 
@@ -305,8 +305,8 @@ class DigitsSource:
 
     def __init__(self, split: str) -> None:
         try:
-            from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # no stubs
-            from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]  # no stubs
+            from sklearn.datasets import load_digits
+            from sklearn.model_selection import train_test_split
         except ImportError as error:
             raise ImportError(
                 "the embedded data set needs scikit-learn: pip install 'inline-attention[train]'"

@@ -126,7 +126,7 @@ def write_grads(
     b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
     MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of tokens t + o_t, the local residual's aside: of queries where m_q, of keys and values where m_k"""
+    """The gradients of tokens t + o_t, the local residual's aside: queries where m_q, keys and values where m_k"""
     write_query_grads(
         p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_q, o_c, m_c, b_st, MAP, DOT, PRECISION, MASK_Q
     )

@@ -10,7 +10,7 @@ from PIL import Image
 from timm.data import auto_augment, create_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
-from torchvision.transforms import Compose  # type: ignore[import-untyped]  # no stubs
+from torchvision.transforms import Compose
 
 from inline_attention.data.config import DataConfig
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backends, reference
+from .backends import fused
 from .feature_maps import get_feature_map
 from .local import TAPS, local_sum
 
@@ -176,8 +177,6 @@ def inline_attention_projected(
         feature_map=feature_map, scale=_default_scale(q, scale), grid=grid, num_prefix_tokens=num_prefix_tokens
     )
     if backends.choose(backend, projections) == "triton":
-        from . import fused
-
         return fused.attend(projections, local_weight, token_mask, None, **options)
     return reference.attend(q, k, v, local_weight, token_mask, **options)
 
@@ -228,8 +227,6 @@ def inline_attention_packed(
     scale = _default_scale(q, scale)
     projections = [x[None, :, None] for x in (q, k, v)]
     if backends.choose(backend, projections) == "triton":
-        from . import fused
-
         lengths = [end - start for start, end in pairwise(bounds)]
         sizes = [(1, length) for length in lengths] if local_weight is None or grids is None else list(grids)
         rows = [(start, n, *size) for start, n, size in zip(bounds, lengths, sizes, strict=False)]

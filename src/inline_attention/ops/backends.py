@@ -1,26 +1,29 @@
 """Which implementation runs: the first that can, and the reason why another cannot."""
 
-import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# Imported here and not where it is used: torch.compile cannot trace an import that registers operators.
+fused: Any
+try:
+    from . import fused
+except ImportError:  # no Triton
+    fused = None
+
 BACKENDS = ("triton", "reference")
-
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def why_not_triton(sources: Sequence[Tensor]) -> str | None:
     """Why the fused kernels cannot run on these inputs, or None if they can."""
     if torch.compiler.is_exporting():
         return "exported programs hold PyTorch's own operations only"
-    if not HAS_TRITON:
+    if fused is None:
         return "Triton is not installed"
-    from . import fused
-
-    return fused.why_not(sources)
+    reason: str | None = fused.why_not(sources)
+    return reason
 
 
 def choose(backend: str, sources: Sequence[Tensor]) -> str:

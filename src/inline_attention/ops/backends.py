@@ -13,6 +13,7 @@ try:
 except ImportError:  # no Triton
     fused = None
 
+HAS_TRITON = fused is not None
 BACKENDS = ("triton", "reference")
 
 
@@ -20,7 +21,7 @@ def why_not_triton(sources: Sequence[Tensor]) -> str | None:
     """Why the fused kernels cannot run on these inputs, or None if they can."""
     if torch.compiler.is_exporting():
         return "exported programs hold PyTorch's own operations only"
-    if fused is None:
+    if not HAS_TRITON:
         return "Triton is not installed"
     reason: str | None = fused.why_not(sources)
     return reason

@@ -140,11 +140,6 @@ def make_tiles(plan: Plan, *, local: bool, packed: bool) -> Tiles:
     return Tiles(columns * triton.cdiv(plan.height, CONFIG.rows), columns, CONFIG.rows)
 
 
-def _present(x: Tensor | None, otherwise: Tensor) -> Tensor:
-    """A kernel's unused pointer has to point somewhere."""
-    return otherwise if x is None else x
-
-
 def _count(token_mask: Tensor | None) -> Tensor | None:
     return None if token_mask is None else token_mask.sum(1).clamp(min=1).float()
 
@@ -170,17 +165,15 @@ def run_forward(
     kept = plan.batch if save or not plan.fused else 0
     state = torch.empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=torch.float32, device=q.device)
     means = torch.empty((kept, 2, channels), dtype=torch.float32, device=q.device)
-    weight = _present(taps, q)
-    mask = _present(None if token_mask is None else token_mask.view(torch.uint8), q)
-    count = _present(_count(token_mask), q)
-    seq = _present(sequences, q)
+    mask = None if token_mask is None else token_mask.view(torch.uint8)
+    count = _count(token_mask)
     common = _common(plan, q, token_mask, sequences, feature_map)
     products = _products(q.dtype)
     centre = q.dtype == torch.float32
     mask_q = token_mask is not None and plan.queries == plan.tokens
     if plan.fused:
         _launch(forward.forward_kernel, (plan.programs,))(
-            q, k, v, weight, mask, count, seq, out, state, means,
+            q, k, v, taps, mask, count, sequences, out, state, means,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(packed, q, k, v, out),
             **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
@@ -191,19 +184,19 @@ def run_forward(
     size = plan.block_channels * (plan.block_channels + 4)
     parts = torch.empty((plan.programs, plan.parts, size), dtype=torch.float32, device=q.device)
     _launch(forward.state_kernel, (plan.programs, plan.parts))(
-        k, v, mask, seq, parts, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
+        k, v, mask, sequences, parts, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
         **common, **products, CENTRE=centre, BN=CONFIG.tokens,
         num_warps=_warps(plan, CONFIG.state_warps), num_stages=CONFIG.state_stages,
     )  # fmt: skip
     rows = _rows_of_state(plan)
     common.pop("MAP")
     _launch(forward.finish_kernel, (plan.programs, plan.block_channels // rows))(
-        parts, count, seq, state, means, plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
+        parts, count, sequences, state, means, plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
         **common, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
     )  # fmt: skip
     tiles = make_tiles(plan, local=local, packed=packed)
     _launch(forward.output_kernel, (plan.programs, tiles.number))(
-        q, v, weight, mask, seq, out, state, means,
+        q, v, taps, mask, sequences, out, state, means,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
         *_strides(packed, q, v, out), MAP=feature_map,
         **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
@@ -244,18 +237,18 @@ def run_backward(
     channels = plan.heads * plan.head_dim
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
     dq, dk, dv = _views(grads)
-    weight = _present(taps, q)
-    grad_taps = torch.empty(taps.shape if taps is not None else (0,), dtype=weight.dtype, device=q.device)
-    mask = _present(None if token_mask is None else token_mask.view(torch.uint8), q)
-    count = _present(_count(token_mask), q)
-    seq = _present(sequences, q)
+    grad_taps = torch.empty(
+        (0,) if taps is None else taps.shape, dtype=(q if taps is None else taps).dtype, device=q.device
+    )
+    mask = None if token_mask is None else token_mask.view(torch.uint8)
+    count = _count(token_mask)
     common = _common(plan, q, token_mask, sequences, feature_map)
     products = _products(q.dtype)
     mask_q = token_mask is not None and plan.queries == plan.tokens
     strides = _strides(packed, q, k, v, g, dq, dk, dv)
     if plan.fused:
         _launch(backward.backward_kernel, (plan.programs,))(
-            q, k, v, weight, g, mask, count, seq, state, means, dq, dk, dv, grad_taps,
+            q, k, v, taps, g, mask, count, sequences, state, means, dq, dk, dv, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
             **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
             BT=CONFIG.columns, num_warps=_warps(plan, CONFIG.fused_warps),
@@ -267,7 +260,7 @@ def run_backward(
     grad_state = torch.empty(state.shape, dtype=torch.float32, device=q.device)
     grad_mean = torch.empty((plan.batch, channels), dtype=torch.float32, device=q.device)
     _launch(backward.grad_state_kernel, (plan.programs, plan.parts))(
-        q, v, g, mask, seq, parts,
+        q, v, g, mask, sequences, parts,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(packed, q, v, g),
         **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BT=CONFIG.columns,
@@ -275,13 +268,13 @@ def run_backward(
     )  # fmt: skip
     rows = _rows_of_state(plan)
     _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // rows))(
-        parts, count, seq, grad_state, grad_mean, grad_taps,
+        parts, count, sequences, grad_state, grad_mean, grad_taps,
         plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
         **common, LOCAL=local, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
     )  # fmt: skip
     tiles = make_tiles(plan, local=local, packed=packed)
     _launch(backward.grad_kernel, (plan.programs, tiles.number))(
-        q, k, v, weight, g, mask, seq, state, means, grad_state, grad_mean, dq, dk, dv,
+        q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, dq, dk, dv,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
         **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
         num_warps=_warps(plan, CONFIG.output_warps), num_stages=CONFIG.output_stages,

@@ -181,7 +181,8 @@ def backward_kernel(
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     count = tl.cast(N, tl.float32)
     if HAS_MASK:
         count = tl.load(p_count + i_b)
@@ -192,7 +193,7 @@ def backward_kernel(
     if MAP == "exp":
         b_ds += b_g_sum[None, :]  # φ(0)
     m_head = same_head(o_c, m_c, o_c, m_c, D)
-    b_ds = tl.where(m_head, b_ds * (scale / count), 0.0)
+    b_ds = tl.where(m_head, b_ds * (tl.cast(scale, tl.float32) / count), 0.0)
     b_g_mean = b_g_sum / count
     b_dst = tl.trans(b_ds).to(DOT)
     b_ds = b_ds.to(DOT)
@@ -242,7 +243,8 @@ def grad_state_kernel(
     p_q += i_b * stride_qb + start * stride_q + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_g += i_b * stride_gb + start * stride_g + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     p_part += (i * parts + i_p) * (BC * (BC + 10))
     if LOCAL:
         rows = tl.cdiv(H, parts)
@@ -294,7 +296,11 @@ def grad_finish_kernel(
     b_g_sum = sum_parts(p_part, BC * BC + o_c[None, :], m_c[None, :], parts, size, BP)
     if MAP == "exp":
         b_ds += b_g_sum  # φ(0)
-    tl.store(p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_ds * (scale / count), mask=m_head)
+    tl.store(
+        p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D),
+        b_ds * (tl.cast(scale, tl.float32) / count),
+        mask=m_head,
+    )
     if tl.program_id(1) == 0:
         tl.store(p_g_mean + i_b * C + c + o_c, tl.sum(b_g_sum, 0) / count, mask=m_c)
     if LOCAL:
@@ -331,7 +337,8 @@ def grad_kernel(
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     o_s = i_b * C * D + c * D + state_offsets(o_c, o_c, D)
     b_st = tl.trans(tl.load(p_s + o_s, mask=m_head, other=0.0)).to(DOT)

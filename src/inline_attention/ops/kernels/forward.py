@@ -91,7 +91,8 @@ def forward_kernel(
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_out += i_b * stride_ob + start * stride_o + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     count = tl.cast(N, tl.float32)
     if HAS_MASK:
         count = tl.load(p_count + i_b)
@@ -105,6 +106,8 @@ def forward_kernel(
     b_dk = b_k_sum / count
     b_dv = b_v_sum / count
     m_head = same_head(o_c, m_c, o_c, m_c, D)
+    # A compiled caller passes Python's floats in double precision.
+    scale = tl.cast(scale, tl.float32)
     b_s = tl.where(m_head, (b_kv / count - b_dk[:, None] * b_dv[None, :]) * scale, 0.0)
     b_v_mean = b_v0 + b_dv
     if SAVE:
@@ -142,7 +145,8 @@ def state_kernel(
     m_c = (o_c < HEADS * D) & (c + o_c < C)
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
     t_begin = tl.minimum(i_p * length, N)
     t_end = tl.minimum(t_begin + length, N)
@@ -187,7 +191,7 @@ def finish_kernel(
     p_part += BC * BC
     b_dk = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP) / count
     b_dv = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP) / count
-    b_s = (b_kv / count - b_dk * b_dv) * scale
+    b_s = (b_kv / count - b_dk * b_dv) * tl.cast(scale, tl.float32)
     tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s, mask=m_head)
     p_means += i_b * 2 * C + c
     b_k0 = tl.load(p_part + 2 * BC + o_r, mask=m_r, other=0.0)
@@ -219,7 +223,8 @@ def output_kernel(
     p_q += i_b * stride_qb + start * stride_q + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_out += i_b * stride_ob + start * stride_o + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     b_s = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
     b_v_mean = tl.load(p_means + i_b * 2 * C + C + c + o_c, mask=m_c, other=0.0)

@@ -6,12 +6,13 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint clean
+.PHONY: help quickstart test test-all bench lint clean
 
 help:
 	@echo "make quickstart   two photographs through a model, and the table of models"
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
+	@echo "make bench        the operation against its peers on the CPU, under a minute"
 	@echo "make lint         ruff and mypy"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -33,6 +34,9 @@ test: lint
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+bench: $(STAMP)
+	$(BIN)/inline bench op --device cpu --quick
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAtt
 from inline_attention.models import create_model, list_models
 from inline_attention.models.weights import load_weights, save_weights
 from inline_attention.ops import attention_matrix, inline_attention, inline_attention_packed, linear_attention
+from inline_attention.optimize import optimize
 
 __all__ = [
     "InLineAttention",
@@ -18,5 +19,6 @@ __all__ = [
     "linear_attention",
     "list_models",
     "load_weights",
+    "optimize",
     "save_weights",
 ]

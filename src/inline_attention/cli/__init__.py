@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from inline_attention._version import __version__
 
-COMMANDS: tuple[str, ...] = ("models", "info", "eval", "predict", "convert", "export", "env")
+COMMANDS: tuple[str, ...] = ("models", "info", "convert", "export", "bench", "env")
 
 
 def build_parser() -> argparse.ArgumentParser:

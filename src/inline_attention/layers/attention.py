@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.ops import FEATURE_MAPS, inline_attention_projected, linear_attention, local_residual
+from inline_attention.ops.attention import Backend
 from inline_attention.ops.feature_maps import get_feature_map
 
 from .local import TAPS, LocalKernel
@@ -180,6 +181,7 @@ class InLineAttention(Attention):
     """InLine attention, by default with its local residual. See `Attention` for the arguments."""
 
     follows = ("feature_map", "local_residual")
+    backend: Backend = "auto"  # of `inline_attention`; set it on a module to have another
 
     def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)
@@ -200,6 +202,7 @@ class InLineAttention(Attention):
             grid=grid,
             num_prefix_tokens=self.num_prefix_tokens,
             token_mask=token_mask,
+            backend=self.backend,
         )
 
 

@@ -1,5 +1,19 @@
-"""InLine attention for vision."""
+"""InLine attention for vision: one exact linear attention, and the published models behind timm's contract."""
 
 from inline_attention._version import __version__
+from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention
+from inline_attention.models import create_model, list_models
+from inline_attention.ops import attention_matrix, inline_attention, inline_attention_packed, linear_attention
 
-__all__ = ["__version__"]
+__all__ = [
+    "InLineAttention",
+    "LinearAttention",
+    "SoftmaxAttention",
+    "__version__",
+    "attention_matrix",
+    "create_model",
+    "inline_attention",
+    "inline_attention_packed",
+    "linear_attention",
+    "list_models",
+]

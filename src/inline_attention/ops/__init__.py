@@ -1,0 +1,19 @@
+"""The mathematics, as functions of tensors."""
+
+from .attention import (
+    attention_matrix,
+    inline_attention,
+    inline_attention_packed,
+    linear_attention,
+    local_residual,
+)
+from .feature_maps import FEATURE_MAPS
+
+__all__ = [
+    "FEATURE_MAPS",
+    "attention_matrix",
+    "inline_attention",
+    "inline_attention_packed",
+    "linear_attention",
+    "local_residual",
+]

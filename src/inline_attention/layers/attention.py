@@ -1,0 +1,291 @@
+"""Attention modules with one call, `attention(x, grid)`, on token rows (B, N, C); usable in any network.
+
+A new attention is a subclass with `attend`, and a line in `ATTENTIONS`: every model then takes it by name.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.ops import FEATURE_MAPS, inline_attention, linear_attention, local_residual
+from inline_attention.ops.feature_maps import get_feature_map
+
+from .local import TAPS, LocalKernel
+
+Grid = tuple[int, int]
+
+
+def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Mean of the tokens present: x (B, N, C), token_mask (B, N) → (B, C)"""
+    if token_mask is None:
+        return x.mean(1)
+    present = token_mask[:, :, None]
+    return x.masked_fill(~present, 0).sum(1) / present.sum(1).clamp(min=1)
+
+
+class AffineMap(nn.Module):
+    """x → A·x + b per head, shared by queries and keys, starting from the identity. (B, N, heads, d) → the same"""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
+        self.bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.eye(self.weight.shape[-1], device=self.weight.device))
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bnhi,hoi->bnho", x, self.weight) + self.bias
+
+
+class Attention(nn.Module):
+    """Projections, heads and the local terms; subclasses say how queries attend.
+
+    Args:
+        dim: channels C.
+        num_heads: heads; each owns C / num_heads neighbouring channels of q, k and v.
+        feature_map: φ of linear attentions: "identity", "relu", "leaky_relu", "exp" or "relu_affine" (learned).
+        local_residual: add the input-dependent 3×3 residual (`LocalKernel`) on the token map.
+        position_conv: add a 3×3 depthwise convolution of v, the positional term of CSwin.
+        num_prefix_tokens: tokens before the map, such as a class token; they take no part in the local terms.
+        qkv_bias: bias of the q, k, v projections.
+        fused_qkv: one projection `qkv`; else two, `q` and `kv`, as PVT has.
+        proj_drop: dropout after the output projection.
+    """
+
+    # Which of the model-wide choices (feature_map, local_residual) this attention follows.
+    follows: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        feature_map: str = "identity",
+        local_residual: bool = False,
+        position_conv: bool = False,
+        num_prefix_tokens: int = 0,
+        qkv_bias: bool = True,
+        fused_qkv: bool = True,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.num_prefix_tokens = num_prefix_tokens
+        if fused_qkv:
+            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        else:
+            self.q = nn.Linear(dim, dim, bias=qkv_bias)
+            self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.fused_qkv = fused_qkv
+        self.affine = None
+        if feature_map == "relu_affine":
+            self.affine = AffineMap(num_heads, self.head_dim)
+            feature_map = "relu"
+        elif feature_map not in FEATURE_MAPS:
+            names = ", ".join([*FEATURE_MAPS, "relu_affine"])
+            raise ValueError(f"feature_map={feature_map!r} is unknown; expected one of {names}")
+        self.feature_map = feature_map
+        self.local = LocalKernel(dim, num_heads) if local_residual else None
+        self.position = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if position_conv else None
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, N, C) → q, k, v (B, N, heads, d), views into the projections' outputs"""
+        heads = (self.num_heads, self.head_dim)
+        if self.fused_qkv:
+            q, k, v = self.qkv(x).unflatten(-1, (3, *heads)).unbind(2)
+        else:
+            q = self.q(x).unflatten(-1, heads)
+            k, v = self.kv(x).unflatten(-1, (2, *heads)).unbind(2)
+        if self.affine is not None:
+            q, k = self.affine(q), self.affine(k)
+        return q, k, v
+
+    def local_weight(self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None) -> Tensor | None:
+        """All that is a 3×3 kernel on v, as one: generated and positional → (B, heads, d, 9)"""
+        weight = None
+        if self.local is not None:
+            weight = self.local(masked_mean(x, token_mask) if token_mean is None else token_mean)
+        if self.position is not None:
+            static = self.position.weight.view(1, self.num_heads, self.head_dim, TAPS)
+            weight = static.expand(x.shape[0], -1, -1, -1) if weight is None else weight + static
+        return weight
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+    ) -> Tensor:
+        """q (B, Nq, heads, d), k and v (B, N, heads, d) → (B, Nq, heads, d), the local terms included"""
+        out = self.attend_globally(q, k, v, grid=grid, token_mask=token_mask)
+        if local_weight is not None:
+            out = out + local_residual(
+                v, local_weight, grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask
+            )
+        return out
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        """The attention itself, without local terms."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither attend nor attend_globally")
+
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        *,
+        token_mean: Tensor | None = None,
+        token_mask: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            x: tokens (B, N, C), prefix tokens first, then the map row by row.
+            grid: (height, width) of the map.
+            token_mean: (B, C), what the local kernels are made from. Default: the mean of x.
+            token_mask: (B, N) bool, True for a token that is present.
+
+        Returns:
+            (B, N, C)
+        """
+        q, k, v = self.project(x, grid)
+        local_weight = self.local_weight(x, token_mean, token_mask)
+        out = self.attend(q, k, v, grid=grid, token_mask=token_mask, local_weight=local_weight).flatten(2)
+        if self.position is not None and self.position.bias is not None:
+            out = out + self.position.bias
+        return self.proj_drop(self.proj(out))
+
+
+class InLineAttention(Attention):
+    """InLine attention, by default with its local residual. See `Attention` for the arguments."""
+
+    follows = ("feature_map", "local_residual")
+
+    def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+    ) -> Tensor:
+        return inline_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            scale=self.scale,
+            local_weight=local_weight,
+            grid=grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            token_mask=token_mask,
+        )
+
+
+class LinearAttention(Attention):
+    """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default."""
+
+    follows = ("feature_map", "local_residual")
+
+    def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        return linear_attention(q, k, v, feature_map=self.feature_map, token_mask=token_mask)
+
+
+class SoftmaxAttention(Attention):
+    """Softmax attention through PyTorch's scaled_dot_product_attention. φ, if any, is applied to q and k before it."""
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        mask = None if token_mask is None else token_mask[:, None, None, :]
+        phi = get_feature_map(self.feature_map).apply
+        out = softmax_rows(phi(q), phi(k), v, mask=mask, scale=self.scale)
+        return out if token_mask is None else out.masked_fill(~token_mask[:, :, None, None], 0)
+
+
+def softmax_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of rows (B, N, heads, d) → the same; mask broadcasts to (B, heads, Nq, N)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+
+ATTENTIONS: dict[str, type[Attention]] = {
+    "inline": InLineAttention,
+    "linear": LinearAttention,
+    "softmax": SoftmaxAttention,
+}
+LETTERS = {"I": "inline", "S": "softmax", "L": "linear"}
+
+AttentionSpec = str | Sequence[str]
+
+
+def parse_attention(spec: AttentionSpec, depths: Sequence[int]) -> list[list[str]]:
+    """The attention of every block, by stage.
+
+    Args:
+        spec: letters per stage ("IIIS": I InLine, S softmax, L linear), a sequence of names per stage, or one name for
+            all stages. "inline:2" is a stage whose first two blocks are InLine and whose others are softmax.
+        depths: blocks per stage.
+    """
+    if not isinstance(spec, str):
+        stages = list(spec)
+    elif spec.partition(":")[0] in ATTENTIONS:
+        stages = [spec] * len(depths)
+    else:
+        stages = list(spec)
+    if len(stages) != len(depths):
+        raise ValueError(
+            f"attention={spec!r} names {len(stages)} stages but the model has {len(depths)}; "
+            f"expected a letter ({', '.join(LETTERS)}) or a name ({', '.join(ATTENTIONS)}) for each"
+        )
+    return [_parse_stage(stage, depth, spec) for stage, depth in zip(stages, depths, strict=True)]
+
+
+def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:
+    name, colon, count = LETTERS.get(stage, stage).partition(":")
+    if name not in ATTENTIONS or (colon and not count.isdecimal()):
+        raise ValueError(
+            f"attention={spec!r}: {stage!r} is unknown; expected a letter ({', '.join(LETTERS)}), "
+            f"a name ({', '.join(ATTENTIONS)}) or a name with a count of blocks, such as 'inline:2'"
+        )
+    first = int(count) if colon else depth
+    if first > depth:
+        raise ValueError(f"attention={spec!r}: {stage!r} asks for {first} blocks of a stage that has {depth}")
+    return [name] * first + ["softmax"] * (depth - first)
+
+
+def build_attention(
+    name: str,
+    dim: int,
+    num_heads: int,
+    *,
+    feature_map: str | None = None,
+    local_residual: bool | None = None,
+    **kwargs: Any,
+) -> Attention:
+    """An attention by name. Model-wide choices reach the attentions that follow them; None leaves each its default."""
+    cls = ATTENTIONS[name]
+    choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
+    chosen = {key: value for key, value in choices.items() if value is not None and key in cls.follows}
+    return cls(dim, num_heads, **chosen, **kwargs)

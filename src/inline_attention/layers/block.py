@@ -1,0 +1,37 @@
+"""The pre-norm transformer block that all four families share."""
+
+from timm.layers import DropPath, Mlp
+from torch import Tensor, nn
+
+from .attention import Attention
+from .windows import Grid
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with stochastic depth. Subclasses change `attend`."""
+
+    def __init__(
+        self,
+        dim: int,
+        attn: Attention,
+        *,
+        mlp_ratio: float,
+        norm_eps: float,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn = attn
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
+        self.drop_path2 = DropPath(drop_path)
+
+    def attend(self, x: Tensor, grid: Grid) -> Tensor:
+        return self.attn(self.norm1(x), grid)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """x (B, N, C) with a map of grid (height, width) behind any prefix tokens → the same shape"""
+        x = x + self.drop_path1(self.attend(x, grid))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))

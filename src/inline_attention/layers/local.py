@@ -1,0 +1,55 @@
+"""The kernel generator of the local residual."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+TAPS = 9
+
+
+class GroupedLinear(nn.Module):
+    """A linear map per group: what a 1×1 grouped convolution does, as one batched product.
+
+    (B, groups, in_features / groups) → (B, groups, out_features / groups)
+    """
+
+    def __init__(self, in_features: int, out_features: int, groups: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, out_features // groups, in_features // groups))
+        self.bias = nn.Parameter(torch.empty(groups, out_features // groups))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As PyTorch starts the convolution that this replaces."""
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bgi,goi->bgo", x, self.weight) + self.bias
+
+    def extra_repr(self) -> str:
+        groups, out_features, in_features = self.weight.shape
+        return f"{groups * in_features}, {groups * out_features}, groups={groups}"
+
+
+class LocalKernel(nn.Module):
+    """Makes the 3×3 kernels of the local residual from the mean token: a two-layer perceptron per head.
+
+    A depthwise convolution applies the same kernels to every image. These depend on the image (or on the window),
+    but not on the position in it, so they cost one small product a sample, whatever the resolution.
+
+    token_mean (B, dim) → (B, heads, dim / heads, 9), taps row-major
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.fc1 = GroupedLinear(dim, dim, num_heads)
+        self.fc2 = GroupedLinear(dim, TAPS * dim, num_heads)
+
+    def forward(self, token_mean: Tensor) -> Tensor:
+        x = token_mean.unflatten(1, (self.num_heads, -1))
+        return self.fc2(F.gelu(self.fc1(x))).unflatten(2, (-1, TAPS))

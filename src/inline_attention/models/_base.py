@@ -1,0 +1,245 @@
+"""What all families share of timm's contract: classifier, pooling, checkpointing, intermediate features."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from timm.layers import trunc_normal_
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from inline_attention.layers.attention import AffineMap
+from inline_attention.layers.local import GroupedLinear
+
+Grid = tuple[int, int]
+StateDict = dict[str, Tensor]
+
+
+def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
+        raise ValueError(f"{name}={size!r}; expected a positive integer or a pair (height, width) of them")
+    return pair[0], pair[1]
+
+
+def ceil_grid(size: Grid, stride: int) -> Grid:
+    """The feature map of an image: sides that are no multiple of the stride are padded."""
+    return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
+
+
+def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
+    """Stochastic depth of every block by stage: linear from 0 to the rate over all of them."""
+    total = sum(depths)
+    rates = iter([rate * i / max(total - 1, 1) for i in range(total)])
+    return [[next(rates) for _ in range(depth)] for depth in depths]
+
+
+def adapt_local_kernel(name: str, value: Tensor, model: nn.Module) -> Tensor:
+    """A grouped 1×1 convolution's parameter (out, in, 1) or (out,), shaped as the GroupedLinear called `name`."""
+    parameter = model.state_dict(keep_vars=True).get(name)
+    if parameter is None or value.numel() != parameter.numel():
+        return value
+    return value.reshape(parameter.shape)
+
+
+def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:
+    """Positions (1, H·W, C) → (1, H, W, C)"""
+    if value.shape[1] != grid[0] * grid[1]:
+        raise ValueError(
+            f"{name} holds {value.shape[1]} positions, but the input size it was made at gives a map of "
+            f"{grid[0]}×{grid[1]}; build the model with the img_size of these weights, load, then call set_input_size"
+        )
+    return value.unflatten(1, grid)
+
+
+class VisionModel(nn.Module):
+    """Base of the families. A subclass sets what is declared here and has `forward_features` and the like."""
+
+    num_classes: int
+    in_chans: int
+    img_size: Grid
+    num_features: int
+    head_hidden_size: int
+    global_pool: str
+    feature_info: list[dict[str, Any]]
+    norm: nn.Module
+    head_drop: nn.Module
+    head: nn.Module
+    grad_checkpointing: bool = False
+    config: dict[str, Any]  # what the registry built it with
+
+    def init_weights(self) -> None:
+        """Linear layers from a normal of std 0.02 with zero bias; everything else from its own default."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, GroupedLinear, AffineMap)):
+                module.reset_parameters()
+        for name, parameter in self.named_parameters():
+            if name.rpartition(".")[2] in ("pos_embed", "cls_token", "relative_position_bias_table"):
+                trunc_normal_(parameter, std=0.02)
+
+    def build_head(self, num_classes: int, drop_rate: float) -> None:
+        self.num_classes = num_classes
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
+
+    def check_image(self, x: Tensor) -> None:
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W)")
+
+    def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        """Official or own names → own names, and position parameters at this model's sizes. Unknown names are kept.
+
+        `img_size` is the input size the weights were made at; None stands for the published one.
+        """
+        raise NotImplementedError
+
+    def source_size(self, img_size: Grid | None) -> Grid:
+        if img_size is not None:
+            return img_size
+        cfg = getattr(self, "pretrained_cfg", None)  # the registry sets it
+        return to_pair(cfg["input_size"][1:]) if cfg else self.img_size
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def run_block(self, block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(block, x, grid)
+        return block(x, grid)
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh head for another class count; 0 removes it."""
+        if global_pool is not None:
+            self.check_global_pool(global_pool)
+            self.global_pool = global_pool
+        reference = next(self.parameters())
+        self.build_head(num_classes, self.head_drop.p if isinstance(self.head_drop, nn.Dropout) else 0.0)
+        if isinstance(self.head, nn.Linear):
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        self.head.to(device=reference.device, dtype=reference.dtype)
+
+    def check_global_pool(self, global_pool: str) -> None:
+        raise NotImplementedError
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pool(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) of any size → logits (B, num_classes)"""
+        return self.forward_head(self.forward_features(x))
+
+
+class Stage(nn.Module):
+    """A downsampling and its blocks. Subclasses may add what comes between them."""
+
+    def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.ModuleList(blocks)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) of the stage before → (B, H', W', C') of this one"""
+        return self.downsample(x)
+
+
+class PyramidModel(VisionModel):
+    """Four stages at strides 4, 8, 16, 32 on maps (B, H, W, C), a norm and a head on the mean token."""
+
+    output_fmt = "NHWC"
+    patch_embed: nn.Module
+    stages: nn.ModuleList
+
+    def describe_features(self, dims: Sequence[int]) -> None:
+        self.feature_info = [dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}") for i, dim in enumerate(dims)]
+
+    def check_global_pool(self, global_pool: str) -> None:
+        if global_pool not in ("", "avg"):
+            raise ValueError(f"global_pool={global_pool!r}; expected 'avg' or '' (none)")
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        blocks = [(r"^stages\.(\d+)\.(?:downsample|pos_embed)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        return dict(
+            stem=r"^patch_embed|^stages\.0\.pos_embed",
+            blocks=r"^stages\.(\d+)" if coarse else [*blocks, (r"^norm", (99999,))],
+        )
+
+    def forward_stage(self, index: int, x: Tensor) -> Tensor:
+        stage = self.stages[index]
+        assert isinstance(stage, Stage)
+        x = stage.embed(x)
+        grid = (x.shape[1], x.shape[2])
+        tokens = x.flatten(1, 2)
+        for block in stage.blocks:
+            tokens = self.run_block(block, tokens, grid)
+        return tokens.unflatten(1, grid)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) → normed features (B, ceil(H/32), ceil(W/32), C)"""
+        self.check_image(x)
+        x = self.patch_embed(x)
+        for index in range(len(self.stages)):
+            x = self.forward_stage(index, x)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NHWC"] = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The maps of chosen stages (all, the last n, or the given indices), and the final features unless told not to.
+
+        `norm` applies the final norm to the last stage's map, the only one it fits.
+        """
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NHWC'")
+        take, last = feature_take_indices(len(self.stages), indices)
+        self.check_image(x)
+        x = self.patch_embed(x)
+        maps = []
+        for index in range(last + 1 if stop_early else len(self.stages)):
+            x = self.forward_stage(index, x)
+            if index in take:
+                taken = self.norm(x) if norm and index == len(self.feature_info) - 1 else x
+                maps.append(taken.permute(0, 3, 1, 2) if output_fmt == "NCHW" else taken)
+        if intermediates_only:
+            return maps
+        return self.norm(x), maps
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the stages behind the last one wanted, and the norm and head where told to."""
+        take, last = feature_take_indices(len(self.stages), indices)
+        self.stages = self.stages[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def pool(self, x: Tensor) -> Tensor:
+        return x.mean((1, 2)) if self.global_pool == "avg" else x

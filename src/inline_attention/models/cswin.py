@@ -1,0 +1,272 @@
+"""CSwin with InLine, linear or softmax attention.
+
+InLine attention: "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590.
+CSwin: "CSWin Transformer: A General Vision Transformer Backbone with Cross-Shaped Windows", CVPR 2022,
+arXiv 2107.00652.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.models import register_model
+from torch import Tensor, nn
+
+from inline_attention.layers import Block, SoftmaxAttention
+from inline_attention.layers.attention import (
+    Attention,
+    AttentionSpec,
+    Grid,
+    build_attention,
+    parse_attention,
+    softmax_rows,
+)
+from inline_attention.layers.embed import pad_image
+from inline_attention.layers.windows import WindowPlan, to_windows
+
+from . import registry
+from ._base import PyramidModel, Stage, StateDict, adapt_local_kernel, ceil_grid, drop_path_rates, to_pair
+
+
+class StripeAttention(SoftmaxAttention):
+    """Softmax attention in stripes: half of the heads in vertical ones, half in horizontal ones; or over the whole map.
+
+    Each branch adds a depthwise convolution of v, computed inside its stripes, as a positional term.
+
+    Args:
+        stripe: width of a stripe; None for one branch that attends over everything.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, stripe: int | None, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.stripe = stripe
+        branches = 1 if stripe is None else 2
+        if num_heads % branches:
+            raise ValueError(f"num_heads={num_heads} is not even, but half of the heads attend in each direction")
+        width = dim // branches
+        self.positions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(branches))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+    ) -> Tensor:
+        assert token_mask is None
+        assert local_weight is None
+        windows: list[Grid | None] = [None]
+        if self.stripe is not None:
+            windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
+        branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
+        return torch.cat([self.attend_branch(*branch, grid=grid) for branch in branches], dim=2)
+
+    def attend_branch(
+        self, q: Tensor, k: Tensor, v: Tensor, window: Grid | None, position: nn.Module, *, grid: Grid
+    ) -> Tensor:
+        """(B, N, branch heads, d) → the same"""
+        heads = q.shape[2:]
+        plan = WindowPlan.fit(grid, window, shifted=False)
+        stripes = [to_windows(x.unflatten(1, grid).flatten(3), plan) for x in (q, k, v)]
+        token_mask = stripes[0].token_mask
+        rows = (x.tokens.unflatten(2, heads) for x in stripes)
+        mask = None if token_mask is None else token_mask[:, None, None, :]
+        out = softmax_rows(*rows, mask=mask, scale=self.scale).flatten(2)
+        # Padding was added behind the projection, so it is zero here, as beyond a border.
+        v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
+        out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
+        return stripes[0].merge(out).flatten(1, 2).unflatten(2, heads)
+
+
+class CSwinBlock(Block):
+    """A block whose local kernels are made from its input, before the norm."""
+
+    def attend(self, x: Tensor, grid: Grid) -> Tensor:
+        return self.attn(self.norm1(x), grid, token_mean=x.mean(1))
+
+
+class ConvEmbed(nn.Module):
+    """Overlapping patches: (B, in_chans, H, W) → (B, ceil(H/4), ceil(W/4), dim)"""
+
+    def __init__(self, in_chans: int, dim: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, dim, 7, stride=4, padding=2)
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(pad_image(x, 4)).permute(0, 2, 3, 1))
+
+
+class ConvMerging(nn.Module):
+    """(B, H, W, in_dim) → (B, ceil(H/2), ceil(W/2), dim)"""
+
+    def __init__(self, in_dim: int, dim: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_dim, dim, 3, stride=2, padding=1)
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class CSwin(PyramidModel):
+    """A pyramid of four stages with a depthwise positional term in every attention.
+
+    Args:
+        img_size: input size, an int or (height, width). Other sizes run too: stripes pad the map.
+        in_chans, num_classes: of the image and of the head (0 for none).
+        global_pool: "avg" or "" (the map).
+        embed_dim: channels of the first stage; they double from stage to stage.
+        depths, num_heads: by stage. mlp_ratio: of all blocks.
+        stripes: by stage, the width of softmax attention's stripes. The last stage, and a stage whose map at img_size
+            is no larger than its stripe, attends over everything in one branch instead.
+        attention: what each stage attends with; see `parse_attention`.
+        feature_map, local_residual: of InLine and linear attention; None for each one's default.
+        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+    """
+
+    norm_eps = 1e-5
+
+    def __init__(
+        self,
+        img_size: int | Sequence[int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 64,
+        depths: Sequence[int] = (2, 4, 18, 1),
+        num_heads: Sequence[int] = (2, 4, 8, 16),
+        mlp_ratio: float = 4.0,
+        stripes: Sequence[int] = (1, 2, 7, 7),
+        attention: AttentionSpec = "IISS",
+        feature_map: str | None = None,
+        local_residual: bool | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.check_global_pool(global_pool)
+        self.global_pool = global_pool
+        self.in_chans = in_chans
+        self.img_size = to_pair(img_size)
+        dims = [embed_dim * 2**i for i in range(len(depths))]
+        self.num_features = self.head_hidden_size = dims[-1]
+        self.describe_features(dims)
+
+        def attn(name: str, stage: int) -> Attention:
+            dim, heads = dims[stage], num_heads[stage]
+            if name == "softmax":
+                whole = stage == len(dims) - 1 or max(ceil_grid(self.img_size, 4 * 2**stage)) <= stripes[stage]
+                stripe = None if whole else stripes[stage]
+                return StripeAttention(dim, heads, stripe=stripe, proj_drop=proj_drop_rate)
+            choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
+            return build_attention(name, dim, heads, position_conv=True, proj_drop=proj_drop_rate, **choices)
+
+        self.patch_embed = ConvEmbed(in_chans, embed_dim)
+        names = parse_attention(attention, depths)
+        rates = drop_path_rates(drop_path_rate, depths)
+        self.stages = nn.ModuleList()
+        options = dict(mlp_ratio=mlp_ratio, norm_eps=self.norm_eps, proj_drop=proj_drop_rate)
+        for i, dim in enumerate(dims):
+            blocks = [
+                CSwinBlock(dim, attn(name, i), drop_path=rate, **options)
+                for name, rate in zip(names[i], rates[i], strict=True)
+            ]
+            self.stages.append(Stage(ConvMerging(dims[i - 1], dim) if i else nn.Identity(), blocks))
+        self.norm = nn.LayerNorm(self.num_features, eps=self.norm_eps)
+        self.build_head(num_classes, drop_rate)
+        self.init_weights()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return set()
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Nothing in this model depends on the input size once it is built."""
+        self.img_size = to_pair(img_size)
+
+    def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        own = self.state_dict(keep_vars=True)
+        out = {}
+        for name, value in state_dict.items():
+            name = name.replace("stage1_conv_embed.0.", "patch_embed.conv.")
+            name = name.replace("stage1_conv_embed.2.", "patch_embed.norm.")
+            name = re.sub(r"^merge(\d)\.", lambda m: f"stages.{m[1]}.downsample.", name)
+            name = re.sub(r"^stage(\d)\.(\d+)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}.", name)
+            name = re.sub(r"(blocks\.\d+\.)(qkv|proj)\.", r"\1attn.\2.", name)
+            name = re.sub(r"\.attns\.\d+\.residual\.0\.", ".attn.local.fc1.", name)
+            name = re.sub(r"\.attns\.\d+\.residual\.2\.", ".attn.local.fc2.", name)
+            if match := re.search(r"\.attns\.(\d+)\.get_v\.(weight|bias)$", name):
+                block = name[: match.start()]
+                linear = f"{block}.attn.position.{match[2]}"
+                name = linear if linear in own else f"{block}.attn.positions.{match[1]}.{match[2]}"
+            if ".local." in name:
+                value = adapt_local_kernel(name, value, self)
+            out[name] = value
+        return out
+
+
+default_cfgs = registry.default_cfgs(
+    *(f"{kind}_cswin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
+    "inline_cswin_base_384",
+    first_conv="patch_embed.conv",
+)
+
+_TINY = dict(embed_dim=64, num_heads=(2, 4, 8, 16))
+_BASE = dict(embed_dim=96, num_heads=(4, 8, 16, 32))
+
+
+def _cswin(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> CSwin:
+    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
+    return registry.build(CSwin, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
+
+
+@register_model
+def inline_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> CSwin:
+    """InLine-CSwin-T."""
+    return _cswin("inline_cswin_tiny", pretrained, kwargs, depths=(2, 4, 18, 1), **_TINY)
+
+
+@register_model
+def inline_cswin_small(pretrained: bool = False, **kwargs: Any) -> CSwin:
+    """InLine-CSwin-S."""
+    return _cswin("inline_cswin_small", pretrained, kwargs, depths=(3, 6, 29, 2), **_TINY)
+
+
+@register_model
+def inline_cswin_base(pretrained: bool = False, **kwargs: Any) -> CSwin:
+    """InLine-CSwin-B."""
+    return _cswin("inline_cswin_base", pretrained, kwargs, depths=(3, 6, 29, 2), **_BASE)
+
+
+@register_model
+def inline_cswin_base_384(pretrained: bool = False, **kwargs: Any) -> CSwin:
+    """InLine-CSwin-B at 384, stripes of 12."""
+    architecture = dict(depths=(3, 6, 29, 2), stripes=(1, 2, 12, 12), **_BASE)
+    return _cswin("inline_cswin_base_384", pretrained, kwargs, **architecture)
+
+
+@register_model
+def softmax_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> CSwin:
+    """CSwin-T, the softmax baseline."""
+    architecture = dict(attention="softmax", depths=(1, 2, 21, 1), **_TINY)
+    return _cswin("softmax_cswin_tiny", pretrained, kwargs, **architecture)
+
+
+@register_model
+def softmax_cswin_small(pretrained: bool = False, **kwargs: Any) -> CSwin:
+    """CSwin-S, the softmax baseline."""
+    architecture = dict(attention="softmax", depths=(2, 4, 32, 2), **_TINY)
+    return _cswin("softmax_cswin_small", pretrained, kwargs, **architecture)
+
+
+@register_model
+def softmax_cswin_base(pretrained: bool = False, **kwargs: Any) -> CSwin:
+    """CSwin-B, the softmax baseline."""
+    architecture = dict(attention="softmax", depths=(2, 4, 32, 2), **_BASE)
+    return _cswin("softmax_cswin_base", pretrained, kwargs, **architecture)

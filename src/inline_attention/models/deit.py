@@ -1,0 +1,250 @@
+"""DeiT with InLine, linear or softmax attention.
+
+InLine attention: "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590.
+DeiT: "Training data-efficient image transformers & distillation through attention", ICML 2021, arXiv 2012.12877.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from timm.models import register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from inline_attention.layers import Block, PatchEmbed
+from inline_attention.layers.attention import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.embed import resize_map
+
+from . import registry
+from ._base import (
+    Grid,
+    StateDict,
+    VisionModel,
+    adapt_local_kernel,
+    ceil_grid,
+    drop_path_rates,
+    to_pair,
+    unflatten_positions,
+)
+
+
+class DeiT(VisionModel):
+    """A plain vision transformer with a class token.
+
+    Args:
+        img_size: input size, an int or (height, width). Other sizes run too: position embeddings are interpolated.
+        patch_size: side of a patch.
+        in_chans: channels of the image.
+        num_classes: classes; 0 for none.
+        global_pool: "token" (the class token), "avg" (mean of the map's tokens) or "" (all tokens).
+        embed_dim, depth, num_heads, mlp_ratio: the architecture.
+        attention: what the blocks attend with; see `parse_attention`. The model is one stage.
+        feature_map: φ of InLine and linear attention; None for each one's default.
+        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
+        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+    """
+
+    num_prefix_tokens = 1
+    norm_eps = 1e-6
+
+    def __init__(
+        self,
+        img_size: int | Sequence[int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 6,
+        mlp_ratio: float = 4.0,
+        attention: AttentionSpec = "inline",
+        feature_map: str | None = None,
+        local_residual: bool | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.check_global_pool(global_pool)
+        self.global_pool = global_pool
+        self.in_chans = in_chans
+        self.img_size = to_pair(img_size)
+        self.patch_size = patch_size
+        self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
+        self.grid = ceil_grid(self.img_size, patch_size)  # of the position embedding
+        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
+
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.grid[0] * self.grid[1], embed_dim))
+        names = parse_attention(attention, [depth])[0]
+        rates = drop_path_rates(drop_path_rate, [depth])[0]
+        self.blocks = nn.ModuleList()
+        for name, rate in zip(names, rates, strict=True):
+            attn = build_attention(
+                name,
+                embed_dim,
+                num_heads,
+                feature_map=feature_map,
+                local_residual=local_residual,
+                num_prefix_tokens=self.num_prefix_tokens,
+                proj_drop=proj_drop_rate,
+            )
+            options = dict(mlp_ratio=mlp_ratio, norm_eps=self.norm_eps, proj_drop=proj_drop_rate, drop_path=rate)
+            self.blocks.append(Block(embed_dim, attn, **options))
+        self.norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
+        self.build_head(num_classes, drop_rate)
+        self.init_weights()
+
+    def check_global_pool(self, global_pool: str) -> None:
+        if global_pool not in ("", "token", "avg"):
+            raise ValueError(f"global_pool={global_pool!r}; expected 'token', 'avg' or '' (none)")
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return {"pos_embed", "cls_token"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return dict(
+            stem=r"^cls_token|^pos_embed|^patch_embed",
+            blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        )
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Resizes the position embedding for good; other sizes run without it, resized at every call."""
+        self.img_size = to_pair(img_size)
+        grid = ceil_grid(self.img_size, self.patch_size)
+        with torch.no_grad():
+            self.pos_embed = nn.Parameter(self._resized_pos_embed(self.pos_embed, self.grid, grid).clone())
+        self.grid = grid
+
+    def _resized_pos_embed(self, pos_embed: Tensor, old: Grid, new: Grid) -> Tensor:
+        prefix, rest = pos_embed.split([self.num_prefix_tokens, old[0] * old[1]], dim=1)
+        return torch.cat([prefix, resize_map(rest.unflatten(1, old), new, mode="bicubic").flatten(1, 2)], dim=1)
+
+    def _embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Images → tokens (B, 1 + H·W, C) with their position, and the grid"""
+        self.check_image(x)
+        x = self.patch_embed(x)
+        grid = (x.shape[1], x.shape[2])
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x.flatten(1, 2)], dim=1)
+        return x + self._resized_pos_embed(self.pos_embed, self.grid, grid), grid
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) → normed tokens (B, 1 + H·W / patch², C)"""
+        x, grid = self._embed(x)
+        for block in self.blocks:
+            x = self.run_block(block, x, grid)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Features behind chosen blocks (all, the last n, or the given indices), and the final ones unless told not to.
+
+        With `return_prefix_tokens` each is a pair (map, prefix tokens).
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NLC'")
+        take, last = feature_take_indices(len(self.blocks), indices)
+        x, grid = self._embed(x)
+        taken = []
+        for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = self.run_block(block, x, grid)
+            if index in take:
+                taken.append(self.norm(x) if norm else x)
+        features: list[Any] = [y[:, self.num_prefix_tokens :] for y in taken]
+        if output_fmt == "NCHW":
+            features = [y.unflatten(1, grid).permute(0, 3, 1, 2) for y in features]
+        if return_prefix_tokens:
+            features = [(y, z[:, : self.num_prefix_tokens]) for y, z in zip(features, taken, strict=True)]
+        return features if intermediates_only else (self.norm(x), features)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the blocks behind the last one wanted, and the norm and head where told to."""
+        take, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def pool(self, x: Tensor) -> Tensor:
+        if self.global_pool == "token":
+            return x[:, 0]
+        return x[:, self.num_prefix_tokens :].mean(1) if self.global_pool == "avg" else x
+
+    def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        out = {}
+        for name, value in state_dict.items():
+            name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
+            if ".local." in name:
+                value = adapt_local_kernel(name, value, self)
+            elif name == "pos_embed":
+                prefix, rest = value.split([self.num_prefix_tokens, value.shape[1] - self.num_prefix_tokens], dim=1)
+                source = ceil_grid(self.source_size(img_size), self.patch_size)
+                if img_size is None and rest.shape[1] == self.grid[0] * self.grid[1]:
+                    source = self.grid
+                rest = resize_map(unflatten_positions(name, rest, source), self.grid, mode="bicubic")
+                value = torch.cat([prefix, rest.flatten(1, 2)], dim=1)
+            out[name] = value
+        return out
+
+
+default_cfgs = registry.default_cfgs("inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base")
+default_cfgs |= registry.default_cfgs("inline_deit_small", input_size=288)
+default_cfgs |= registry.default_cfgs("inline_deit_base", input_size=448)
+
+
+def _deit(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> DeiT:
+    out_indices = kwargs.pop("out_indices", 3)
+    return registry.build(DeiT, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
+
+
+@register_model
+def inline_deit_tiny(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """InLine-DeiT-T at 224."""
+    return _deit("inline_deit_tiny", pretrained, kwargs, embed_dim=192, num_heads=6)
+
+
+@register_model
+def inline_deit_small(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """InLine-DeiT-S at 288."""
+    return _deit("inline_deit_small", pretrained, kwargs, embed_dim=320, num_heads=10)
+
+
+@register_model
+def inline_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """InLine-DeiT-B at 448."""
+    return _deit("inline_deit_base", pretrained, kwargs, embed_dim=384, num_heads=12)
+
+
+@register_model
+def softmax_deit_tiny(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """DeiT-T, the softmax baseline."""
+    return _deit("softmax_deit_tiny", pretrained, kwargs, embed_dim=192, num_heads=3, attention="softmax")
+
+
+@register_model
+def softmax_deit_small(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """DeiT-S, the softmax baseline."""
+    return _deit("softmax_deit_small", pretrained, kwargs, embed_dim=384, num_heads=6, attention="softmax")
+
+
+@register_model
+def softmax_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """DeiT-B, the softmax baseline."""
+    return _deit("softmax_deit_base", pretrained, kwargs, embed_dim=768, num_heads=12, attention="softmax")

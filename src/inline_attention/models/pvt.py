@@ -1,0 +1,242 @@
+"""PVT with InLine, linear or softmax attention.
+
+InLine attention: "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590.
+PVT: "Pyramid Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions", ICCV 2021,
+arXiv 2102.12122.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.models import register_model
+from torch import Tensor, nn
+
+from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
+from inline_attention.layers.attention import Attention, AttentionSpec, Grid, build_attention, parse_attention
+from inline_attention.layers.embed import resize_map
+
+from . import registry
+from ._base import (
+    PyramidModel,
+    Stage,
+    StateDict,
+    adapt_local_kernel,
+    ceil_grid,
+    drop_path_rates,
+    to_pair,
+    unflatten_positions,
+)
+
+
+class ReducedSoftmaxAttention(SoftmaxAttention):
+    """Softmax attention whose keys and values come from a map reduced by a strided convolution.
+
+    A border that is no whole stride is dropped, as a strided convolution does.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, reduction: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, fused_qkv=False, **kwargs)
+        self.sr: nn.Module = nn.Identity()
+        self.norm: nn.Module = nn.Identity()
+        self.reduction = reduction
+        if reduction > 1:
+            self.sr = nn.Conv2d(dim, dim, reduction, stride=reduction)
+            self.norm = nn.LayerNorm(dim, eps=1e-5)
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (self.num_heads, self.head_dim)
+        q = self.q(x).unflatten(-1, heads)
+        if self.reduction > 1:
+            if min(grid) < self.reduction:
+                raise ValueError(
+                    f"a map of {grid[0]}×{grid[1]} is smaller than the reduction {self.reduction} of its keys; "
+                    "use larger images or InLine attention in this stage"
+                )
+            x = self.norm(self.sr(x.unflatten(1, grid).permute(0, 3, 1, 2)).flatten(2).mT)
+        k, v = self.kv(x).unflatten(-1, (2, *heads)).unbind(2)
+        return q, k, v
+
+
+class PatchDownsample(nn.Module):
+    """Patches of the map of the stage before: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), C')"""
+
+    def __init__(self, in_dim: int, dim: int) -> None:
+        super().__init__()
+        self.embed = PatchEmbed(2, in_dim, dim, norm=nn.LayerNorm(dim, eps=1e-5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x.permute(0, 3, 1, 2))
+
+
+class PVTStage(Stage):
+    """A stage with a position embedding, interpolated to the map."""
+
+    def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module], *, grid: Grid, dim: int) -> None:
+        super().__init__(downsample, blocks)
+        self.pos_embed = nn.Parameter(torch.empty(1, *grid, dim))
+
+    def embed(self, x: Tensor) -> Tensor:
+        x = self.downsample(x)
+        return x + resize_map(self.pos_embed, (x.shape[1], x.shape[2]), mode="bilinear")
+
+
+class PVT(PyramidModel):
+    """A pyramid of four stages with position embeddings, no class token and no final norm.
+
+    Args:
+        img_size: input size, an int or (height, width). Other sizes run too: position embeddings are interpolated.
+        in_chans, num_classes: of the image and of the head (0 for none).
+        global_pool: "avg" or "" (the map).
+        embed_dims, depths, num_heads, mlp_ratios: the architecture, by stage.
+        reductions: by stage, how far softmax attention reduces the map of its keys. The other attentions take it whole.
+        attention: what each stage attends with; see `parse_attention`.
+        feature_map, local_residual: of InLine and linear attention; None for each one's default.
+        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+    """
+
+    norm_eps = 1e-6
+
+    def __init__(
+        self,
+        img_size: int | Sequence[int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dims: Sequence[int] = (64, 128, 320, 512),
+        depths: Sequence[int] = (2, 2, 2, 2),
+        num_heads: Sequence[int] = (2, 4, 10, 16),
+        mlp_ratios: Sequence[float] = (8, 8, 4, 4),
+        reductions: Sequence[int] = (8, 4, 2, 1),
+        attention: AttentionSpec = "inline",
+        feature_map: str | None = None,
+        local_residual: bool | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.check_global_pool(global_pool)
+        self.global_pool = global_pool
+        self.in_chans = in_chans
+        self.img_size = to_pair(img_size)
+        self.num_features = self.head_hidden_size = embed_dims[-1]
+        self.describe_features(embed_dims)
+
+        def attn(name: str, stage: int) -> Attention:
+            dim, heads = embed_dims[stage], num_heads[stage]
+            if name == "softmax":
+                return ReducedSoftmaxAttention(dim, heads, reduction=reductions[stage], proj_drop=proj_drop_rate)
+            choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
+            return build_attention(name, dim, heads, fused_qkv=False, proj_drop=proj_drop_rate, **choices)
+
+        self.patch_embed = PatchEmbed(4, in_chans, embed_dims[0], norm=nn.LayerNorm(embed_dims[0], eps=1e-5))
+        names = parse_attention(attention, depths)
+        rates = drop_path_rates(drop_path_rate, depths)
+        self.stages = nn.ModuleList()
+        for i, dim in enumerate(embed_dims):
+            options = dict(mlp_ratio=mlp_ratios[i], norm_eps=self.norm_eps, proj_drop=proj_drop_rate)
+            blocks = [
+                Block(dim, attn(name, i), drop_path=rate, **options)
+                for name, rate in zip(names[i], rates[i], strict=True)
+            ]
+            downsample = PatchDownsample(embed_dims[i - 1], dim) if i else nn.Identity()
+            self.stages.append(PVTStage(downsample, blocks, grid=ceil_grid(self.img_size, 4 * 2**i), dim=dim))
+        self.norm = nn.Identity()
+        self.build_head(num_classes, drop_rate)
+        self.init_weights()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return set()
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Resizes the position embeddings for good; other sizes run without it, resized at every call."""
+        self.img_size = to_pair(img_size)
+        for i, stage in enumerate(self.stages):
+            assert isinstance(stage, PVTStage)
+            grid = ceil_grid(self.img_size, 4 * 2**i)
+            with torch.no_grad():
+                stage.pos_embed = nn.Parameter(resize_map(stage.pos_embed, grid, mode="bilinear").clone())
+
+    def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        source = self.source_size(img_size)
+        out = {}
+        for name, value in state_dict.items():
+            name = name.replace("patch_embed1.", "patch_embed.")
+            name = re.sub(r"^patch_embed(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.downsample.embed.", name)
+            name = re.sub(r"^block(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.", name)
+            name = re.sub(r"^pos_embed(\d)$", lambda m: f"stages.{int(m[1]) - 1}.pos_embed", name)
+            name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
+            if ".local." in name:
+                value = adapt_local_kernel(name, value, self)
+            elif match := re.fullmatch(r"stages\.(\d+)\.pos_embed", name):
+                stage = int(match[1])
+                grid = ceil_grid(source, 4 * 2**stage)
+                if value.ndim == 3:  # the official layout; ours keeps the grid
+                    value = unflatten_positions(name, value, grid)
+                if stage < len(self.stages):
+                    value = resize_map(value, ceil_grid(self.img_size, 4 * 2**stage), mode="bilinear")
+            out[name] = value
+        return out
+
+
+default_cfgs = registry.default_cfgs(
+    *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
+)
+
+_SOFTMAX = dict(attention="softmax", num_heads=(1, 2, 5, 8))
+
+
+def _pvt(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> PVT:
+    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
+    return registry.build(PVT, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
+
+
+@register_model
+def inline_pvt_tiny(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """InLine-PVT-T."""
+    return _pvt("inline_pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2))
+
+
+@register_model
+def inline_pvt_small(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """InLine-PVT-S."""
+    return _pvt("inline_pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3))
+
+
+@register_model
+def inline_pvt_medium(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """InLine-PVT-M."""
+    return _pvt("inline_pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3))
+
+
+@register_model
+def inline_pvt_large(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """InLine-PVT-L."""
+    return _pvt("inline_pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3))
+
+
+@register_model
+def softmax_pvt_tiny(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-T, the softmax baseline."""
+    return _pvt("softmax_pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2), **_SOFTMAX)
+
+
+@register_model
+def softmax_pvt_small(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-S, the softmax baseline."""
+    return _pvt("softmax_pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3), **_SOFTMAX)
+
+
+@register_model
+def softmax_pvt_medium(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-M, the softmax baseline."""
+    return _pvt("softmax_pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3), **_SOFTMAX)
+
+
+@register_model
+def softmax_pvt_large(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-L, the softmax baseline."""
+    return _pvt("softmax_pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3), **_SOFTMAX)

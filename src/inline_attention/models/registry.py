@@ -1,0 +1,96 @@
+"""How a model is built: timm's builder and registry, with the published weights behind our own reader."""
+
+import fnmatch
+from typing import Any, TypeVar
+
+import timm
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models._builder import resolve_pretrained_cfg
+from torch import nn
+
+from ._base import VisionModel
+from .published import PUBLISHED
+
+ModelT = TypeVar("ModelT", bound=VisionModel)
+
+
+def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_embed.proj", **kwargs: Any) -> dict:
+    """timm's description of a model: input, preprocessing as published, where its weights are."""
+    return {
+        "url": PUBLISHED[name].url,
+        "num_classes": 1000,
+        "input_size": (3, input_size, input_size),
+        "fixed_input_size": True,  # the builder passes it on as img_size; every model runs at other sizes all the same
+        "pool_size": (input_size // 32, input_size // 32),
+        "crop_pct": 0.875,
+        "crop_mode": "squash",  # both sides are resized: the published evaluation does not keep the aspect ratio
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": first_conv,
+        "classifier": "head",
+        "license": "mit",
+        "paper_ids": "arXiv:2412.06590",
+        "paper_name": "Bridging the Divide: Reconsidering Softmax and Linear Attention",
+        **kwargs,
+    }
+
+
+def default_cfgs(*names: str, **kwargs: Any) -> Any:
+    """timm's table of configurations for models at 224, or at the size their name ends in."""
+    sizes = {name: int(name[-3:]) if name[-3:].isdecimal() else 224 for name in names}
+    return generate_default_cfgs({f"{n}.in1k": default_cfg(n, **{"input_size": sizes[n], **kwargs}) for n in names})
+
+
+def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any, **kwargs: Any) -> ModelT:
+    """A model of a registered variant, as timm's `create_model` asks for it.
+
+    The published weights are pickles behind links without a file name, so they are read by `weights` and handed to
+    timm's builder, which adapts class count and input channels as its users expect. Its own sources (`hf-hub:`,
+    `local-dir:`, a file or state dict in the configuration) stay its own.
+    """
+
+    def create(**options: Any) -> ModelT:
+        model = cls(**options)
+        model.config = options
+        return model
+
+    overlay = kwargs.pop("pretrained_cfg_overlay", None) or {}
+    cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
+    published = cfg.url and not (cfg.source or cfg.hf_hub_id or cfg.file or cfg.state_dict)
+    if pretrained and published:
+        from .weights import download, read_checkpoint
+
+        overlay = {**overlay, "state_dict": read_checkpoint(download(cfg.url, filename=f"{variant}.pth"))}
+    model: Any = build_model_with_cfg(
+        create,
+        variant,
+        pretrained,
+        pretrained_cfg_overlay=overlay,
+        pretrained_filter_fn=lambda state_dict, model: model.adapt_state_dict(state_dict),
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **kwargs,
+    )
+    # The state dict has done its work; as part of the configuration it would be kept, and saved, with the model.
+    model.pretrained_cfg.pop("state_dict", None)
+    return model
+
+
+def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """A registered model by name: timm's `create_model`, with the nearest names where there is none such."""
+    if ":" not in name and not timm.is_model(name):
+        raise ValueError(f"there is no model {name!r}; {_suggestion(name)}")
+    return timm.create_model(name, pretrained=pretrained, **kwargs)
+
+
+def _suggestion(name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, list_models(), n=3)
+    return f"did you mean {' or '.join(close)}?" if close else "`inline models` lists them"
+
+
+def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
+    """Names of this library's models, in the order of the published tables."""
+    return [n for n, facts in PUBLISHED.items() if fnmatch.fnmatch(n, pattern) and (facts.url or not pretrained)]

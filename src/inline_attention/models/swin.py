@@ -1,0 +1,323 @@
+"""Swin with InLine, linear or softmax attention.
+
+InLine attention: "Bridging the Divide: Reconsidering Softmax and Linear Attention", NeurIPS 2024, arXiv 2412.06590.
+Swin: "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows", ICCV 2021, arXiv 2103.14030.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.models import register_model
+from torch import Tensor, nn
+
+from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
+from inline_attention.layers.attention import (
+    Attention,
+    AttentionSpec,
+    Grid,
+    build_attention,
+    parse_attention,
+    softmax_rows,
+)
+from inline_attention.layers.embed import resize_map
+from inline_attention.layers.windows import WindowPlan, pad_to_multiple, to_windows, window_regions
+
+from . import registry
+from ._base import PyramidModel, Stage, StateDict, adapt_local_kernel, ceil_grid, drop_path_rates, to_pair
+
+# What is added to the score of tokens that a cyclic shift brought into one window.
+OTHER_REGION = -100.0
+
+
+class WindowSoftmaxAttention(SoftmaxAttention):
+    """Softmax attention inside windows, with a learned bias for every relative position.
+
+    Args:
+        window: the largest window; the table has a row for every offset inside it. Smaller windows use its middle.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, window: Grid, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.window = window
+        self.relative_position_bias_table = nn.Parameter(torch.empty(offsets(window), num_heads))
+
+    def set_window(self, window: Grid) -> None:
+        table = resize_table(self.relative_position_bias_table.detach(), self.window, window)
+        self.relative_position_bias_table = nn.Parameter(table.clone())
+        self.window = window
+
+    def position_bias(self, window: Grid) -> Tensor:
+        """The bias of every pair of tokens of a window → (heads, N, N)"""
+        table = self.relative_position_bias_table
+        rows, columns = (
+            torch.arange(n, device=table.device)[:, None] - torch.arange(n, device=table.device) + most - 1
+            for n, most in zip(window, self.window, strict=True)
+        )
+        index = rows[:, None, :, None] * (2 * self.window[1] - 1) + columns[None, :, None, :]
+        return table[index.flatten(2).flatten(0, 1)].permute(2, 0, 1)
+
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        *,
+        token_mean: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        regions: Tensor | None = None,
+    ) -> Tensor:
+        """Windows x (B·windows, N, C); regions (windows, N): tokens of different ones do not attend to each other."""
+        q, k, v = self.project(x, grid)
+        mask = self.position_bias(grid)[None]  # (1, heads, N, N)
+        if regions is not None:
+            apart = regions[:, None, :, None] != regions[:, None, None, :]
+            mask = (mask + OTHER_REGION * apart).repeat(x.shape[0] // regions.shape[0], 1, 1, 1)
+        if token_mask is not None:
+            mask = mask.masked_fill(~token_mask[:, None, None, :], -torch.inf)
+        out = softmax_rows(q, k, v, mask=mask.to(q.dtype), scale=self.scale)
+        return self.proj_drop(self.proj(out.flatten(2)))
+
+
+def offsets(window: Grid) -> int:
+    """Different offsets between two tokens of a window."""
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
+
+
+def resize_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
+    """A bias table (offsets, heads) of one window at another."""
+    (oh, ow), (nh, nw) = old, new
+    grid = table.unflatten(0, (2 * oh - 1, 2 * ow - 1))[None]
+    return resize_map(grid, (2 * nh - 1, 2 * nw - 1), mode="bicubic")[0].flatten(0, 1)
+
+
+class SwinBlock(Block):
+    """A block that attends inside windows, odd ones shifted.
+
+    Args:
+        window: (height, width), or None for the whole map.
+        shifted: shift windows that are smaller than the map by half of their side.
+    """
+
+    def __init__(self, dim: int, attn: Attention, *, window: Grid | None, shifted: bool, **kwargs: Any) -> None:
+        super().__init__(dim, attn, **kwargs)
+        self.window = window
+        self.shifted = shifted
+
+    def attend(self, x: Tensor, grid: Grid) -> Tensor:
+        plan = WindowPlan.fit(grid, self.window, shifted=self.shifted)
+        windows = to_windows(self.norm1(x).unflatten(1, grid), plan)
+        options = {}
+        # Linear attentions share one state a window and cannot keep regions apart; the published models do not either.
+        if plan.shift != (0, 0) and isinstance(self.attn, WindowSoftmaxAttention):
+            options["regions"] = window_regions(grid, plan, x.device)
+        out = self.attn(windows.tokens, plan.window, token_mask=windows.token_mask, **options)
+        return windows.merge(out).flatten(1, 2)
+
+
+class PatchMerging(nn.Module):
+    """Four neighbours side by side, normed and reduced: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), 2C)"""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim, eps=1e-5)
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = pad_to_multiple(x, (2, 2))
+        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, h, row, w, column, C)
+        # The checkpoints' order: columns vary slowest.
+        return self.reduction(self.norm(x.permute(0, 1, 3, 4, 2, 5).flatten(3)))
+
+
+class Swin(PyramidModel):
+    """A pyramid of four stages that attend in windows, or over the whole map where the cost is linear.
+
+    Args:
+        img_size: input size, an int or (height, width). Other sizes run too: windows are clipped or padded.
+        in_chans, num_classes: of the image and of the head (0 for none).
+        global_pool: "avg" or "" (the map).
+        embed_dim: channels of the first stage; they double from stage to stage.
+        depths, num_heads: by stage. mlp_ratio: of all blocks.
+        attention: what each stage attends with; see `parse_attention`.
+        feature_map, local_residual: of InLine and linear attention; None for each one's default.
+        window_size: of all attentions but softmax; None for the whole map, at any size.
+        softmax_window_size: of softmax attention. Default: max(7, window_size // 8), 7 where window_size is None.
+        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+    """
+
+    norm_eps = 1e-5
+
+    def __init__(
+        self,
+        img_size: int | Sequence[int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 96,
+        depths: Sequence[int] = (2, 2, 6, 2),
+        num_heads: Sequence[int] = (3, 6, 12, 24),
+        mlp_ratio: float = 4.0,
+        attention: AttentionSpec = "IIIS",
+        feature_map: str | None = None,
+        local_residual: bool | None = None,
+        window_size: int | Sequence[int] | None = None,
+        softmax_window_size: int | Sequence[int] | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.check_global_pool(global_pool)
+        self.global_pool = global_pool
+        self.in_chans = in_chans
+        self.img_size = to_pair(img_size)
+        dims = [embed_dim * 2**i for i in range(len(depths))]
+        self.num_features = self.head_hidden_size = dims[-1]
+        self.describe_features(dims)
+        window = None if window_size is None else to_pair(window_size, name="window_size")
+        if softmax_window_size is not None:
+            self.softmax_window = to_pair(softmax_window_size, name="softmax_window_size")
+        else:
+            side = max(7, min(window) // 8) if window else 7
+            self.softmax_window = (side, side)
+
+        norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
+        self.patch_embed = PatchEmbed(4, in_chans, embed_dim, norm=norm)
+        names = parse_attention(attention, depths)
+        rates = drop_path_rates(drop_path_rate, depths)
+        self.stages = nn.ModuleList()
+        for i, dim in enumerate(dims):
+            softmax_window = self._clipped_softmax_window(i)
+            blocks = []
+            for j, (name, rate) in enumerate(zip(names[i], rates[i], strict=True)):
+                attn: Attention
+                if name == "softmax":
+                    attn = WindowSoftmaxAttention(dim, num_heads[i], window=softmax_window, proj_drop=proj_drop_rate)
+                else:
+                    choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
+                    attn = build_attention(name, dim, num_heads[i], proj_drop=proj_drop_rate, **choices)
+                blocks.append(
+                    SwinBlock(
+                        dim,
+                        attn,
+                        window=softmax_window if name == "softmax" else window,
+                        shifted=j % 2 == 1,
+                        mlp_ratio=mlp_ratio,
+                        norm_eps=self.norm_eps,
+                        proj_drop=proj_drop_rate,
+                        drop_path=rate,
+                    )
+                )
+            self.stages.append(Stage(PatchMerging(dims[i - 1]) if i else nn.Identity(), blocks))
+        self.norm = nn.LayerNorm(self.num_features, eps=self.norm_eps)
+        self.build_head(num_classes, drop_rate)
+        self.init_weights()
+
+    def _clipped_softmax_window(self, stage: int) -> Grid:
+        """A window is no larger than the map of the input size the model is built for."""
+        rows, columns = ceil_grid(self.img_size, 4 * 2**stage)
+        return min(self.softmax_window[0], rows), min(self.softmax_window[1], columns)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Fits softmax windows, and their tables, to another input size; sizes also vary from call to call without."""
+        self.img_size = to_pair(img_size)
+        for i, stage in enumerate(self.stages):
+            assert isinstance(stage, Stage)
+            for block in stage.blocks:
+                assert isinstance(block, SwinBlock)
+                if isinstance(block.attn, WindowSoftmaxAttention):
+                    block.window = self._clipped_softmax_window(i)
+                    block.attn.set_window(block.window)
+
+    def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        modules = dict(self.named_modules())
+        out = {}
+        for name, value in state_dict.items():
+            if name.endswith(("relative_position_index", "attn_mask")):
+                continue  # computed from the size of the map
+            name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.downsample.", name)
+            name = re.sub(r"^layers\.", "stages.", name)
+            name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
+            if ".local." in name:
+                value = adapt_local_kernel(name, value, self)
+            elif name.endswith(".relative_position_bias_table"):
+                attn = modules.get(name.rpartition(".")[0])
+                if isinstance(attn, WindowSoftmaxAttention) and value.shape[0] != offsets(attn.window):
+                    value = resize_table(value, square_window(name, value), attn.window)
+            out[name] = value
+        return out
+
+
+def square_window(name: str, table: Tensor) -> Grid:
+    """The window of a table (offsets, heads): published windows are square."""
+    for side in range(1, 129):
+        if offsets((side, side)) == table.shape[0]:
+            return side, side
+    raise ValueError(
+        f"{name} has {table.shape[0]} rows, not the (2w − 1)² of a square window; build the model with the img_size "
+        "and softmax_window_size of these weights, load, then call set_input_size"
+    )
+
+
+default_cfgs = registry.default_cfgs(
+    *(f"{kind}_swin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
+    "inline_swin_base_384",
+)
+
+_TINY = dict(embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24))
+_SMALL = dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24))
+_BASE = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+_BASE_ATTENTION = ("inline", "inline", "inline:2", "softmax")
+
+
+def _swin(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> Swin:
+    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
+    return registry.build(Swin, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
+
+
+@register_model
+def inline_swin_tiny(pretrained: bool = False, **kwargs: Any) -> Swin:
+    """InLine-Swin-T."""
+    return _swin("inline_swin_tiny", pretrained, kwargs, attention="IIIS", **_TINY)
+
+
+@register_model
+def inline_swin_small(pretrained: bool = False, **kwargs: Any) -> Swin:
+    """InLine-Swin-S."""
+    return _swin("inline_swin_small", pretrained, kwargs, attention="IISS", **_SMALL)
+
+
+@register_model
+def inline_swin_base(pretrained: bool = False, **kwargs: Any) -> Swin:
+    """InLine-Swin-B."""
+    return _swin("inline_swin_base", pretrained, kwargs, attention=_BASE_ATTENTION, **_BASE)
+
+
+@register_model
+def inline_swin_base_384(pretrained: bool = False, **kwargs: Any) -> Swin:
+    """InLine-Swin-B at 384, softmax windows of 12."""
+    architecture = dict(attention=_BASE_ATTENTION, softmax_window_size=12, **_BASE)
+    return _swin("inline_swin_base_384", pretrained, kwargs, **architecture)
+
+
+@register_model
+def softmax_swin_tiny(pretrained: bool = False, **kwargs: Any) -> Swin:
+    """Swin-T, the softmax baseline."""
+    return _swin("softmax_swin_tiny", pretrained, kwargs, attention="softmax", **_TINY)
+
+
+@register_model
+def softmax_swin_small(pretrained: bool = False, **kwargs: Any) -> Swin:
+    """Swin-S, the softmax baseline."""
+    return _swin("softmax_swin_small", pretrained, kwargs, attention="softmax", **_SMALL)
+
+
+@register_model
+def softmax_swin_base(pretrained: bool = False, **kwargs: Any) -> Swin:
+    """Swin-B, the softmax baseline."""
+    return _swin("softmax_swin_base", pretrained, kwargs, attention="softmax", **_BASE)

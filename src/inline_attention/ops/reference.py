@@ -1,0 +1,193 @@
+"""InLine attention in plain PyTorch: what runs on a CPU, what exporters see, and what kernels are compared with.
+
+Everything is computed in at least float32, whatever the inputs and whatever autocast says: products of keys and values
+summed over an image leave the range of half precision, and centring them in it loses the signal.
+Shapes: q, k, v (B, N, heads, d); the state S (B, heads, d, d); token means (B, 1, heads, d).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .feature_maps import FeatureMap, get_feature_map
+from .local import local_sum, local_sum_backward
+
+
+class State(NamedTuple):
+    """What all queries of a sample share: out = φ(q)·covariance + v_mean."""
+
+    covariance: Tensor  # (B, heads, d, d): (s/n) Σ_j (φ(k_j) − k̄)(v_j − v̄)ᵀ
+    k_mean: Tensor  # (B, 1, heads, d)
+    v_mean: Tensor  # (B, 1, heads, d)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _zero_masked(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """x (B, N, heads, d) with the rows of absent tokens at zero, whatever they held."""
+    return x if token_mask is None else x.masked_fill(~token_mask[:, :, None, None], 0)
+
+
+def _token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
+    """Tokens present: N, or (B, 1, 1, 1) of them; a sample without any counts 1, so that its zeros stay zeros."""
+    if token_mask is None:
+        return x.shape[1]
+    return token_mask.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
+
+
+def _state(k: Tensor, v: Tensor, token_mask: Tensor | None, scale: float) -> State:
+    """k (after φ) and v, zeroed where absent."""
+    count = _token_count(k, token_mask)
+    k_mean = k.sum(1, keepdim=True) / count
+    v_mean = v.sum(1, keepdim=True) / count
+    k_centred = _zero_masked(k - k_mean, token_mask)
+    v_centred = _zero_masked(v - v_mean, token_mask)
+    covariance = k_centred.permute(0, 2, 3, 1) @ v_centred.permute(0, 2, 1, 3) * (scale / count)
+    return State(covariance, k_mean, v_mean)
+
+
+def _rows(x: Tensor, matrix: Tensor) -> Tensor:
+    """Each row of x (B, N, heads, d) times its head's matrix (B, heads, d, e) → (B, N, heads, e)."""
+    return (x.transpose(1, 2) @ matrix).transpose(1, 2)
+
+
+def _to_map(x: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
+    """(B, N, heads, d) without its prefix → (B, H, W, heads·d)"""
+    return x[:, num_prefix_tokens:].reshape(x.shape[0], *grid, -1)
+
+
+def _add_map(x: Tensor, grid_map: Tensor, num_prefix_tokens: int) -> Tensor:
+    """x (B, N, heads, d) plus a map (B, H, W, heads·d) on the tokens behind the prefix."""
+    tokens = grid_map.reshape(x.shape[0], -1, *x.shape[2:])
+    if num_prefix_tokens == 0:
+        return x + tokens
+    return torch.cat([x[:, :num_prefix_tokens], x[:, num_prefix_tokens:] + tokens], dim=1)
+
+
+def _query_mask(q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor | None:
+    """The mask speaks of the keys' tokens; of the queries only where they are the same tokens."""
+    return token_mask if q.shape[1] == k.shape[1] else None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    local_weight: Tensor | None,
+    token_mask: Tensor | None,
+    *,
+    feature_map: FeatureMap,
+    scale: float,
+    grid: tuple[int, int] | None,
+    num_prefix_tokens: int,
+) -> tuple[Tensor, State]:
+    """The output (B, Nq, heads, d) in q's dtype, and the state it was computed from."""
+    dtype = accumulation_dtype(q.dtype)
+    query_mask = _query_mask(q, k, token_mask)
+    with torch.autocast(q.device.type, enabled=False):
+        v_ = _zero_masked(v.to(dtype), token_mask)
+        state = _state(_zero_masked(feature_map.apply(k.to(dtype)), token_mask), v_, token_mask, scale)
+        out = _rows(feature_map.apply(q.to(dtype)), state.covariance) + state.v_mean
+        if local_weight is not None:
+            assert grid is not None
+            local = local_sum(_to_map(v_, grid, num_prefix_tokens), local_weight.to(dtype).flatten(1, 2))
+            out = _add_map(out, local, num_prefix_tokens)
+        return _zero_masked(out, query_mask).to(q.dtype), state
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    local_weight: Tensor | None,
+    token_mask: Tensor | None,
+    state: State,
+    *,
+    feature_map: FeatureMap,
+    scale: float,
+    grid: tuple[int, int] | None,
+    num_prefix_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and local_weight, each in its tensor's dtype."""
+    dtype = accumulation_dtype(q.dtype)
+    query_mask = _query_mask(q, k, token_mask)
+    with torch.autocast(q.device.type, enabled=False):
+        q_, k_ = q.to(dtype), k.to(dtype)
+        v_ = _zero_masked(v.to(dtype), token_mask)
+        grad = _zero_masked(grad_out.to(dtype), query_mask)
+        count = _token_count(v_, token_mask)
+
+        phi_q = _zero_masked(feature_map.apply(q_), query_mask)
+        grad_covariance = phi_q.permute(0, 2, 3, 1) @ grad.permute(0, 2, 1, 3) * (scale / count)
+        grad_q = feature_map.backward(q_, _rows(grad, state.covariance.mT))
+        grad_k = feature_map.backward(k_, _rows(v_ - state.v_mean, grad_covariance.mT))
+        grad_v = _rows(feature_map.apply(k_) - state.k_mean, grad_covariance) + grad.sum(1, keepdim=True) / count
+
+        grad_weight = None
+        if local_weight is not None:
+            assert grid is not None
+            grad_map, grad_weight = local_sum_backward(
+                _to_map(grad, grid, num_prefix_tokens),
+                _to_map(v_, grid, num_prefix_tokens),
+                local_weight.to(dtype).flatten(1, 2),
+            )
+            grad_v = _add_map(grad_v, grad_map, num_prefix_tokens)
+            grad_weight = grad_weight.view(local_weight.shape).to(local_weight.dtype)
+        return (
+            _zero_masked(grad_q, query_mask).to(q.dtype),
+            _zero_masked(grad_k, token_mask).to(k.dtype),
+            _zero_masked(grad_v, token_mask).to(v.dtype),
+            grad_weight,
+        )
+
+
+class _InLineAttention(torch.autograd.Function):
+    """Keeps the inputs and the state for the backward: nothing else of the size of the sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        local_weight: Tensor | None,
+        token_mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        out, state = forward(q, k, v, local_weight, token_mask, **options)
+        ctx.save_for_backward(q, k, v, local_weight, token_mask, *state)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, local_weight, token_mask, *state = ctx.saved_tensors
+        grads = backward(grad_out, q, k, v, local_weight, token_mask, State(*state), **ctx.options)
+        return *grads, None, None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    local_weight: Tensor | None,
+    token_mask: Tensor | None,
+    *,
+    feature_map: str,
+    scale: float,
+    grid: tuple[int, int] | None,
+    num_prefix_tokens: int,
+) -> Tensor:
+    """The backend's entry: inputs are checked, defaults filled in."""
+    options: dict[str, Any] = dict(
+        feature_map=get_feature_map(feature_map), scale=scale, grid=grid, num_prefix_tokens=num_prefix_tokens
+    )
+    if torch.compiler.is_exporting():  # exporters trace operations, not autograd functions
+        return forward(q, k, v, local_weight, token_mask, **options)[0]
+    return _InLineAttention.apply(q, k, v, local_weight, token_mask, options)

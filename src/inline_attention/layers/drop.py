@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 
 class DropPath(timm.layers.DropPath):
-    """timm's DropPath, except that `keep` (B,), where set, replaces the random draw: 0 drops a sample's branch, 1/(1−p) keeps it.
+    """timm's DropPath, except that `keep` (B,), where set, replaces the random draw.
 
+    0 drops a sample's branch, 1/(1−p) keeps it.
     `keep` is read, never written, so that the forward pass compiles without a graph break and recomputes exactly under
     gradient checkpointing.
     """

@@ -5,7 +5,7 @@
         model.safetensors       weights
         ema.safetensors         their moving average, where used
         state.pt                position, gradient scaler and optimiser; loads with weights_only=True
-        optimizer/              instead of the optimiser in state.pt: one file a rank (FSDP2, torch.distributed.checkpoint)
+        optimizer/              of a sharded run, instead of in state.pt: one file a rank (torch.distributed.checkpoint)
         manifest.json           what the checkpoint is of, and size and SHA-256 of every file above
       last.safetensors          the newest checkpoint's weights (a hard link), ema.safetensors likewise
       best.safetensors          the best weights so far
@@ -121,15 +121,15 @@ class Checkpoints:
         if self._try("checkpoint", write, unfinished):
             self.saved_updates = progress.updates
 
-    def save_best(self, model: nn.Module) -> None:
-        """The weights that the model holds now, as best.safetensors."""
+    def save_best(self, model: nn.Module, *, about: Mapping[str, str]) -> None:
+        """The weights that the model holds now, as best.safetensors; `about` goes into the file too."""
         weights = full_weights(model)
         unfinished = self.folder / ".best.saving"
 
         def write() -> None:
             if self.ranks.is_first:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                _write(unfinished, self._weights_file(weights))
+                _write(unfinished, safetensors.torch.save(weights, metadata={**self.about, **about}))
                 unfinished.replace(self.folder / "best.safetensors")
                 _sync_folder(self.folder)
 
@@ -153,6 +153,13 @@ class Checkpoints:
                 f"no checkpoint in {self.folder} is intact; remove that folder to start the run from the beginning"
             )
         return None
+
+    def set_aside_after(self, checkpoint: Path) -> None:
+        """A run that goes back to an older checkpoint leaves the newer ones under names that are not resumed from."""
+        for newer in self.folder.glob("step-*"):
+            if newer.name > checkpoint.name:
+                _remove(newer.with_name(f"aside-{newer.name}"))
+                newer.rename(newer.with_name(f"aside-{newer.name}"))
 
     def _weights_file(self, weights: dict[str, Tensor]) -> bytes:
         return safetensors.torch.save(weights, metadata=dict(self.about))
@@ -202,7 +209,8 @@ def restore(
     checkpoint: Path, *, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None = None
 ) -> Progress:
     """Load an intact checkpoint into what was built like the run that saved it, on any number of ranks."""
-    set_model_state_dict(model, safetensors.torch.load_file(checkpoint / WEIGHTS), options=_WHOLE_ON_EACH_RANK)
+    weights: dict[str, Any] = safetensors.torch.load_file(checkpoint / WEIGHTS)
+    set_model_state_dict(model, weights, options=_WHOLE_ON_EACH_RANK)
     if average is not None:
         source = checkpoint / AVERAGE
         # A run that turns averaging on when it resumes starts the average from the weights.
@@ -249,7 +257,8 @@ def find_damage(checkpoint: Path) -> str | None:
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """The whole state dictionary in CPU memory (of a sharded model on rank 0 alone; called on every rank)."""
-    return {name: value.contiguous() for name, value in get_model_state_dict(model, options=_WHOLE).items()}
+    weights: dict[str, Any] = get_model_state_dict(model, options=_WHOLE)
+    return {name: value.contiguous() for name, value in weights.items()}
 
 
 # With more than one rank, "whole, on the CPU" is gathered on rank 0 alone.

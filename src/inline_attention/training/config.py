@@ -23,6 +23,7 @@ class ModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of create_model
     drop_path: float | None = None  # stochastic depth of the last block; None: the model's own default
     weights: str | None = None  # start from this file, or from "pretrained"; None: from random weights
+    reset_head: bool = False  # keep the head random, for other classes than those of `weights`
     freeze: int = 0  # layer groups that stay as they are: 1 is the stem, 2 the first stage (or block) too, …
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
 
@@ -111,7 +112,11 @@ class CheckpointConfig:
     keep: int = 2  # whole checkpoints kept; the best weights are kept besides
 
     def __post_init__(self) -> None:
-        for name, value in (("every_epochs", self.every_epochs), ("every_steps", self.every_steps), ("keep", self.keep)):
+        for name, value in (
+            ("every_epochs", self.every_epochs),
+            ("every_steps", self.every_steps),
+            ("keep", self.keep),
+        ):
             if value is not None and value < 1:
                 raise ValueError(f"checkpoint.{name}={value}: expected 1 or more")
 
@@ -136,7 +141,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     deterministic: bool = False  # deterministic algorithms alone; some are slower
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(path=""))  # a path must be given
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -165,8 +170,11 @@ class TrainConfig:
         )
 
 
+_RECIPES = files("inline_attention") / "recipes"
+
+
 def recipe_names() -> list[str]:
-    return sorted(file.name.removesuffix(".yaml") for file in files("inline_attention").joinpath("recipes").iterdir())
+    return sorted(file.name.removesuffix(".yaml") for file in _RECIPES.iterdir())
 
 
 def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -178,13 +186,20 @@ def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[st
         if recipe not in names:
             close = difflib.get_close_matches(recipe, names, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own")
-        text, name = files("inline_attention").joinpath("recipes", f"{recipe}.yaml").read_text(), recipe
+            raise ValueError(
+                f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
+            )
+        text, name = (_RECIPES / f"{recipe}.yaml").read_text(), recipe
     return change(settings.update(TrainConfig(recipe=name), read_yaml(text, recipe)), overrides=overrides, flags=flags)
 
 
-def change(config: TrainConfig, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    return settings.update(settings.update(config, flags or {}), settings.parse_overrides(overrides))
+def change(
+    config: TrainConfig, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """`config` with `flags` (nested), then `key=value` overrides; ValueError for what cannot work."""
+    changed = settings.update(settings.update(config, flags or {}), settings.parse_overrides(overrides))
+    changed.data.validate()
+    return changed
 
 
 def read_yaml(text: str, name: str) -> dict[str, Any]:

@@ -4,16 +4,18 @@ The model is a plain module; DDP and FSDP2 are put around it here and nowhere el
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+Decision = TypeVar("Decision")
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,31 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
+    def decide(self, decision: Callable[[], Decision]) -> Decision:
+        """What rank 0 decides, on every rank; an error of the user's ends all of them, told once."""
+        if self.world_size == 1:
+            return decision()
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.is_first:
+            try:
+                outcome = (decision(), None)
+            except (ValueError, OSError) as error:
+                outcome = (None, error)
+        value, failure = self.broadcast(outcome)
+        if failure is None:
+            return value
+        if self.is_first:
+            raise failure
+        raise SystemExit(2)
+
     def sum(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
             dist.all_reduce(tensor)
+        return tensor
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def barrier(self) -> None:
@@ -92,7 +116,8 @@ def spread(model: nn.Module, *, strategy: str, ranks: Ranks, compile: bool = Fal
         return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)
     for block in blocks(model):
         fully_shard(block)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -109,21 +134,6 @@ def gathering_gradients(model: nn.Module, *, sync: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)
     yield
-
-
-@contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
-    """Parameters of a sharded model stay gathered inside, so that ranks may run different numbers of forward passes."""
-    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for shard in shards:
-        shard.set_reshard_after_forward(False, recurse=False)
-        shard.unshard()
-    try:
-        yield
-    finally:
-        for shard in shards:
-            shard.reshard()
-            shard.set_reshard_after_forward(shard is not model, recurse=False)
 
 
 class StopAgreement:

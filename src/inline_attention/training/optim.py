@@ -12,7 +12,7 @@ from inline_attention.training.config import OptimConfig
 
 
 def freeze_layers(model: nn.Module, groups: int) -> list[str]:
-    """Freeze the first `groups` layer groups of the model's own `group_matcher` (0 is the stem); their parameters' names."""
+    """Freeze the first `groups` layer groups that the model's `group_matcher` tells apart; their parameters' names."""
     if groups == 0:
         return []
     layer_of = group_parameters(model, model.group_matcher(coarse=True), reverse=True)  # type: ignore[operator]  # timm's contract

@@ -19,16 +19,16 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     FigureCanvasAgg(figure)
     loss, accuracy, rate = figure.subplots(1, 3)
 
-    loss.plot(*_series(steps, "loss"), color=TRAIN_COLOUR, label="training (augmented)")
-    loss.plot(*_series(evaluations, "loss"), color=EVAL_COLOUR, marker=".", label="validation")
+    loss.plot(*_series(steps, "loss"), color=TRAIN_COLOUR, label="training")
+    loss.plot(*_series(evaluations, "val_loss"), color=EVAL_COLOUR, marker=".", label="validation")
     loss.set(title="Loss", xlabel="epoch", ylim=(0, None))
     loss.legend()
 
-    accuracy.plot(*_series(evaluations, "top1"), color=EVAL_COLOUR, marker=".", label="weights")
+    accuracy.plot(*_series(evaluations, "val_top1"), color=EVAL_COLOUR, marker=".", label="weights")
     if any(record.get("ema_top1") is not None for record in evaluations):
         accuracy.plot(*_series(evaluations, "ema_top1"), color=AVERAGE_COLOUR, marker=".", label="moving average")
         accuracy.legend()
-    best = max((record["top1"] for record in evaluations), default=None)
+    best = max((record["val_top1"] for record in evaluations), default=None)
     title = "Validation top-1 (%)" if best is None else f"Validation top-1 (%), best {best:.2f}"
     accuracy.set(title=title, xlabel="epoch")
 

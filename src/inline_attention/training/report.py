@@ -1,9 +1,9 @@
-"""What a run shows and leaves behind: progress, metrics.jsonl, TensorBoard, Weights & Biases, pictures, summary.json."""
+"""What a run shows and leaves behind: progress, metrics, TensorBoard and Weights & Biases, pictures, a summary."""
 
 import json
-import resource
+import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -67,10 +67,13 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.told.add(text)
             self.console.print(text, markup=False)
 
-    def record(self, record: Mapping[str, Any], *, eta_seconds: float | None = None) -> None:
+    def record(self, record: Mapping[str, Any], *, eta_seconds: float | None = None, show: bool = True) -> None:
+        """Keep a record; `show` it too, with what the records before it said."""
         if not self.active:
             return
-        self.latest.update(record)
+        # JSON has no NaN.
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.latest |= record | ({} if eta_seconds is None else {"eta": eta_seconds})
         self._append(record)
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("update", "epoch")}
         if self.board is not None:
@@ -78,11 +81,14 @@ class Reporter(AbstractContextManager["Reporter"]):
                 self.board.add_scalar(f"{record['kind']}/{key}", value, record["update"])
         if self.wandb is not None:
             self.wandb.log({f"{record['kind']}/{k}": v for k, v in numbers.items()}, step=record["update"])
-        line = _line(self.latest if self.bar is not None else record, eta_seconds)
+        line = "  ".join(form(self.latest[key]) for key, form in _FORMATS.items() if self.latest.get(key) is not None)
         if self.bar is not None:
             self.bar.update(self.task, shown=line)
-        else:
-            self.console.print(f"epoch {record['epoch']}  {line}", markup=False)
+        elif show:
+            left = f"  left {_clock(self.latest['eta'])}" if "eta" in self.latest else ""
+            self.console.print(
+                f"epoch {record['epoch']:g}/{self.config.schedule.total_epochs}  {line}{left}", markup=False
+            )
 
     def records(self) -> list[dict[str, Any]]:
         path = self.folder / METRICS
@@ -148,28 +154,28 @@ def memory_bytes(device: torch.device) -> int:
     """The most memory in use so far: the allocator's on a GPU, the process's elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-_FORMATS = {
+_FORMATS: dict[str, Callable[[float], str]] = {
     "loss": lambda v: f"loss {v:.4f}",
+    "val_top1": lambda v: f"val top-1 {v:.2f}%",
+    "ema_top1": lambda v: f"EMA {v:.2f}%",
     "lr": lambda v: f"lr {v:.2e}",
     "grad_norm": lambda v: f"gradient {v:.2f}",
-    "top1": lambda v: f"top-1 {v:.2f}%",
-    "top5": lambda v: f"top-5 {v:.2f}%",
-    "ema_top1": lambda v: f"EMA top-1 {v:.2f}%",
     "images_per_second": lambda v: f"{v:,.0f} images/s",
-    "waiting": lambda v: f"waiting for data {v:.0%}",
+    "waiting": lambda v: f"waiting {v:.0%}",
     "memory": lambda v: f"{v / 2**30:.2f} GiB",
 }
 
 
-def _line(record: Mapping[str, Any], eta_seconds: float | None) -> str:
-    parts = [show(record[key]) for key, show in _FORMATS.items() if record.get(key) is not None]
-    if eta_seconds is not None:
-        minutes, seconds = divmod(int(eta_seconds), 60)
-        parts.append(f"left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}")
-    return "  ".join(parts)
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _open_tensorboard(folder: Path, done_updates: int, note: Any) -> Any:
@@ -183,7 +189,7 @@ def _open_tensorboard(folder: Path, done_updates: int, note: Any) -> Any:
 
 def _open_wandb(folder: Path, config: TrainConfig) -> Any:
     try:
-        import wandb
+        import wandb  # type: ignore[import-not-found]  # optional, without an extra of its own
     except ImportError as error:
         raise ImportError(f"log.wandb={config.log.wandb} needs the package wandb: pip install wandb") from error
     return wandb.init(

@@ -74,12 +74,14 @@ def plan_run(
 def claim(plan: Plan) -> None:
     """Take the folder for this run (on rank 0): ValueError where it holds another one."""
     folder = plan.folder
+    if not plan.config.data.path:
+        raise ValueError(
+            "no data: give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
+        )
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; expected a folder")
     if (folder / CONFIG).exists() and (plan.source is None or plan.source.resolve() != folder.resolve()):
-        raise ValueError(
-            f"{folder} already holds a run: continue it with --resume auto, or give another --output"
-        )
+        raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / CONFIG, settings.to_yaml(plan.config))
 
@@ -99,13 +101,15 @@ def record_environment(folder: Path, ranks: Ranks) -> None:
             "command": sys.argv,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            **{name.replace("-", "_"): _version(name) for name in ("inline-attention", "torch", "torchvision", "timm", "numpy")},
+            "packages": {
+                name: _version(name) for name in ("inline-attention", "torch", "torchvision", "timm", "numpy")
+            },
             "device": torch.cuda.get_device_name(ranks.device) if cuda else ranks.device.type,
             "cuda": torch.version.cuda if cuda else None,
             "world_size": ranks.world_size,
             "threads": torch.get_num_threads(),
         }
-    )  # fmt: skip
+    )
     write_atomically(path, json.dumps(starts, indent=1))
 
 

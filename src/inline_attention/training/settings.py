@@ -14,7 +14,7 @@ Settings = TypeVar("Settings")
 
 
 def update(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """A copy of `settings` (a dataclass of dataclasses) with the nested `values` put in, converted to the declared types.
+    """A copy of `settings` (a dataclass of dataclasses) with the nested `values` in it, as the declared types.
 
     An unknown key is a ValueError that names the nearest known one.
     """

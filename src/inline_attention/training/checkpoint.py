@@ -14,6 +14,7 @@ Files are written into a hidden folder and synced before the rename: a kill at a
 it. Random generators are not saved, since nothing random depends on their state (see docs/training.md).
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -299,10 +300,12 @@ def _digest(path: Path) -> str:
 
 
 def _remove(path: Path) -> None:
+    """As far as it can be removed: what is in the way later is an error there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _sync_folder(path: Path) -> None:

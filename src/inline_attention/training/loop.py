@@ -33,7 +33,7 @@ from inline_attention.training.evaluate import EvalResult, evaluate
 from inline_attention.training.meters import DeviceMeter
 from inline_attention.training.optim import Optimizer, freeze_layers
 from inline_attention.training.report import Reporter, memory_bytes
-from inline_attention.training.run_folder import CHECKPOINTS, Plan, claim, record_environment
+from inline_attention.training.run_folder import CHECKPOINTS, Plan, check_folder, take_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
 
 
@@ -55,11 +55,11 @@ def train(plan: Plan) -> Outcome:
     with stop_on_signals() as request, join_ranks(config.device) as ranks:
         plan = ranks.broadcast(plan)  # the default folder has the time in its name
         with Reporter(plan.folder, config, active=ranks.is_first) as reporter:
-            ranks.decide(lambda: claim(plan))
-            if ranks.is_first:
-                record_environment(plan.folder, ranks)
+            ranks.decide(lambda: check_folder(plan))
             with determinism(config.deterministic):
-                return Trainer(plan, ranks=ranks, reporter=reporter, request=request).fit()
+                trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
+                ranks.decide(lambda: take_folder(plan, ranks))
+                return trainer.fit()
 
 
 class Trainer:

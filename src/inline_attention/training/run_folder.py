@@ -71,8 +71,8 @@ def plan_run(
     )
 
 
-def claim(plan: Plan) -> None:
-    """Take the folder for this run (on rank 0): ValueError where it holds another one."""
+def check_folder(plan: Plan) -> None:
+    """ValueError where the folder holds another run, or there is nothing to train on."""
     folder = plan.folder
     if not plan.config.data.path:
         raise ValueError(
@@ -82,17 +82,17 @@ def claim(plan: Plan) -> None:
         raise ValueError(f"--output {folder} is a file; expected a folder")
     if (folder / CONFIG).exists() and (plan.source is None or plan.source.resolve() != folder.resolve()):
         raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / CONFIG, settings.to_yaml(plan.config))
 
 
 def default_folder(config: TrainConfig) -> Path:
     return Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def record_environment(folder: Path, ranks: Ranks) -> None:
-    """environment.json: a list with one entry a start of the run."""
-    path = folder / ENVIRONMENT
+def take_folder(plan: Plan, ranks: Ranks) -> None:
+    """config.yaml, and environment.json with one entry a start of the run (on rank 0, once nothing can be refused)."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config))
+    path = plan.folder / ENVIRONMENT
     starts = json.loads(path.read_text()) if path.exists() else []
     cuda = ranks.device.type == "cuda"
     starts.append(

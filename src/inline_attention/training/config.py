@@ -22,7 +22,7 @@ class ModelConfig:
     name: str = "inline_deit_tiny"
     kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of create_model
     drop_path: float | None = None  # stochastic depth of the last block; None: the model's own default
-    weights: str | None = None  # start from this file, or from "pretrained"; None: from random weights
+    weights: str | None = None  # start from "pretrained", another model's published weights by name, or a file
     reset_head: bool = False  # keep the head random, for other classes than those of `weights`
     freeze: int = 0  # layer groups that stay as they are: 1 is the stem, 2 the first stage (or block) too, …
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-Decision = TypeVar("Decision")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def decide(self, decision: Callable[[], Decision]) -> Decision:
+    def decide(self, decision: Callable[[], Value]) -> Value:
         """What rank 0 decides, on every rank; an error of the user's ends all of them, told once."""
         if self.world_size == 1:
             return decision()
@@ -52,6 +52,14 @@ class Ranks:
         if self.is_first:
             raise failure
         raise SystemExit(2)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's value, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def sum(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -87,15 +95,13 @@ def join_ranks(device_name: str) -> Iterator[Ranks]:
     device = choose_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ or dist.is_initialized():
+    if "RANK" not in os.environ:
         yield Ranks(device)
         return
     # Both backends: gradients over NCCL, decisions of the hosts over gloo without touching the device.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield Ranks(device, rank=dist.get_rank(), world_size=dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
+    yield Ranks(device, rank=dist.get_rank(), world_size=dist.get_world_size())
+    dist.destroy_process_group()  # not after an error: the other ranks may never come to it
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -6,10 +6,9 @@ resumed run repeats what the interrupted one would have done, whatever the numbe
 """
 
 import dataclasses
-import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,24 +16,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from inline_attention._version import __version__
-from inline_attention.data import Batch, Data, Mixup, open_data
+from inline_attention.data import Batch, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
 from inline_attention.layers.drop import SampledDepth
-from inline_attention.models.registry import create_model
 from inline_attention.training.checkpoint import Checkpoints, Progress, read_manifest, restore
-from inline_attention.training.classifier import preprocessing
-from inline_attention.training.config import TrainConfig
 from inline_attention.training.distributed import Ranks, StopAgreement, gathering_gradients, join_ranks, spread
 from inline_attention.training.ema import WeightAverage
 from inline_attention.training.evaluate import EvalResult, evaluate
 from inline_attention.training.meters import DeviceMeter
-from inline_attention.training.optim import Optimizer, freeze_layers
+from inline_attention.training.optim import Optimizer
 from inline_attention.training.report import Reporter, memory_bytes
 from inline_attention.training.run_folder import CHECKPOINTS, Plan, check_folder, take_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
+from inline_attention.training.task import build_model, check_same_task, describe, fetch_weights
 
 
 @dataclass(frozen=True)
@@ -76,6 +71,7 @@ class Trainer:
             )
         self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
 
+        ranks.decide(lambda: fetch_weights(config.model))
         self.model, arguments = build_model(config, self.data)
         self.model.to(ranks.device)
         self.depth = SampledDepth(self.model, device=ranks.device)
@@ -294,6 +290,10 @@ class Trainer:
             own.saved_updates = saved.updates
             if self.ranks.is_first:
                 own.set_aside_after(checkpoint)
+        if saved.step and not self.data.train.exact_resume:
+            self.reporter.note(
+                "streamed data: the epoch starts again at its first image, and ends as early as it would have"
+            )
         self.reporter.note(f"continuing from {checkpoint}: epoch {saved.epoch + 1}, {saved.updates} updates done")
         if plan.changes:
             self.reporter.note(f"with other settings than before: {', '.join(plan.changes)}")
@@ -311,7 +311,7 @@ class Trainer:
 
     def summary(self, result: EvalResult | None) -> dict[str, Any]:
         progress = self.progress
-        skipped = torch.tensor([len(self.data.train.skipped) + len(self.data.val.skipped)])
+        skipped = {image.path for loader in (self.data.train, self.data.val) for image in loader.skipped}
         return {
             "val_top1": None if result is None else result.top1,
             "val_top5": None if result is None else result.top5,
@@ -321,68 +321,11 @@ class Trainer:
             "updates": progress.updates,
             "seconds": round(progress.seconds, 2),
             "images_per_second": round(progress.images / progress.seconds, 1) if progress.seconds else None,
-            "skipped_images": int(self.ranks.sum(skipped)),
+            "skipped_images": len(set().union(*self.ranks.gather(skipped))),
             "bad_steps": progress.bad_steps,
             "model": self.config.model.name,
             "recipe": self.config.recipe,
         }
-
-
-def build_model(config: TrainConfig, data: Data) -> tuple[nn.Module, dict[str, Any]]:
-    """The model on the CPU, from weights that are a function of the seed or of a file, and its arguments."""
-    wanted = config.model
-    arguments = {
-        "num_classes": data.num_classes,
-        "in_chans": data.in_chans,
-        "img_size": config.data.img_size,
-        **({} if wanted.drop_path is None else {"drop_path_rate": wanted.drop_path}),
-        **wanted.kwargs,
-    }
-    torch.manual_seed(derive_seed("weights", config.seed))
-    model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **arguments)
-    if wanted.weights not in (None, "pretrained"):
-        from inline_attention.models.weights import load_weights
-
-        load_weights(model, wanted.weights, reset_head=wanted.reset_head)
-    if wanted.checkpointing:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]  # timm's contract
-    freeze_layers(model, wanted.freeze)
-    return model, arguments
-
-
-def describe(config: TrainConfig, arguments: dict[str, Any], data: Data) -> dict[str, str]:
-    """What goes into every weights file: enough to build the model again, and to name its classes."""
-    return {
-        "format": "pt",
-        "library": f"inline_attention {__version__}",
-        "architecture": config.model.name,
-        "config": json.dumps(arguments),
-        "class_names": json.dumps(list(data.class_names)),
-        "preprocessing": preprocessing(config.data),
-        "recipe": config.recipe,
-    }
-
-
-def check_same_task(before: dict[str, str], now: Mapping[str, str], checkpoint: Path) -> None:
-    """ValueError where the checkpoint is of another model or other classes than this run's."""
-    if before["architecture"] != now["architecture"]:
-        raise ValueError(f"{checkpoint} is of {before['architecture']}, this run trains {now['architecture']}")
-    old_classes, new_classes = json.loads(before["class_names"]), json.loads(now["class_names"])
-    if len(old_classes) != len(new_classes):
-        raise ValueError(
-            f"{checkpoint} has {len(old_classes)} classes, the data {len(new_classes)}: a run goes on with the classes "
-            "it began with. For other classes start a new run with model.weights=… model.reset_head=true"
-        )
-    if old_classes != new_classes:
-        old, new = next((a, b) for a, b in zip(old_classes, new_classes, strict=True) if a != b)
-        raise ValueError(f"{checkpoint} knows other classes than the data: {old!r} there is {new!r} here")
-    old_arguments, new_arguments = json.loads(before["config"]), json.loads(now["config"])
-    for name in sorted(set(old_arguments | new_arguments) - {"drop_path_rate"}):
-        if old_arguments.get(name) != new_arguments.get(name):
-            raise ValueError(
-                f"{checkpoint} was trained with {name}={old_arguments.get(name)}, "
-                f"this run has {name}={new_arguments.get(name)}"
-            )
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:

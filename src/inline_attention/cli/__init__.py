@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from inline_attention._version import __version__
 
-COMMANDS: tuple[str, ...] = ("train",)
+COMMANDS: tuple[str, ...] = ("train", "convert")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,53 @@
+"""Convert a checkpoint to safetensors: this library's names, and the model's configuration in the metadata."""
+
+import argparse
+from pathlib import Path
+
+HELP = "official checkpoint → safetensors"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="IN", help="an official .pth, safetensors, or the URL of either")
+    parser.add_argument("target", metavar="OUT", type=Path, help="the safetensors file to write")
+    parser.add_argument("--model", metavar="NAME", help="whose weights they are (default: found by names and shapes)")
+    parser.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="demand the averaged weights, or take the others (default: the averaged ones where there are some)",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite OUT")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.target.exists() and not args.force:
+        raise ValueError(f"{args.target} exists; --force overwrites it")
+    if args.target.suffix != ".safetensors":
+        raise ValueError(f"{args.target}: the name of the file to write must end in .safetensors")
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from inline_attention.models.convert import convert
+    from inline_attention.models.weights import architecture
+
+    done = convert(args.source, args.target, model_name=args.model, ema=args.ema)
+    model, checkpoint = done.model, done.checkpoint
+    own = model.state_dict()
+    tensors = f"{len(own)}"
+    if left_out := len(checkpoint.state_dict) - len(own):
+        tensors += f", and {left_out} left out that the model computes itself"
+    size = f"{model.img_size[0]}×{model.img_size[1]}"
+    rows = {
+        "from": args.source,
+        "weights": "averaged (EMA)" if checkpoint.is_ema else "as trained",
+        "model": architecture(model),
+        "input": f"{size}, position parameters resized" if done.was_resized else size,
+        "classes": str(model.num_classes),
+        "tensors": tensors,
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "written": f"{done.path} ({done.path.stat().st_size / 1e6:.1f} MB)",
+    }
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)

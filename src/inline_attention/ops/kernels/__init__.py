@@ -1,0 +1,1 @@
+"""Triton kernels of InLine attention; `ops.fused` launches them."""

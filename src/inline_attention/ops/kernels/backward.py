@@ -1,0 +1,394 @@
+"""The kernels of the backward pass. Vocabulary and shapes as in `blocks.py`; g is the gradient of the output."""
+
+import triton
+import triton.language as tl
+
+from .blocks import (
+    accumulate,
+    feature_map,
+    feature_map_backward,
+    load_map_row,
+    load_neighbours,
+    load_rows,
+    load_taps,
+    locate,
+    same_head,
+    state_offsets,
+    store_rows,
+    sum_parts,
+    weigh,
+)
+
+
+@triton.jit
+def accumulate_taps(
+    p_g, p_v, p_mask, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradient of the taps from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
+    g_above = tl.zeros([BW, BC], tl.float32)
+    g_here = tl.zeros([BW, BC], tl.float32)
+    for y in range(y_begin - 1, y_end + 1):
+        # Row y of v lies above row y + 1 of the outputs, and so on.
+        g_below = load_map_row(p_g, stride_g, p_mask, y + 1, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+        g_below = g_below.to(tl.float32)
+        left, here, right = load_neighbours(p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        left, here, right = left.to(tl.float32), here.to(tl.float32), right.to(tl.float32)
+        a0 += g_below * left
+        a1 += g_below * here
+        a2 += g_below * right
+        a3 += g_here * left
+        a4 += g_here * here
+        a5 += g_here * right
+        a6 += g_above * left
+        a7 += g_above * here
+        a8 += g_above * right
+        g_above = g_here
+        g_here = g_below
+    return a0, a1, a2, a3, a4, a5, a6, a7, a8
+
+
+@triton.jit
+def sum_taps(
+    p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c,
+    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the nine taps from rows y_begin … y_end − 1 of g, all columns: nine blocks (BC,)"""
+    a0 = tl.zeros([BW, BC], tl.float32)
+    a1, a2, a3, a4, a5, a6, a7, a8 = a0, a0, a0, a0, a0, a0, a0, a0
+    for x in range(0, W, BW):
+        a0, a1, a2, a3, a4, a5, a6, a7, a8 = accumulate_taps(
+            p_g, p_v, p_mask, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
+            a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, BC, HAS_MASK,
+        )  # fmt: skip
+    return (
+        tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0), tl.sum(a5, 0), tl.sum(a6, 0),
+        tl.sum(a7, 0), tl.sum(a8, 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def store_taps(p, step, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8):
+    """Nine blocks (BC,), `step` elements apart, to pointers p (BC,)"""
+    dtype: tl.constexpr = p.dtype.element_ty
+    tl.store(p, a0.to(dtype), mask=m_c)
+    tl.store(p + step, a1.to(dtype), mask=m_c)
+    tl.store(p + 2 * step, a2.to(dtype), mask=m_c)
+    tl.store(p + 3 * step, a3.to(dtype), mask=m_c)
+    tl.store(p + 4 * step, a4.to(dtype), mask=m_c)
+    tl.store(p + 5 * step, a5.to(dtype), mask=m_c)
+    tl.store(p + 6 * step, a6.to(dtype), mask=m_c)
+    tl.store(p + 7 * step, a7.to(dtype), mask=m_c)
+    tl.store(p + 8 * step, a8.to(dtype), mask=m_c)
+
+
+@triton.jit
+def write_query_grads(
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_c, m_c, b_st,
+    MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
+):  # fmt: skip
+    """dq = φ'(q)·(g·Sᵀ) for tokens t_begin … t_end − 1"""
+    for t in range(t_begin, t_end, BN):
+        b_g, _ = load_rows(p_g, stride_g, t, t_end, o_c, m_c, p_mask, BN, MASK_Q)
+        b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
+        if MAP != "identity":
+            b_q, _ = load_rows(p_q, stride_q, t, t_end, o_c, m_c, p_mask, BN, MASK_Q)
+            b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
+        store_rows(p_dq, b_dq, stride_dq, t, t + tl.arange(0, BN) < t_end, o_c, m_c, BN)
+
+
+@triton.jit
+def write_key_grads(
+    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t_begin, t_end, o_c, m_c,
+    b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
+    MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """dk = φ'(k)·((v − v̄)·dSᵀ), dv = (φ(k) − k̄)·dS + ḡ for tokens t_begin … t_end − 1; zeros for absent ones"""
+    for t in range(t_begin, t_end, BN):
+        b_k, m_n = load_rows(p_k, stride_k, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
+        b_v, _ = load_rows(p_v, stride_v, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
+        b_k = b_k.to(tl.float32)
+        b_v = (b_v.to(tl.float32) - b_v_mean[None, :]).to(DOT)
+        b_dk = feature_map_backward(b_k, tl.dot(b_v, b_dst, input_precision=PRECISION), MAP)
+        b_k = (feature_map(b_k, MAP) - b_k_mean[None, :]).to(DOT)
+        b_dv = tl.dot(b_k, b_ds, input_precision=PRECISION) + b_g_mean[None, :]
+        if HAS_MASK:
+            b_dk = tl.where(m_n[:, None], b_dk, 0.0)
+            b_dv = tl.where(m_n[:, None], b_dv, 0.0)
+        m_n = t + tl.arange(0, BN) < t_end
+        store_rows(p_dk, b_dk, stride_dk, t, m_n, o_c, m_c, BN)
+        store_rows(p_dv, b_dv, stride_dv, t, m_n, o_c, m_c, BN)
+
+
+@triton.jit
+def write_map_grads(
+    p_q, p_k, p_v, p_g, p_w, p_dq, p_dk, p_dv, p_mask,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+    x, y_begin, y_end, H, W, prefix, o_c, m_c, b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
+    MAP: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """All three gradients for rows y_begin … y_end − 1 of the map, columns x … x + BW − 1: as `forward.write_map`,
+    with g in the place of v and the taps reversed"""
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, True)
+    left, here, right = load_neighbours(p_g, stride_g, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    b_next = weigh(w0, w1, w2, left, here, right)
+    left, here, right = load_neighbours(p_g, stride_g, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    b_next += weigh(w3, w4, w5, left, here, right)
+    b_after = weigh(w0, w1, w2, left, here, right)
+    b_g = here
+    o_x = tl.arange(0, BW)
+    m_x = x + o_x < W
+    for y in range(y_begin, y_end):
+        b_k = load_map_row(p_k, stride_k, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
+        b_v = load_map_row(p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
+        left, here, right = load_neighbours(p_g, stride_g, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
+        b_dk = tl.dot((b_v - b_v_mean[None, :]).to(DOT), b_dst, input_precision=PRECISION)
+        b_dv = tl.dot((feature_map(b_k, MAP) - b_k_mean[None, :]).to(DOT), b_ds, input_precision=PRECISION)
+        b_dv += b_g_mean[None, :] + b_next + weigh(w6, w7, w8, left, here, right)
+        b_next = b_after + weigh(w3, w4, w5, left, here, right)
+        b_after = weigh(w0, w1, w2, left, here, right)
+        b_g = here
+        if MAP != "identity":
+            b_q = load_map_row(p_q, stride_q, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
+            b_dq = feature_map_backward(b_q, b_dq, MAP)
+            b_dk = feature_map_backward(b_k, b_dk, MAP)
+        t = prefix + y * W + x
+        if HAS_MASK:
+            m_n = tl.load(p_mask + t + o_x, mask=m_x, other=0) != 0
+            b_dk = tl.where(m_n[:, None], b_dk, 0.0)
+            b_dv = tl.where(m_n[:, None], b_dv, 0.0)
+        store_rows(p_dq, b_dq, stride_dq, t, m_x, o_c, m_c, BW)
+        store_rows(p_dk, b_dk, stride_dk, t, m_x, o_c, m_c, BW)
+        store_rows(p_dv, b_dv, stride_dv, t, m_x, o_c, m_c, BW)
+
+
+@triton.jit
+def backward_kernel(
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_dq, p_dk, p_dv, p_dw,
+    Nq, N, H, W, prefix, scale, blocks, C,
+    stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
+    stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
+    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+    BT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """All gradients for short sequences. Grid (B·blocks,)"""
+    i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    c = (tl.program_id(0) % blocks) * HEADS * D
+    start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
+    if PACKED:
+        Nq = N
+    o_c = tl.arange(0, BC)
+    m_c = (o_c < HEADS * D) & (c + o_c < C)
+    p_q += i_b * stride_qb + start * stride_q + c
+    p_k += i_b * stride_kb + start * stride_k + c
+    p_v += i_b * stride_vb + start * stride_v + c
+    p_g += i_b * stride_gb + start * stride_g + c
+    p_dq += i_b * stride_dqb + start * stride_dq + c
+    p_dk += i_b * stride_dkb + start * stride_dk + c
+    p_dv += i_b * stride_dvb + start * stride_dv + c
+    p_mask += i_b * N
+    count = tl.cast(N, tl.float32)
+    if HAS_MASK:
+        count = tl.load(p_count + i_b)
+
+    b_ds, _, b_g_sum = accumulate(
+        p_q, p_g, p_mask, stride_q, stride_g, 0, Nq, o_c, m_c, 0, 0, MAP, BN, BC, DOT, PRECISION, False, MASK_Q
+    )
+    if MAP == "exp":
+        b_ds += b_g_sum[None, :]  # φ(0)
+    m_head = same_head(o_c, m_c, o_c, m_c, D)
+    b_ds = tl.where(m_head, b_ds * (scale / count), 0.0)
+    b_g_mean = b_g_sum / count
+    b_dst = tl.trans(b_ds).to(DOT)
+    b_ds = b_ds.to(DOT)
+    b_st = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
+    b_st = tl.trans(b_st).to(DOT)
+    p_means += i_b * 2 * C + c
+    b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
+    b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
+    if LOCAL:
+        p_w += i_b * C * 9 + c * 9
+        p_dw += i_b * C * 9 + c * 9
+        a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
+            p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
+        )
+        store_taps(p_dw + o_c * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        write_query_grads(
+            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, prefix, o_c, m_c, b_st,
+            MAP, 16, DOT, PRECISION, MASK_Q,
+        )  # fmt: skip
+        write_key_grads(
+            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, prefix, o_c, m_c,
+            b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK,
+        )  # fmt: skip
+        for x in range(0, W, BW):
+            write_map_grads(
+                p_q, p_k, p_v, p_g, p_w, p_dq, p_dk, p_dv, p_mask,
+                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+                x, 0, H, H, W, prefix, o_c, m_c, b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
+                MAP, BW, DOT, PRECISION, HAS_MASK,
+            )  # fmt: skip
+    else:
+        write_query_grads(
+            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, Nq, o_c, m_c, b_st,
+            MAP, BN, DOT, PRECISION, MASK_Q,
+        )  # fmt: skip
+        write_key_grads(
+            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, N, o_c, m_c,
+            b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
+        )  # fmt: skip
+
+
+@triton.jit
+def grad_state_kernel(
+    p_q, p_v, p_g, p_mask, p_seq, p_part,
+    Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
+    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Sums over one part of the tokens, whole rows of the map where there is one. Grid (B·blocks, parts); parts
+    (B·blocks, parts, BC·(BC + 10)) float32: dS, Σ g, nine taps"""
+    i = tl.cast(tl.program_id(0), tl.int64)
+    i_b = i // blocks
+    i_p = tl.program_id(1)
+    parts = tl.num_programs(1)
+    c = (i % blocks) * HEADS * D
+    start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
+    if PACKED:
+        Nq = N
+    o_c = tl.arange(0, BC)
+    m_c = (o_c < HEADS * D) & (c + o_c < C)
+    p_q += i_b * stride_qb + start * stride_q + c
+    p_v += i_b * stride_vb + start * stride_v + c
+    p_g += i_b * stride_gb + start * stride_g + c
+    p_mask += i_b * N
+    p_part += (i * parts + i_p) * (BC * (BC + 10))
+    if LOCAL:
+        rows = tl.cdiv(H, parts)
+        y_begin = tl.minimum(i_p * rows, H)
+        y_end = tl.minimum(y_begin + rows, H)
+        # The prefix goes with the first part.
+        t_begin = (prefix + y_begin * W) * tl.minimum(i_p, 1)
+        t_end = prefix + y_end * W
+    else:
+        length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
+        t_begin = tl.minimum(i_p * length, Nq)
+        t_end = tl.minimum(t_begin + length, Nq)
+    b_ds, _, b_g_sum = accumulate(
+        p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_c, m_c, 0, 0,
+        MAP, BN, BC, DOT, PRECISION, False, MASK_Q,
+    )  # fmt: skip
+    tl.store(p_part + o_c[:, None] * BC + o_c[None, :], b_ds)
+    tl.store(p_part + BC * BC + o_c, b_g_sum)
+    if LOCAL:
+        a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
+            p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
+        )
+        store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+
+
+@triton.jit
+def grad_finish_kernel(
+    p_part, p_count, p_seq, p_ds, p_g_mean, p_dw, N, H, W, scale, parts, blocks, C,
+    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dS with the factor s/n that every use of it has, ḡ and the taps' gradient from their parts.
+    Grid (B·blocks, BC / BR)"""
+    i = tl.cast(tl.program_id(0), tl.int64)
+    i_b = i // blocks
+    c = (i % blocks) * HEADS * D
+    _, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
+    count = tl.cast(N, tl.float32)
+    if HAS_MASK:
+        count = tl.load(p_count + i_b)
+    o_c = tl.arange(0, BC)
+    m_c = (o_c < HEADS * D) & (c + o_c < C)
+    o_r = tl.program_id(1) * BR + tl.arange(0, BR)
+    m_r = (o_r < HEADS * D) & (c + o_r < C)
+    m_head = same_head(o_r, m_r, o_c, m_c, D)
+    size: tl.constexpr = BC * (BC + 10)
+    p_part += i * parts * size
+    b_ds = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP)
+    b_g_sum = sum_parts(p_part, BC * BC + o_c[None, :], m_c[None, :], parts, size, BP)
+    if MAP == "exp":
+        b_ds += b_g_sum  # φ(0)
+    tl.store(p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_ds * (scale / count), mask=m_head)
+    if tl.program_id(1) == 0:
+        tl.store(p_g_mean + i_b * C + c + o_c, tl.sum(b_g_sum, 0) / count, mask=m_c)
+    if LOCAL:
+        o_t = tl.arange(0, 16)
+        m_t = m_r[:, None] & (o_t < 9)[None, :]
+        b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP)
+        p = p_dw + i_b * C * 9 + c * 9 + o_r[:, None] * 9 + o_t[None, :]
+        tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
+def grad_kernel(
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_dq, p_dk, p_dv,
+    Nq, N, H, W, prefix, blocks, columns, C,
+    stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
+    stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
+    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
+    i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    c = (tl.program_id(0) % blocks) * HEADS * D
+    i_t = tl.program_id(1)
+    start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
+    if PACKED:
+        Nq = N
+    o_c = tl.arange(0, BC)
+    m_c = (o_c < HEADS * D) & (c + o_c < C)
+    p_q += i_b * stride_qb + start * stride_q + c
+    p_k += i_b * stride_kb + start * stride_k + c
+    p_v += i_b * stride_vb + start * stride_v + c
+    p_g += i_b * stride_gb + start * stride_g + c
+    p_dq += i_b * stride_dqb + start * stride_dq + c
+    p_dk += i_b * stride_dkb + start * stride_dk + c
+    p_dv += i_b * stride_dvb + start * stride_dv + c
+    p_mask += i_b * N
+    m_head = same_head(o_c, m_c, o_c, m_c, D)
+    o_s = i_b * C * D + c * D + state_offsets(o_c, o_c, D)
+    b_st = tl.trans(tl.load(p_s + o_s, mask=m_head, other=0.0)).to(DOT)
+    b_ds = tl.load(p_ds + o_s, mask=m_head, other=0.0).to(DOT)
+    b_dst = tl.trans(b_ds)
+    p_means += i_b * 2 * C + c
+    b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
+    b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
+    b_g_mean = tl.load(p_g_mean + i_b * C + c + o_c, mask=m_c, other=0.0)
+    if LOCAL:
+        if i_t == 0:
+            write_query_grads(
+                p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, prefix, o_c, m_c, b_st,
+                MAP, 16, DOT, PRECISION, MASK_Q,
+            )  # fmt: skip
+            write_key_grads(
+                p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, prefix, o_c, m_c,
+                b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK,
+            )  # fmt: skip
+        x = (i_t % columns) * BW
+        y = (i_t // columns) * ROWS
+        if (x < W) & (y < H):
+            write_map_grads(
+                p_q, p_k, p_v, p_g, p_w + i_b * C * 9 + c * 9, p_dq, p_dk, p_dv, p_mask,
+                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+                x, y, tl.minimum(y + ROWS, H), H, W, prefix, o_c, m_c,
+                b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BW, DOT, PRECISION, HAS_MASK,
+            )  # fmt: skip
+    else:
+        t = i_t * BN * ROWS
+        write_query_grads(
+            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, tl.minimum(t + BN * ROWS, Nq), o_c, m_c, b_st,
+            MAP, BN, DOT, PRECISION, MASK_Q,
+        )  # fmt: skip
+        write_key_grads(
+            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, tl.minimum(t + BN * ROWS, N),
+            o_c, m_c, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
+        )  # fmt: skip

@@ -1,0 +1,128 @@
+"""`inline convert`: official checkpoint in, safetensors out."""
+
+from collections import OrderedDict
+
+import pytest
+import timm
+import torch
+
+from inline_attention import create_model, list_models
+from inline_attention.cli import main
+from inline_attention.models._checkpoint import Checkpoint
+from inline_attention.models.convert import identify
+from inline_attention.models.weights import load_model, load_weights, read_metadata, save_weights
+
+
+@pytest.fixture(scope="module")
+def deit():
+    torch.manual_seed(0)
+    return create_model("inline_deit_tiny", num_classes=12)
+
+
+@pytest.fixture(scope="module")
+def official_file(deit, tmp_path_factory):
+    """A checkpoint of the official training code: its names, its shapes, other weights and an average of them."""
+    weights = OrderedDict()
+    for name, tensor in deit.state_dict().items():
+        if ".local." in name:
+            name = name.replace("local.fc1", "residual.0").replace("local.fc2", "residual.2")
+            tensor = tensor.reshape(-1, tensor.shape[-2], 1) if tensor.ndim == 3 else tensor.flatten()
+        weights[name] = tensor
+    path = tmp_path_factory.mktemp("official") / "ckpt_epoch_299.pth"
+    averaged = {name: tensor * 2 for name, tensor in weights.items()}
+    torch.save({"model": weights, "state_dict_ema": averaged, "epoch": 299}, path)
+    return path
+
+
+def same(model, other, factor=1):
+    own, theirs = model.state_dict(), other.state_dict()
+    return own.keys() == theirs.keys() and all(torch.equal(own[name], factor * theirs[name]) for name in own)
+
+
+def test_model_is_found_and_the_result_loads(official_file, deit, tmp_path, capsys):
+    out = tmp_path / "deit.safetensors"
+    assert main(["convert", str(official_file), str(out)]) == 0
+    printed = capsys.readouterr().out
+    for part in ("inline_deit_tiny", "averaged (EMA)", "224×224", "12", "200"):
+        assert part in printed
+    assert read_metadata(out)["converted_from"] == "ckpt_epoch_299.pth"
+    assert same(load_model(out), deit, factor=2)
+
+
+def test_choice_of_weights_and_model(official_file, deit, tmp_path):
+    out = tmp_path / "deit.safetensors"
+    command = ["convert", str(official_file), str(out), "--no-ema", "--model", "inline_deit_tiny"]
+    assert main(command) == 0
+    assert same(load_weights(create_model("inline_deit_tiny", num_classes=12), out), deit)
+
+
+def test_own_file_keeps_its_configuration(tmp_path):
+    model = create_model("inline_deit_tiny", depth=2, img_size=(32, 48), num_classes=3, in_chans=1)
+    source = save_weights(model, tmp_path / "a.safetensors")
+    assert main(["convert", str(source), str(tmp_path / "b.safetensors")]) == 0
+    first, second = read_metadata(source), read_metadata(tmp_path / "b.safetensors")
+    assert first["config"] == second["config"]
+
+
+def test_nothing_is_overwritten_unless_forced(official_file, tmp_path, capsys):
+    out = tmp_path / "deit.safetensors"
+    out.write_bytes(b"precious")
+    assert main(["convert", str(official_file), str(out)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert out.read_bytes() == b"precious"
+    assert main(["convert", str(official_file), str(out), "--force"]) == 0
+    assert read_metadata(out)["architecture"] == "inline_deit_tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.pth", "out.safetensors"], "does not exist"),
+        (["{file}", "out.pth"], "must end in .safetensors"),
+        (["{file}", "out.safetensors", "--model", "inline_deit_tinny"], "inline_deit_tiny"),
+        (["{file}", "out.safetensors", "--model", "inline_pvt_tiny"], "looks like the weights of a DeiT model"),
+        (["{file}", "out.safetensors", "--model", "inline_deit_small"], "does not fit"),
+        (["{html}", "out.safetensors"], "a web page was saved instead"),
+        (["{plain}", "out.safetensors", "--ema"], "holds no EMA weights"),
+        (["{plain}", "out.safetensors"], "fit none of the registered models"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(official_file, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    files = {"file": official_file, "html": tmp_path / "page.pth", "plain": tmp_path / "plain.pth"}
+    files["html"].write_text("<html>sign in</html>")
+    torch.save({"w": torch.ones(2)}, files["plain"])
+    assert main(["convert", *(argument.format(**files) for argument in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+# Which model it is, told by shapes alone: on the meta device, at full size.
+
+
+def checkpoint_of(name, info=None, **options):
+    with torch.device("meta"):
+        model = create_model(name, **options)
+    return Checkpoint(model.state_dict(), False, info or {})
+
+
+@pytest.mark.parametrize("name", ["inline_deit_small", "inline_swin_base_384"])
+def test_identify(name):
+    assert identify(checkpoint_of(name, num_classes=7, in_chans=1)) == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list_models())
+def test_identify_every_model(name):
+    side = timm.models.get_pretrained_cfg(name).input_size[1]  # decides between models of the same shapes
+    assert identify(checkpoint_of(name, num_classes=0), filename=f"epoch_299_{side}.pth") == name
+
+
+def test_identify_models_that_differ_in_input_size_alone():
+    checkpoint = checkpoint_of("inline_cswin_base")
+    with pytest.raises(ValueError, match=r"inline_cswin_base and inline_cswin_base_384.*--model"):
+        identify(checkpoint, filename="ckpt_epoch_299.pth")
+    checkpoint.info = {"config": {"DATA": {"IMG_SIZE": 224}}}
+    assert identify(checkpoint, filename="cswin_b_384.pth") == "inline_cswin_base"

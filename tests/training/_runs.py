@@ -154,6 +154,7 @@ def without_pictures() -> AbstractContextManager[object]:
 
 
 def _run(argv: list[str], log: Path | None) -> None:
+    os.setsid()  # a process group of its own, which a test may signal as a whole
     with without_pictures():
         sys.exit(inline(argv, log=log))
 

@@ -208,6 +208,30 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
         run(tmp_path / "new", "data.batch_size=64", data=str(folder_of_images))
 
 
+def test_starting_from_weights(folder_of_images: Path, tmp_path: Path) -> None:
+    """A run on ten classes gives its weights to one on three."""
+    run(tmp_path / "ten", "schedule.epochs=1", "data.batch_size=64")
+    weights = tmp_path / "ten" / "checkpoints" / "last.safetensors"
+    still = (
+        "data.batch_size=8",
+        "schedule.epochs=1",
+        "schedule.warmup_epochs=0",
+        "optim.lr=1e-12",
+        "schedule.min_lr=0",
+    )
+    run(tmp_path / "three", *still, f"model.weights={weights}", "model.reset_head=true", data=str(folder_of_images))
+    before, after = _runs.weights(tmp_path / "ten"), _runs.weights(tmp_path / "three")
+    for name, value in before.items():
+        assert name.startswith("head") or torch.allclose(after[name], value, atol=1e-6), name
+    assert after["head.weight"].shape == (3, 16)
+    with pytest.raises(ValueError, match="classes"):
+        run(tmp_path / "four", *still, f"model.weights={weights}", data=str(folder_of_images))
+    with pytest.raises(ValueError, match="inline_swin_base_384: no weights of that model were published; give a file"):
+        run(tmp_path / "four", *still, "model.weights=inline_swin_base_384", data=str(folder_of_images))
+    with pytest.raises(OSError, match="nowhere"):
+        run(tmp_path / "four", *still, "model.weights=nowhere.safetensors", data=str(folder_of_images))
+
+
 def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     one, three = (("data.batch_size=64", f"schedule.epochs={epochs}") for epochs in (1, 3))
     run(tmp_path / "run", *one)

@@ -46,72 +46,81 @@ def assert_checkpoints_are_intact(output: Path) -> None:
         _runs.weights(output)
 
 
-def kill_and_resume(output: Path, *, kills: int, seconds: float, seed: int) -> None:
-    """Every other kill comes while a checkpoint is being written, the rest at random moments; then the run may end."""
+def when_saving(output: Path, *, after: int) -> Callable[[], bool]:
+    """True while a checkpoint is being written, from the one that follows `after` others on."""
+    seen: set[str] = set()
+
+    def is_saving() -> bool:
+        unfinished = {path.name for path in (output / "checkpoints").glob(".step-*.saving")}
+        seen.update(unfinished)
+        return bool(unfinished) and len(seen) > after
+
+    return is_saving
+
+
+def after_seconds(seconds: float) -> Callable[[], bool]:
+    deadline = time.monotonic() + seconds
+    return lambda: time.monotonic() > deadline
+
+
+def kill_and_resume(folder: Path, *, kills: int, seconds: float, seed: int) -> list[Path]:
+    """Runs in `folder`, killed `kills` times in all and resumed after each.
+
+    Every other time while a checkpoint is being written, otherwise at a random moment. A run that ended before it was
+    to be killed is followed by another.
+    """
     draw = random.Random(seed)
-    command = _runs.arguments(output, *SETTINGS, "--resume=auto")
-    log = output.parent / "log.txt"
-    done = saving = 0
-    while done < kills:
-        process = _runs.start(command, log=log)
-        if done % 2:
-            after = draw.randrange(3)  # checkpoints that may be completed first
-            seen: set[str] = set()
-
-            def is_saving() -> bool:
-                unfinished = {path.name for path in (output / "checkpoints").glob(".step-*.saving")}  # noqa: B023
-                seen.update(unfinished)  # noqa: B023
-                return bool(unfinished) and len(seen) > after  # noqa: B023
-
-            killed = kill_when(process, is_saving)
-            saving += killed
+    log = folder / "log.txt"
+    runs = [folder / "run0"]
+    killed_in_saving = killed = 0
+    while killed < kills:
+        process = _runs.start(_runs.arguments(runs[-1], *SETTINGS, "--resume=auto"), log=log)
+        in_saving = killed % 2 == 1
+        moment = (
+            when_saving(runs[-1], after=draw.randrange(3)) if in_saving else after_seconds(draw.uniform(0, seconds))
+        )
+        if kill_when(process, moment):
+            killed += 1
+            killed_in_saving += in_saving
         else:
-            deadline = time.monotonic() + draw.uniform(0.1, seconds)
-            killed = kill_when(process, lambda: time.monotonic() > deadline)  # noqa: B023
-        assert_checkpoints_are_intact(output)
-        if not killed:  # the run was complete: begin again
-            assert process.exitcode == 0
-            output = output.with_name(output.name + "x")
-            command = _runs.arguments(output, *SETTINGS, "--resume=auto")
-        done += 1
-    assert saving > 0
-    assert _runs.run(command, log=log) == 0, log.read_text()[-2000:]
+            assert process.exitcode == 0, log.read_text()[-2000:]
+            runs.append(folder / f"run{len(runs)}")
+        assert_checkpoints_are_intact(runs[-1])
+    assert killed_in_saving == kills // 2
+    assert _runs.run(_runs.arguments(runs[-1], *SETTINGS, "--resume=auto"), log=log) == 0, log.read_text()[-2000:]
+    return runs
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(kills: int, undisturbed: tuple[Path, float], tmp_path: Path) -> None:
     reference, seconds = undisturbed
-    kill_and_resume(tmp_path / "run", kills=kills, seconds=seconds, seed=kills)
-    runs = sorted(tmp_path.glob("run*"))
-    for run in runs:
-        if (run / "summary.json").exists():
-            _runs.assert_same_weights(run, reference)
-    assert (runs[-1] / "summary.json").exists()
-    # The record of the run has no gaps and no repetitions either.
-    timeless = ("update", "epoch", "lr")
-    records = [{key: record[key] for key in timeless} for record in _runs.metrics(runs[-1])]
-    updates = [record["update"] for record in records]
-    assert updates == sorted(set(updates))
-    assert _runs.metrics(runs[-1], "eval") == _runs.metrics(reference, "eval")
+    for run in kill_and_resume(tmp_path, kills=kills, seconds=seconds, seed=kills):
+        _runs.assert_same_weights(run, reference)
+        # The record of the run has no gaps and no repetitions either.
+        updates = [record["update"] for record in _runs.metrics(run)]
+        assert updates == sorted(set(updates))
+        assert _runs.metrics(run, "eval") == _runs.metrics(reference, "eval")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status", "workers"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 0)])
 def test_a_signal_saves_and_the_run_goes_on(
-    number: int, status: int, undisturbed: tuple[Path, float], tmp_path: Path
+    number: int, status: int, workers: int, undisturbed: tuple[Path, float], tmp_path: Path
 ) -> None:
+    """To all its processes at once, data loader workers too, as a terminal or a scheduler does."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
-    process = _runs.start(_runs.arguments(output, *SETTINGS, "checkpoint.every_steps=null"), log=log)
+    settings = (*SETTINGS, "checkpoint.every_steps=null", f"data.workers={workers}")
+    process = _runs.start(_runs.arguments(output, *settings), log=log)
     metrics = output / "metrics.jsonl"
-    while process.is_alive() and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 1):
+    while process.is_alive() and not metrics.exists():
         time.sleep(0.0005)
-    os.kill(process.pid or 0, number)
+    os.killpg(process.pid or 0, number)
     process.join()
     assert process.exitcode == status, log.read_text()
     saved = sorted((output / "checkpoints").glob("step-*"))
     assert len(saved) == 1
     assert not (output / "summary.json").exists()
     assert "continue with --resume" in log.read_text()
-    assert _runs.run(["train", f"--resume={output}"], log=log) == 0, log.read_text()
+    assert _runs.run(["train", f"--resume={output}", "data.workers=0"], log=log) == 0, log.read_text()
     assert f"continuing from {saved[0]}" in log.read_text()
     _runs.assert_same_weights(output, undisturbed[0])
 

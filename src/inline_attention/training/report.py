@@ -37,7 +37,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.told: set[str] = set()
 
     def start(self, *, total_updates: int, done_updates: int) -> None:
-        """Open the report at `done_updates`; records of later updates (of a run that was killed) are dropped."""
+        """Open the report at `done_updates`. What a killed run recorded after that comes again, and is dropped."""
         if not self.active:
             return
         self._drop_records_after(done_updates)
@@ -143,10 +143,12 @@ class Reporter(AbstractContextManager["Reporter"]):
         kept = []
         for line in path.read_text().splitlines():
             try:
-                if json.loads(line)["update"] <= update:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError):  # a line cut short by a kill
+                record = json.loads(line)
+            except ValueError:  # a line cut short by a kill
                 continue
+            # A checkpoint at the end of an epoch is written before the epoch is evaluated.
+            if record["update"] < update or (record["update"] == update and record["kind"] == "train"):
+                kept.append(line + "\n")
         self._tolerating(lambda: write_atomically(path, "".join(kept)))
 
 

@@ -3,13 +3,19 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import _runs
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from inline_attention.training.distributed import unused_part
 
 SETTINGS = ("log.every_steps=1", "schedule.epochs=1")  # 10 updates of 16 images
 TWO = (*SETTINGS, "data.batch_size=8")
@@ -97,6 +103,26 @@ def test_a_wrong_setting_ends_every_rank_with_one_message(tmp_path: Path) -> Non
     assert log.read_text().count("already holds a run") == 1
 
 
+def test_restarted_ranks_find_each_other_in_a_used_store() -> None:
+    """What an attempt before has left in the store, by ranks that are dead, is not taken for an answer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt() -> list[dist.Store]:
+        def join(rank: int) -> dist.Store:
+            store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+            return unused_part(store, rank=rank, world_size=3)
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(join, range(3)))
+
+    for number in range(3):
+        server.set("asking/1", f"dead {number}")
+        stores = attempt()
+        assert not stores[1].check(["address"])
+        stores[0].set("address", f"attempt {number}")
+        assert [store.get("address") for store in stores] == [f"attempt {number}".encode()] * 3
+
+
 def test_the_run_survives_the_death_of_a_rank(runs: Path, tmp_path: Path) -> None:
     """torchrun's own agent: rank 1 kills itself with SIGKILL on the first try, the second try resumes and completes."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
@@ -117,3 +143,36 @@ def test_the_run_survives_the_death_of_a_rank(runs: Path, tmp_path: Path) -> Non
     assert "continuing from" in text
     for key, value in _runs.weights(runs / "two").items():
         assert torch.equal(_runs.weights(output)[key], value), key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
+def test_the_command_under_torchrun(runs: Path, tmp_path: Path) -> None:
+    """The command itself, one of its two ranks killed from outside."""
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = _runs.arguments(output, *TWO, "checkpoint.every_steps=1", "--resume=auto")
+    with open(log, "w") as file:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", *launch, "-m", "inline_attention", *command], stdout=file, stderr=subprocess.STDOUT
+        )
+        while launcher.poll() is None and not list((output / "checkpoints").glob("step-*")):
+            time.sleep(0.001)
+        os.kill(_pid_of_rank(1, parent=launcher.pid), signal.SIGKILL)
+        assert launcher.wait() == 0, log.read_text()[-3000:]
+    assert "continuing from" in log.read_text()
+    for key, value in _runs.weights(runs / "two").items():
+        assert torch.equal(_runs.weights(output)[key], value), key
+
+
+def _pid_of_rank(rank: int, *, parent: int) -> int:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # "pid (name) state parent …", and the name may hold blanks
+            parent_of = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if parent_of == parent and f"RANK={rank}".encode() in environment:
+            return int(folder.name)
+    raise AssertionError(f"rank {rank} is not running")

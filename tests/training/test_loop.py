@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch.overrides import TorchFunctionMode
 
+from inline_attention.models.weights import load_model
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, train
 from inline_attention.training.report import Reporter
@@ -84,6 +85,8 @@ def test_run_folder(tmp_path: Path) -> None:
     assert json.loads(metadata["class_names"]) == [str(digit) for digit in range(10)]
     assert json.loads(metadata["config"])["embed_dim"] == 16
     assert metadata["weights"] in ("model", "ema")
+    rebuilt = load_model(folder / "checkpoints" / "last.safetensors")
+    assert all(torch.equal(value, rebuilt.state_dict()[name]) for name, value in _runs.weights(folder).items())
 
 
 def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
@@ -119,6 +122,14 @@ def test_options_continue_exactly(options: tuple[str, ...], tmp_path: Path) -> N
     assert states[0]["scaler"] == states[1]["scaler"]
     if "run.precision=fp16" in options:
         assert states[0]["scaler"]["_growth_tracker"] == 10
+
+
+@pytest.mark.slow
+def test_compiled_model_trains_alike(tmp_path: Path) -> None:
+    for compiled in ("false", "true"):
+        run(tmp_path / compiled, f"run.compile={compiled}", "schedule.epochs=2")
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-4)
+    assert _runs.weights(tmp_path / "true").keys() == _runs.weights(tmp_path / "false").keys()
 
 
 def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> None:

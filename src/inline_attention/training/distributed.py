@@ -4,6 +4,8 @@ The model is a plain module; DDP and FSDP2 are put around it here and nowhere el
 """
 
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 Value = TypeVar("Value")
+
+JOIN_SECONDS = 300  # torch's own limit for joining a store
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,40 @@ def join_ranks(device_name: str) -> Iterator[Ranks]:
     if "RANK" not in os.environ:
         yield Ranks(device)
         return
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = unused_part(store, rank=rank, world_size=world_size)
     # Both backends: gradients over NCCL, decisions of the hosts over gloo without touching the device.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    yield Ranks(device, rank=dist.get_rank(), world_size=dist.get_world_size())
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    yield Ranks(device, rank=rank, world_size=world_size)
     dist.destroy_process_group()  # not after an error: the other ranks may never come to it
+
+
+def unused_part(store: dist.Store, *, rank: int, world_size: int) -> dist.Store:
+    """A part of the store that no earlier attempt has written to, the same for all ranks.
+
+    torchrun keeps its store when it restarts the ranks, and a rank that is quicker than another would find the address
+    that the other had before it was killed (pytorch/pytorch#135712). So rank 0 makes up a name, and gives it to every
+    process that asks under a name of its own, until all have said that they have it.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asking/{rank}", name)
+        name_of_part = store.get(f"answer/{name}").decode()  # waits for it
+        store.set(f"joined/{name_of_part}/{rank}", "")
+        return dist.PrefixStore(name_of_part, store)
+    waiting = set(range(1, world_size))
+    deadline = time.monotonic() + JOIN_SECONDS
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"joined/{name}/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"asking/{other}"]):  # perhaps a process that is dead, whose successor will ask anew
+                store.set(f"answer/{store.get(f'asking/{other}').decode()}", name)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(waiting)} of {world_size} did not join")
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -119,7 +153,7 @@ def spread(model: nn.Module, *, strategy: str, ranks: Ranks, compile: bool = Fal
         return model
     if not sharded:
         device_ids = [ranks.device] if ranks.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)
+        return DistributedDataParallel(model, device_ids=device_ids)
     for block in blocks(model):
         fully_shard(block)
     fully_shard(model)

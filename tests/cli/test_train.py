@@ -26,6 +26,22 @@ def test_settings_without_a_recipe_are_those_of_the_quickstart(capsys: pytest.Ca
     assert (config["recipe"], config["schedule"]["epochs"], config["data"]["path"]) == ("quickstart", 7, "digits")
 
 
+def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    orders = [
+        ["inline_deit_tiny", "optim.lr=1e-3", "--seed", "3", "schedule.epochs=40", "--print-config", "model.freeze=1"],
+        ["--seed", "3", "--print-config", "inline_deit_tiny", "optim.lr=1e-3", "schedule.epochs=40", "model.freeze=1"],
+        ["inline_deit_tiny", "--print-config", "model.freeze=1", "optim.lr=1e-3", "schedule.epochs=40", "--seed=3"],
+    ]
+    shown = []
+    for order in orders:
+        assert main(["train", *order]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    assert yaml.safe_load(shown[0])["schedule"]["epochs"] == 40
+    with pytest.raises(SystemExit):
+        main(["train", "--sed", "3"])
+
+
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--list-recipes"]) == 0
     assert capsys.readouterr().out.split() == recipe_names()

@@ -4,7 +4,7 @@ The same command runs under torchrun: torchrun --nproc-per-node 8 -m inline_atte
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
@@ -23,6 +23,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--print-config", action="store_true", help="show every setting and exit")
     parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
+    _allow_any_order(parser)
+
+
+def _allow_any_order(parser: argparse.ArgumentParser) -> None:
+    """Let settings stand between and behind options. argparse can do that, but not by itself for a subcommand."""
+    in_order = parser.parse_known_args
+
+    def in_any_order(args: Any = None, namespace: Any = None) -> Any:
+        parser.parse_known_args = in_order  # type: ignore[method-assign]  # what parse_known_intermixed_args calls
+        try:
+            return parser.parse_known_intermixed_args(args, namespace)
+        finally:
+            parser.parse_known_args = in_any_order  # type: ignore[method-assign]
+
+    parser.parse_known_args = in_any_order  # type: ignore[method-assign]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 
 from inline_attention._version import __version__
 
-COMMANDS: tuple[str, ...] = ("models", "info", "convert", "export", "bench", "env")
+COMMANDS: tuple[str, ...] = (
+    "models",
+    "info",
+    "train",
+    "eval",
+    "predict",
+    "convert",
+    "export",
+    "bench",
+    "env",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

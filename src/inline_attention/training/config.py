@@ -1,0 +1,212 @@
+"""Everything a training run can be told, with its type and its default, and the recipes inside the package.
+
+The defaults are those of the published DeiT and Swin runs; a recipe holds what differs.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from inline_attention.data import DataConfig
+from inline_attention.training import settings
+from inline_attention.training.schedule import Schedule, ScheduleKind
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = "inline_deit_tiny"
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of create_model
+    drop_path: float | None = None  # stochastic depth of the last block; None: the model's own default
+    weights: str | None = None  # start from "pretrained", another model's published weights by name, or a file
+    reset_head: bool = False  # keep the head random, for other classes than those of `weights`
+    freeze: int = 0  # layer groups that stay as they are: 1 is the stem, 2 the first stage (or block) too, …
+    checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
+
+    def __post_init__(self) -> None:
+        if self.drop_path is not None and not 0 <= self.drop_path < 1:
+            raise ValueError(f"model.drop_path={self.drop_path}: expected a rate in [0, 1)")
+        if self.freeze < 0:
+            raise ValueError(f"model.freeze={self.freeze}: expected 0 (nothing is frozen) or more")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW. Rates are per `rate_batch` images and grow linearly with the global batch."""
+
+    lr: float = 5e-4
+    rate_batch: int = 512
+    weight_decay: float = 0.05  # not on biases, norms and what the model's no_weight_decay() names
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    layer_decay: float | None = None  # the rate of each layer group is this times the next one's
+    clip_norm: float | None = 5.0
+    accumulate: int = 1  # batches per update; part of the global batch
+    label_smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"optim.lr={self.lr}: expected a positive rate")
+        if self.accumulate < 1:
+            raise ValueError(f"optim.accumulate={self.accumulate}: expected 1 or more")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"optim.clip_norm={self.clip_norm}: expected a positive norm, or null for no clipping")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ValueError(f"optim.layer_decay={self.layer_decay}: expected a factor in (0, 1], or null")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    kind: ScheduleKind = "cosine"
+    epochs: int = 300
+    warmup_epochs: float = 20
+    warmup_lr: float = 5e-7
+    min_lr: float = 5e-6
+    cooldown_epochs: int = 0  # at min_lr, after `epochs`
+    drop_epochs: float = 30  # step schedule alone
+    drop_factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"schedule.epochs={self.epochs}: expected 1 or more")
+        if not 0 <= self.warmup_epochs <= self.epochs:
+            raise ValueError(
+                f"schedule.warmup_epochs={self.warmup_epochs}: expected 0 to schedule.epochs={self.epochs}; "
+                "give a shorter warm-up with fewer epochs"
+            )
+
+    @property
+    def total_epochs(self) -> int:
+        return self.epochs + self.cooldown_epochs
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """A moving average of the weights, evaluated beside them. `decay` is per `batch` images, as published."""
+
+    decay: float | None = None
+    batch: int | None = 4096  # null: decay is per update, whatever the batch
+
+    def decay_per_step(self, global_batch: int) -> float | None:
+        if self.decay is None or self.batch is None:
+            return self.decay
+        return self.decay ** (global_batch / self.batch)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
+    compile: bool = False
+    strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
+    on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_epochs: int = 1
+    every_steps: int | None = None  # also inside an epoch
+    keep: int = 2  # whole checkpoints kept; the best weights are kept besides
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("every_epochs", self.every_epochs),
+            ("every_steps", self.every_steps),
+            ("keep", self.keep),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"checkpoint.{name}={value}: expected 1 or more")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every_steps: int = 50  # the device is read this often
+    eval_epochs: int = 1  # evaluate this often; the last epoch always
+    tensorboard: bool = True
+    wandb: str | None = None  # project name
+
+    def __post_init__(self) -> None:
+        for name, value in (("every_steps", self.every_steps), ("eval_epochs", self.eval_epochs)):
+            if value < 1:
+                raise ValueError(f"log.{name}={value}: expected 1 or more")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    recipe: str = "quickstart"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    deterministic: bool = False  # deterministic algorithms alone; some are slower
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(path=""))  # a path must be given
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def global_batch(self, world_size: int) -> int:
+        """Images per update."""
+        return self.data.batch_size * self.optim.accumulate * world_size
+
+    def build_schedule(self, *, steps_per_epoch: int, world_size: int) -> Schedule:
+        """The rates of this run: steps are updates, rates scaled to the global batch."""
+        plan = self.schedule
+        scale = self.global_batch(world_size) / self.optim.rate_batch
+        return Schedule(
+            kind=plan.kind,
+            peak=self.optim.lr * scale,
+            warmup_rate=plan.warmup_lr * scale,
+            minimum=plan.min_lr * scale,
+            warmup_steps=int(plan.warmup_epochs * steps_per_epoch),
+            decay_steps=plan.epochs * steps_per_epoch,
+            cooldown_steps=plan.cooldown_epochs * steps_per_epoch,
+            drop_every=max(1, int(plan.drop_epochs * steps_per_epoch)),
+            drop_factor=plan.drop_factor,
+        )
+
+
+_RECIPES = files("inline_attention") / "recipes"
+
+
+def recipe_names() -> list[str]:
+    return sorted(file.name.removesuffix(".yaml") for file in _RECIPES.iterdir())
+
+
+def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
+    """A recipe's name (or a YAML file of the user's), then `flags` (nested), then `key=value` overrides."""
+    if recipe.endswith((".yaml", ".yml")):
+        text, name = Path(recipe).read_text(), Path(recipe).stem
+    else:
+        names = recipe_names()
+        if recipe not in names:
+            close = difflib.get_close_matches(recipe, names, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(
+                f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
+            )
+        text, name = (_RECIPES / f"{recipe}.yaml").read_text(), recipe
+    return change(settings.update(TrainConfig(recipe=name), read_yaml(text, recipe)), overrides=overrides, flags=flags)
+
+
+def change(
+    config: TrainConfig, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """`config` with `flags` (nested), then `key=value` overrides; ValueError for what cannot work."""
+    changed = settings.update(settings.update(config, flags or {}), settings.parse_overrides(overrides))
+    changed.data.validate()
+    return changed
+
+
+def read_yaml(text: str, name: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: expected `section: {{key: value}}`, got {type(values).__name__}")
+    return values

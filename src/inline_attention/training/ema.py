@@ -1,0 +1,43 @@
+"""A moving average of the weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class WeightAverage:
+    """average ← decay · average + (1 − decay) · weights, over parameters and floating buffers, sharded as they are."""
+
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        self.decay = decay
+        self.live = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+        self.average = {name: tensor.detach().clone() for name, tensor in self.live.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        average = [_local(tensor) for tensor in self.average.values()]
+        torch._foreach_lerp_(average, [_local(tensor) for tensor in self.live.values()], 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model holds the average inside the `with` block and its own weights, bit for bit, after it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, tensor in self.live.items():
+            average = self.average[name]
+            held = tensor.clone()
+            tensor.copy_(average)
+            average.copy_(held)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,350 @@
+"""The training loop: one process or many, CPU or GPU, from the first update or from a checkpoint.
+
+The host never waits for the device inside an epoch except to log and to save. Nothing random depends on the state of a
+generator: data order, augmentation, mixup and stochastic depth are functions of (seed, epoch, step, sample), so that a
+resumed run repeats what the interrupted one would have done, whatever the number of workers and ranks.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inline_attention.data import Batch, Mixup, open_data
+from inline_attention.data.seeding import derive_seed
+from inline_attention.layers.drop import SampledDepth
+from inline_attention.training.checkpoint import Checkpoints, Progress, read_manifest, restore
+from inline_attention.training.distributed import Ranks, StopAgreement, gathering_gradients, join_ranks, spread
+from inline_attention.training.ema import WeightAverage
+from inline_attention.training.evaluate import EvalResult, evaluate
+from inline_attention.training.meters import DeviceMeter
+from inline_attention.training.optim import Optimizer
+from inline_attention.training.report import Reporter, memory_bytes
+from inline_attention.training.run_folder import CHECKPOINTS, Plan, check_folder, take_folder
+from inline_attention.training.signals import StopRequest, stop_on_signals
+from inline_attention.training.task import build_model, check_same_task, describe, fetch_weights
+
+
+@dataclass(frozen=True)
+class Outcome:
+    folder: Path
+    summary: dict[str, Any]
+    signal: int = 0  # the run was stopped by this signal after saving; 0: it is complete
+    is_first_rank: bool = True
+
+
+class NonFiniteLoss(ValueError):
+    """The loss or its gradient became NaN or infinite, and `run.on_nan` says to stop."""
+
+
+def train(plan: Plan) -> Outcome:
+    """Train as planned and leave the run folder behind. Under torchrun, called on every rank."""
+    config = plan.config
+    with stop_on_signals() as request, join_ranks(config.device) as ranks:
+        plan = ranks.broadcast(plan)  # the default folder has the time in its name
+        with Reporter(plan.folder, config, active=ranks.is_first) as reporter:
+            ranks.decide(lambda: check_folder(plan))
+            with determinism(config.deterministic):
+                trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
+                ranks.decide(lambda: take_folder(plan, ranks))
+                return trainer.fit()
+
+
+class Trainer:
+    def __init__(self, plan: Plan, *, ranks: Ranks, reporter: Reporter, request: StopRequest) -> None:
+        config = self.config = plan.config
+        self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
+        self.data = open_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        self.data.to(ranks.device)
+        self.steps_per_epoch = self.data.train.steps_per_epoch // config.optim.accumulate
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"optim.accumulate={config.optim.accumulate}: an epoch has {self.data.train.steps_per_epoch} batches "
+                "of that size; lower optim.accumulate or data.batch_size"
+            )
+        self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
+
+        ranks.decide(lambda: fetch_weights(config.model))
+        self.model, arguments = build_model(config, self.data)
+        self.model.to(ranks.device)
+        self.depth = SampledDepth(self.model, device=ranks.device)
+        self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
+        self.amp_dtype = choose_precision(config.run.precision, ranks.device)
+        self.forward = spread(self.model, strategy=config.run.strategy, ranks=ranks, compile=config.run.compile)
+        scaler = torch.amp.GradScaler(ranks.device.type) if self.amp_dtype == torch.float16 else None
+        self.optimizer = Optimizer(self.model, config.optim, scaler=scaler)
+        decay = config.ema.decay_per_step(config.global_batch(ranks.world_size))
+        self.average = None if decay is None else WeightAverage(self.model, decay=decay)
+
+        self.checkpoints = Checkpoints(
+            self.folder / CHECKPOINTS,
+            keep=config.checkpoint.keep,
+            ranks=ranks,
+            about=describe(config, arguments, self.data),
+            notify=reporter.note,
+        )
+        self.progress = Progress(steps_per_epoch=self.steps_per_epoch)
+        if plan.source is not None:
+            self.resume(plan)
+        self.agreement = StopAgreement(ranks)
+        self.meter = DeviceMeter(ranks)
+
+    # One run
+
+    def fit(self) -> Outcome:
+        progress, total_epochs = self.progress, self.config.schedule.total_epochs
+        self.introduce()
+        self.reporter.start(total_updates=self.schedule.total_steps, done_updates=progress.updates)
+        result = None
+        while progress.epoch < total_epochs:
+            if signal := self.train_epoch():
+                self.reporter.note(
+                    f"stopped by signal {signal} after update {progress.updates}; continue with --resume"
+                )
+                return Outcome(self.folder, self.summary(result), signal, self.ranks.is_first)
+            if self.is_due(self.config.log.eval_epochs):
+                result = self.evaluate_epoch()
+            progress.epoch, progress.step = progress.epoch + 1, 0
+        if result is None:  # resumed after the end
+            result = self.evaluate()
+        summary = self.summary(result)
+        self.reporter.summarise(summary)
+        self.reporter.draw(confusion=result.confusion, class_names=self.data.class_names)
+        if self.checkpoints.failing:
+            raise OSError(f"the run is over, but its last state could not be saved in {self.checkpoints.folder}")
+        return Outcome(self.folder, summary, is_first_rank=self.ranks.is_first)
+
+    def train_epoch(self) -> int:
+        """Train from where the run stands to the end of the epoch; the signal that stopped it, or 0."""
+        progress, config = self.progress, self.config
+        self.forward.train()
+        batches = self.data.train.epoch(progress.epoch, start_step=progress.step * config.optim.accumulate)
+        self.start_clock()
+        while progress.step < self.steps_per_epoch:
+            self.update(batches)
+            progress.step += 1
+            self.reporter.advance(progress.updates)
+            if signal := self.agreement.stop_now(self.request.number):
+                self.save()
+                return signal
+            ends_epoch = progress.step == self.steps_per_epoch
+            if progress.updates % config.log.every_steps == 0 or ends_epoch:
+                self.log()
+            every = config.checkpoint.every_steps
+            if every is not None and progress.updates % every == 0 and not ends_epoch:
+                self.save()
+        if self.is_due(config.checkpoint.every_epochs):
+            self.save()
+        return 0
+
+    def update(self, batches: Iterator[Batch]) -> None:
+        """One optimiser update from `accumulate` batches. Nothing in here reads from the device."""
+        progress, accumulate = self.progress, self.config.optim.accumulate
+        smoothing = self.config.optim.label_smoothing
+        total = torch.zeros((), device=self.ranks.device)
+        for part in range(accumulate):
+            batch = next(batches)
+            step = progress.step * accumulate + part
+            self.seed_step(step, batch)
+            images, targets = self.mixup(batch.images, batch.targets, epoch=progress.epoch, step=step)
+            with gathering_gradients(self.forward, sync=part + 1 == accumulate):
+                with torch.autocast(self.ranks.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+                    logits = self.forward(images)
+                loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing) / accumulate
+                self.optimizer.backward(loss)
+            total += loss.detach()
+        norm = self.optimizer.step(self.schedule.rate(progress.updates))
+        if self.average is not None:
+            self.average.update()
+        # The scaler of fp16 provokes infinite gradients now and then to find its scale: there the loss decides.
+        judged = norm if self.optimizer.scaler is None else total
+        self.meter.add(total, norm, bad=~judged.isfinite())
+
+    def seed_step(self, step: int, batch: Batch) -> None:
+        """Stochastic depth by (seed, epoch, step, sample); whatever else a model draws (dropout) by rank besides."""
+        key = derive_seed("forward", self.config.seed, self.progress.epoch, step)
+        self.depth.draw(batch.sample_ids, key=key)
+        torch.manual_seed(derive_seed("rank", key, self.ranks.rank))
+
+    # Between updates
+
+    def is_due(self, every_epochs: int) -> bool:
+        """What happens every so many epochs, and at the end, happens after this one."""
+        done = self.progress.epoch + 1
+        return done % every_epochs == 0 or done == self.config.schedule.total_epochs
+
+    def evaluate(self) -> EvalResult:
+        return evaluate(self.model, self.data.val, device=self.ranks.device, amp_dtype=self.amp_dtype)
+
+    def evaluate_epoch(self) -> EvalResult:
+        """Evaluate the weights and their average, and keep the best of all epochs."""
+        progress = self.progress
+        result = self.evaluate()
+        record: dict[str, Any] = {
+            "kind": "eval",
+            "update": progress.updates,
+            "epoch": progress.epoch + 1,
+            "val_loss": result.loss,
+            "val_top1": result.top1,
+            "val_top5": result.top5,
+            "val_images": result.images,
+        }
+        self.keep_best(result.top1, weights="model")
+        if self.average is not None:
+            with self.average.in_place():
+                averaged = self.evaluate()
+                self.keep_best(averaged.top1, weights="ema")
+            record |= {"ema_top1": averaged.top1, "ema_loss": averaged.loss}
+        self.reporter.record(record)
+        return result
+
+    def keep_best(self, top1: float, *, weights: str) -> None:
+        """Save what the model holds now (its own weights or their average) if it is the best so far."""
+        progress = self.progress
+        if progress.best_top1 is None or top1 > progress.best_top1:
+            progress.best_top1, progress.best_epoch = top1, progress.epoch + 1
+            about = {"weights": weights, "epoch": str(progress.epoch + 1), "top1": f"{top1:.4f}"}
+            self.checkpoints.save_best(self.model, about=about)
+
+    def start_clock(self) -> None:
+        self.clock = time.perf_counter()
+        self.waited = self.data.train.waiting_seconds
+        self.clock_updates = self.progress.updates
+
+    def log(self) -> None:
+        """Read the device: record what was measured, and stop or count where a gradient was not finite."""
+        updates = self.progress.updates - self.clock_updates
+        if updates == 0:
+            return
+        reading = self.meter.read()
+        seconds = time.perf_counter() - self.clock
+        images = updates * self.config.global_batch(self.ranks.world_size)
+        self.progress.seconds += seconds
+        self.progress.images += images
+        self.progress.bad_steps += reading.bad_steps
+        self.reporter.record(
+            {
+                "kind": "train",
+                "update": self.progress.updates,
+                "epoch": round(self.progress.updates / self.steps_per_epoch, 4),
+                "loss": reading.loss,
+                "lr": self.schedule.rate(self.progress.updates - 1),
+                "grad_norm": reading.grad_norm,
+                "images_per_second": images / seconds,
+                "waiting": (self.data.train.waiting_seconds - self.waited) / seconds,
+                "memory": memory_bytes(self.ranks.device),
+                "bad_steps": self.progress.bad_steps,
+            },
+            eta_seconds=(self.schedule.total_steps - self.progress.updates) * seconds / updates,
+            # The line of the evaluation that follows says it all.
+            show=self.progress.step < self.steps_per_epoch or not self.is_due(self.config.log.eval_epochs),
+        )
+        if reading.first_bad is not None and self.config.run.on_nan == "stop":
+            step = self.clock_updates + reading.first_bad
+            self.stop_for_nan(step)
+        self.start_clock()
+
+    def stop_for_nan(self, update: int) -> None:
+        saved = self.checkpoints.saved_updates
+        good = "there is no checkpoint yet" if saved is None else f"the last good checkpoint is that of update {saved}"
+        lower = "optim.clip_norm=1" if self.config.optim.clip_norm is None else "a longer schedule.warmup_epochs"
+        raise NonFiniteLoss(
+            f"the gradient was not finite in update {update}: it was not applied, and the run stops; {good} in "
+            f"{self.checkpoints.folder}. Try a lower optim.lr, {lower} or run.precision=fp32, then --resume; "
+            "run.on_nan=skip leaves such updates out and goes on"
+        )
+
+    def save(self) -> None:
+        self.log()  # a state after a non-finite gradient is not saved where the run is to stop for it
+        self.checkpoints.save(self.progress, model=self.model, optimizer=self.optimizer, average=self.average)
+        self.start_clock()
+
+    # Beginning and end
+
+    def resume(self, plan: Plan) -> None:
+        """Go on from the checkpoint that the plan names, or from the newest; without any, from the beginning."""
+        own = self.checkpoints
+        assert plan.source is not None
+        source = dataclasses.replace(own, folder=plan.source / CHECKPOINTS)
+        checkpoint = plan.checkpoint or self.ranks.decide(source.newest)
+        if checkpoint is None:
+            return
+        check_same_task(read_manifest(checkpoint)["about"], own.about, checkpoint)
+        saved = restore(checkpoint, model=self.model, optimizer=self.optimizer, average=self.average)
+        if saved.steps_per_epoch != self.steps_per_epoch:
+            step = saved.step * self.steps_per_epoch // saved.steps_per_epoch
+            self.reporter.note(
+                f"an epoch had {saved.steps_per_epoch} updates and now has {self.steps_per_epoch}: "
+                f"the run goes on near where it was (epoch {saved.epoch + 1}, update {step}), not exactly there"
+            )
+            saved = dataclasses.replace(saved, step=step, steps_per_epoch=self.steps_per_epoch)
+        self.progress = saved
+        if source.folder == own.folder:
+            own.saved_updates = saved.updates
+            if self.ranks.is_first:
+                own.set_aside_after(checkpoint)
+        if saved.step and not self.data.train.exact_resume:
+            self.reporter.note(
+                "streamed data: the epoch starts again at its first image, and ends as early as it would have"
+            )
+        self.reporter.note(f"continuing from {checkpoint}: epoch {saved.epoch + 1}, {saved.updates} updates done")
+        if plan.changes:
+            self.reporter.note(f"with other settings than before: {', '.join(plan.changes)}")
+
+    def introduce(self) -> None:
+        config, ranks = self.config, self.ranks
+        trained = sum(p.numel() for p in self.optimizer.parameters)
+        precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.amp_dtype]
+        self.reporter.note(
+            f"{config.model.name}: {trained / 1e6:.2f}M trained parameters, {self.data.num_classes} classes, "
+            f"{self.schedule.total_steps} updates of {config.global_batch(ranks.world_size)} images "
+            f"({config.schedule.total_epochs} epochs), {ranks.world_size} × {ranks.device.type}, {precision}"
+        )
+        self.reporter.note(f"run folder: {self.folder}")
+
+    def summary(self, result: EvalResult | None) -> dict[str, Any]:
+        progress = self.progress
+        skipped = {image.path for loader in (self.data.train, self.data.val) for image in loader.skipped}
+        return {
+            "val_top1": None if result is None else result.top1,
+            "val_top5": None if result is None else result.top5,
+            "best_top1": progress.best_top1,
+            "best_epoch": progress.best_epoch,
+            "epochs": progress.epoch,
+            "updates": progress.updates,
+            "seconds": round(progress.seconds, 2),
+            "images_per_second": round(progress.images / progress.seconds, 1) if progress.seconds else None,
+            "skipped_images": len(set().union(*self.ranks.gather(skipped))),
+            "bad_steps": progress.bad_steps,
+            "model": self.config.model.name,
+            "recipe": self.config.recipe,
+        }
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """The autocast type; None computes in fp32."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+@contextmanager
+def determinism(enabled: bool) -> Iterator[None]:
+    """Deterministic algorithms alone inside, an error where an operation has none."""
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

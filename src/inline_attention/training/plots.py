@@ -1,0 +1,72 @@
+"""Pictures of a run. Imports matplotlib, which is optional: import this module where a picture is drawn."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+TRAIN_COLOUR, EVAL_COLOUR, AVERAGE_COLOUR = "#4c72b0", "#c44e52", "#55a868"
+
+
+def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Loss, accuracy and learning rate over the epochs, from the lines of metrics.jsonl."""
+    steps = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, accuracy, rate = figure.subplots(1, 3)
+
+    loss.plot(*_series(steps, "loss"), color=TRAIN_COLOUR, label="training")
+    loss.plot(*_series(evaluations, "val_loss"), color=EVAL_COLOUR, marker=".", label="validation")
+    loss.set(title="Loss", xlabel="epoch", ylim=(0, None))
+    loss.legend()
+
+    accuracy.plot(*_series(evaluations, "val_top1"), color=EVAL_COLOUR, marker=".", label="weights")
+    if any(record.get("ema_top1") is not None for record in evaluations):
+        accuracy.plot(*_series(evaluations, "ema_top1"), color=AVERAGE_COLOUR, marker=".", label="moving average")
+        accuracy.legend()
+    best = max((record["val_top1"] for record in evaluations), default=None)
+    title = "Validation top-1 (%)" if best is None else f"Validation top-1 (%), best {best:.2f}"
+    accuracy.set(title=title, xlabel="epoch")
+
+    rate.plot(*_series(steps, "lr"), color=TRAIN_COLOUR)
+    rate.set(title="Learning rate", xlabel="epoch", ylim=(0, None))
+    for axes in (loss, accuracy, rate):
+        axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def draw_confusion(counts: torch.Tensor, class_names: Sequence[str], path: Path) -> None:
+    """counts (true class, predicted class): shares of each true class as colour, counts as text for few classes."""
+    classes = len(counts)
+    side = 2.5 + 0.35 * classes
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    picture = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(picture, ax=axes, label="share of the true class")
+    axes.set(xlabel="predicted", ylabel="true", title=f"{int(counts.sum())} validation images")
+    axes.set_xticks(range(classes), class_names, rotation=90 if classes > 10 else 0)
+    axes.set_yticks(range(classes), class_names)
+    if classes <= 20:
+        for row in range(classes):
+            for column in range(classes):
+                if count := int(counts[row, column]):
+                    colour = "white" if shares[row, column] > 0.5 else "black"
+                    axes.text(column, row, str(count), ha="center", va="center", color=colour, fontsize=8)
+    _save(figure, path)
+
+
+def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    chosen = [record for record in records if record.get(key) is not None]
+    return [record["epoch"] for record in chosen], [record[key] for record in chosen]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    unfinished = path.with_name(f".{path.name}.saving")
+    figure.savefig(unfinished, format="png", dpi=120)
+    unfinished.replace(path)

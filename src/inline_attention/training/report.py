@@ -1,0 +1,204 @@
+"""What a run shows and leaves behind: progress, metrics, TensorBoard and Weights & Biases, pictures, a summary."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from inline_attention.training import settings
+from inline_attention.training.config import TrainConfig
+from inline_attention.training.run_folder import write_atomically
+
+METRICS, SUMMARY, CURVES, CONFUSION = "metrics.jsonl", "summary.json", "curves.png", "confusion.png"
+MAX_CONFUSION_CLASSES = 50  # above this the picture is a grey square
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    """The report of one run; rank 0 has one that is `active`, the others' do nothing.
+
+    A record is a flat dictionary with `kind` ("train" or "eval"), `update` (optimiser updates done) and `epoch`.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, *, active: bool) -> None:
+        self.folder, self.config, self.active = folder, config, active
+        self.console = Console(file=sys.stdout, soft_wrap=True, quiet=not active, highlight=False)
+        self.latest: dict[str, Any] = {}
+        self.bar: Progress | None = None
+        self.board: Any = None
+        self.wandb: Any = None
+        self.told: set[str] = set()
+
+    def start(self, *, total_updates: int, done_updates: int) -> None:
+        """Open the report at `done_updates`. What a killed run recorded after that comes again, and is dropped."""
+        if not self.active:
+            return
+        self._drop_records_after(done_updates)
+        if self.config.log.tensorboard:
+            self.board = _open_tensorboard(self.folder, done_updates, self.note)
+        if self.config.log.wandb is not None:
+            self.wandb = _open_wandb(self.folder, self.config)
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[shown]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.task = self.bar.add_task("training", total=total_updates, completed=done_updates, shown="")
+            self.bar.start()
+
+    def advance(self, update: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=update)
+
+    def note(self, text: str) -> None:
+        """A line for the user; the same line is shown once."""
+        if self.active and text not in self.told:
+            self.told.add(text)
+            self.console.print(text, markup=False)
+
+    def record(self, record: Mapping[str, Any], *, eta_seconds: float | None = None, show: bool = True) -> None:
+        """Keep a record; `show` it too, with what the records before it said."""
+        if not self.active:
+            return
+        # JSON has no NaN.
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.latest |= record | ({} if eta_seconds is None else {"eta": eta_seconds})
+        self._append(record)
+        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("update", "epoch")}
+        if self.board is not None:
+            for key, value in numbers.items():
+                self.board.add_scalar(f"{record['kind']}/{key}", value, record["update"])
+        if self.wandb is not None:
+            self.wandb.log({f"{record['kind']}/{k}": v for k, v in numbers.items()}, step=record["update"])
+        line = "  ".join(form(self.latest[key]) for key, form in _FORMATS.items() if self.latest.get(key) is not None)
+        if self.bar is not None:
+            self.bar.update(self.task, shown=line)
+        elif show:
+            left = f"  left {_clock(self.latest['eta'])}" if "eta" in self.latest else ""
+            self.console.print(
+                f"epoch {record['epoch']:g}/{self.config.schedule.total_epochs}  {line}{left}", markup=False
+            )
+
+    def records(self) -> list[dict[str, Any]]:
+        path = self.folder / METRICS
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        if self.active:
+            self._tolerating(lambda: write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=1)))
+
+    def draw(self, *, confusion: torch.Tensor | None = None, class_names: Iterable[str] = ()) -> None:
+        """curves.png from metrics.jsonl and, for few classes, confusion.png from counts (true, predicted)."""
+        if not self.active:
+            return
+        try:
+            from inline_attention.training import plots
+        except ImportError:
+            self.note("no pictures: matplotlib is not installed (pip install 'inline-attention[train]')")
+            return
+        self._tolerating(lambda: plots.draw_curves(self.records(), self.folder / CURVES))
+        if confusion is not None and len(confusion) <= MAX_CONFUSION_CLASSES:
+            names = list(class_names)
+            self._tolerating(lambda: plots.draw_confusion(confusion, names, self.folder / CONFUSION))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.board is not None:
+            self._tolerating(self.board.close)
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=0 if kind is None else 1)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        def write() -> None:
+            with open(self.folder / METRICS, "a") as file:
+                file.write(json.dumps(record) + "\n")
+
+        self._tolerating(write)
+
+    def _tolerating(self, write: Any) -> None:
+        """A full disk costs lines of the report, never the run."""
+        try:
+            write()
+        except OSError as error:
+            self.note(f"could not write to {self.folder} ({error.strerror or error}); the run goes on")
+
+    def _drop_records_after(self, update: int) -> None:
+        path = self.folder / METRICS
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line cut short by a kill
+                continue
+            # A checkpoint at the end of an epoch is written before the epoch is evaluated.
+            if record["update"] < update or (record["update"] == update and record["kind"] == "train"):
+                kept.append(line + "\n")
+        self._tolerating(lambda: write_atomically(path, "".join(kept)))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: the allocator's on a GPU, the process's elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "loss": lambda v: f"loss {v:.4f}",
+    "val_top1": lambda v: f"val top-1 {v:.2f}%",
+    "ema_top1": lambda v: f"EMA {v:.2f}%",
+    "lr": lambda v: f"lr {v:.2e}",
+    "grad_norm": lambda v: f"gradient {v:.2f}",
+    "images_per_second": lambda v: f"{v:,.0f} images/s",
+    "waiting": lambda v: f"waiting {v:.0%}",
+    "memory": lambda v: f"{v / 2**30:.2f} GiB",
+}
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _open_tensorboard(folder: Path, done_updates: int, note: Any) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        note("no TensorBoard files: tensorboard is not installed (pip install 'inline-attention[train]')")
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=done_updates + 1 if done_updates else None)
+
+
+def _open_wandb(folder: Path, config: TrainConfig) -> Any:
+    try:
+        import wandb  # type: ignore[import-not-found]  # optional, without an extra of its own
+    except ImportError as error:
+        raise ImportError(f"log.wandb={config.log.wandb} needs the package wandb: pip install wandb") from error
+    return wandb.init(
+        project=config.log.wandb,
+        name=folder.name,
+        id=folder.name,
+        resume="allow",
+        dir=str(folder),
+        config=settings.to_mapping(config),
+    )

@@ -1,0 +1,156 @@
+"""The folder of a run: whose it is, what goes on from it, and the small files that describe it."""
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inline_attention.training import settings
+from inline_attention.training.checkpoint import find_damage
+from inline_attention.training.config import TrainConfig, change, load_config, read_yaml
+from inline_attention.training.distributed import Ranks
+
+CONFIG, ENVIRONMENT, CHECKPOINTS = "config.yaml", "environment.json", "checkpoints"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train, where, and what from."""
+
+    config: TrainConfig
+    folder: Path
+    source: Path | None = None  # the run that goes on (usually `folder` itself); None: a new one
+    checkpoint: Path | None = None  # one of its checkpoints that was named; None: the newest, if there is any
+    changes: tuple[str, ...] = ()  # settings that differ from those the run had
+
+
+def plan_run(
+    recipe: str | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    output: str | None = None,
+    resume: str | None = None,
+) -> Plan:
+    """Decide from the command line alone, writing nothing.
+
+    A run that is resumed has the settings in its config.yaml, then the flags and overrides given now.
+    """
+    if resume is None:
+        config = load_config(recipe or "quickstart", overrides=overrides, flags=flags)
+        return Plan(config, Path(output) if output else default_folder(config))
+    if resume == "auto":
+        if output is None:
+            raise ValueError("--resume auto continues the run in --output: give --output DIR too")
+        source, checkpoint = Path(output), None
+        if not (source / CONFIG).exists():  # nothing to continue yet: the first start of a command made for restarts
+            config = load_config(recipe or "quickstart", overrides=overrides, flags=flags)
+            return Plan(config, source, source=source)
+    else:
+        source, checkpoint = _resume_source(Path(resume))
+    before = settings.update(TrainConfig(), read_yaml((source / CONFIG).read_text(), str(source / CONFIG)))
+    if recipe is not None and _recipe_name(recipe) != before.recipe:
+        raise ValueError(
+            f"{source} holds a run of recipe {before.recipe}, not {recipe}: "
+            "leave the recipe out, or give another --output for a new run"
+        )
+    config = change(before, overrides=overrides, flags=flags)
+    return Plan(
+        config,
+        Path(output) if output else source,
+        source=source,
+        checkpoint=checkpoint,
+        changes=tuple(_differences(before, config)),
+    )
+
+
+def check_folder(plan: Plan) -> None:
+    """ValueError where the folder holds another run, or there is nothing to train on."""
+    folder = plan.folder
+    if not plan.config.data.path:
+        raise ValueError(
+            "no data: give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file; expected a folder")
+    if (folder / CONFIG).exists() and (plan.source is None or plan.source.resolve() != folder.resolve()):
+        raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
+
+
+def default_folder(config: TrainConfig) -> Path:
+    return Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def take_folder(plan: Plan, ranks: Ranks) -> None:
+    """config.yaml, and environment.json with one entry a start of the run (on rank 0, once nothing can be refused)."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config))
+    path = plan.folder / ENVIRONMENT
+    starts = json.loads(path.read_text()) if path.exists() else []
+    cuda = ranks.device.type == "cuda"
+    starts.append(
+        {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": sys.argv,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {
+                name: _version(name) for name in ("inline-attention", "torch", "torchvision", "timm", "numpy")
+            },
+            "device": torch.cuda.get_device_name(ranks.device) if cuda else ranks.device.type,
+            "cuda": torch.version.cuda if cuda else None,
+            "world_size": ranks.world_size,
+            "threads": torch.get_num_threads(),
+        }
+    )
+    write_atomically(path, json.dumps(starts, indent=1))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.saving")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def _resume_source(path: Path) -> tuple[Path, Path | None]:
+    """(run folder, named checkpoint) of `--resume PATH`, a run folder or one of its checkpoints."""
+    if (path / CONFIG).exists():
+        return path, None
+    if path.parent.name == CHECKPOINTS and (path.parent.parent / CONFIG).exists() and path.is_dir():
+        if damage := find_damage(path):
+            raise ValueError(f"checkpoint {path} is damaged ({damage}): --resume auto finds the newest intact one")
+        return path.parent.parent, path
+    raise ValueError(
+        f"--resume {path}: expected auto, a run folder (with {CONFIG}) or a checkpoint in it "
+        f"({CHECKPOINTS}/step-…). To start from weights alone, set model.weights={path}"
+    )
+
+
+def _recipe_name(recipe: str) -> str:
+    return Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
+
+
+def _differences(before: TrainConfig, after: TrainConfig) -> list[str]:
+    old, new = _flat(settings.to_mapping(before)), _flat(settings.to_mapping(after))
+    return [f"{key}={new.get(key)} (was {old.get(key)})" for key in sorted(old | new) if old.get(key) != new.get(key)]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,44 @@
+"""The learning rate as a pure function of the step."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleKind = Literal["cosine", "linear", "step"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up from `warmup_rate` to `peak`, decay to `minimum` until `decay_steps`, cool-down at `minimum`.
+
+    The warm-up takes the place of the decay's first steps (as published; timm's `warmup_prefix=False`): the cosine's
+    clock starts at step 0, so that the rate right after the warm-up lies a little under the peak.
+    """
+
+    kind: ScheduleKind
+    peak: float
+    warmup_rate: float
+    minimum: float
+    warmup_steps: int
+    decay_steps: int
+    cooldown_steps: int
+    drop_every: int  # step schedule alone: steps between two drops
+    drop_factor: float
+
+    @property
+    def total_steps(self) -> int:
+        return self.decay_steps + self.cooldown_steps
+
+    def rate(self, step: int) -> float:
+        """The rate used by the step-th update, counted from 0."""
+        if step < self.warmup_steps:
+            return self.warmup_rate + (self.peak - self.warmup_rate) * step / self.warmup_steps
+        if step >= self.decay_steps:
+            return self.minimum
+        if self.kind == "cosine":
+            cosine = math.cos(math.pi * step / self.decay_steps)
+            return self.minimum + (self.peak - self.minimum) * (1 + cosine) / 2
+        if self.kind == "linear":
+            done = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+            return self.peak + (self.minimum - self.peak) * done
+        return max(self.peak * self.drop_factor ** (step // self.drop_every), self.minimum)

@@ -1,0 +1,101 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from inline_attention.cli import main
+from inline_attention.training.config import recipe_names
+
+SHORT = ["schedule.epochs=2", "schedule.warmup_epochs=1", "log.tensorboard=false", "--device", "cpu"]
+
+
+def test_print_config_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["train", "inline_swin_base", "optim.lr=1e-3", "--data", "photos", "--seed", "3", "--print-config"]) == 0
+    )
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["recipe"], config["seed"], config["data"]["path"]) == ("inline_swin_base", 3, "photos")
+    assert (config["optim"]["lr"], config["model"]["drop_path"], config["data"]["batch_size"]) == (1e-3, 0.5, 64)
+    assert {"schedule", "ema", "run", "checkpoint", "log"} <= config.keys()
+
+
+def test_settings_without_a_recipe_are_those_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "schedule.epochs=7", "--print-config"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["recipe"], config["schedule"]["epochs"], config["data"]["path"]) == ("quickstart", 7, "digits")
+
+
+def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    orders = [
+        ["inline_deit_tiny", "optim.lr=1e-3", "--seed", "3", "schedule.epochs=40", "--print-config", "model.freeze=1"],
+        ["--seed", "3", "--print-config", "inline_deit_tiny", "optim.lr=1e-3", "schedule.epochs=40", "model.freeze=1"],
+        ["inline_deit_tiny", "--print-config", "model.freeze=1", "optim.lr=1e-3", "schedule.epochs=40", "--seed=3"],
+    ]
+    shown = []
+    for order in orders:
+        assert main(["train", *order]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    assert yaml.safe_load(shown[0])["schedule"]["epochs"] == 40
+    with pytest.raises(SystemExit):
+        main(["train", "--sed", "3"])
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--list-recipes"]) == 0
+    assert capsys.readouterr().out.split() == recipe_names()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optim.lrr=1"], "unknown setting optim.lrr; did you mean optim.lr?"),
+        (["schedule.epochs=many"], "schedule.epochs='many': expected int"),
+        (["inline_diet_tiny"], "unknown recipe 'inline_diet_tiny'; did you mean inline_deit_tiny?"),
+        (["inline_deit_tiny"], "no data: give --data FOLDER"),
+        (["inline_deit_tiny", "--data", "nowhere"], "nowhere"),
+        (["mine.yaml"], "mine.yaml"),
+        (["--resume", "auto"], "--resume auto continues the run in --output"),
+        (["model.name=inline_diet_tiny"], "there is no model 'inline_diet_tiny'; did you mean inline_deit_tiny"),
+        (["model.kwargs.num_heads=5"], "num_heads"),
+        (["data.batch_size=4096"], "lower data.batch_size"),
+        (["data.batch_size=63", "data.mixup=0.8"], "an even number"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments, "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("inline train: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.rglob("config.yaml")) == []
+
+
+def test_the_end_says_what_came_of_it_and_what_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SHORT]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("quickstart-")
+    summary = json.loads((folder / "summary.json").read_text())
+    shown = capsys.readouterr().out
+    assert f"top-1 {summary['val_top1']:.2f}%" in shown
+    assert f"curves    runs/{folder.name}/curves.png" in shown
+    weights = f"runs/{folder.name}/checkpoints/best.safetensors"
+    assert f"inline predict inline_deit_tiny --weights {weights} IMAGE" in shown
+    assert "inline train inline_deit_tiny --data FOLDER" in shown
+    assert (tmp_path / weights).exists()
+
+
+@pytest.mark.slow
+def test_quickstart_learns_to_read(tmp_path: Path) -> None:
+    assert main(["train", "--output", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["val_top1"] >= 97
+    assert summary["epochs"] == 40

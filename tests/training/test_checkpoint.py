@@ -1,0 +1,181 @@
+"""Checkpoints on disk: whole or absent, verified, and never the end of a run that could go on without them."""
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import _runs
+import pytest
+import safetensors.torch
+import torch
+
+from inline_attention.training.checkpoint import Checkpoints, Progress, find_damage, restore
+from inline_attention.training.config import OptimConfig
+from inline_attention.training.distributed import Ranks
+from inline_attention.training.ema import WeightAverage
+from inline_attention.training.optim import Optimizer
+
+
+class Subject:
+    """A model that has been trained for a few steps, with all that is saved of it."""
+
+    def __init__(self, *, steps: int = 3, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 4))
+        self.optimizer = Optimizer(self.model, OptimConfig(), scaler=torch.amp.GradScaler("cpu"))
+        self.average = WeightAverage(self.model, decay=0.9)
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.backward(self.model(torch.ones(2, 6)).square().sum())
+        self.optimizer.step(rate=1e-2)
+        self.average.update()
+
+    def saved(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "average": self.average}
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [value for state in self.optimizer.adamw.state.values() for value in state.values()]
+        return [*self.model.state_dict().values(), *self.average.average.values(), *moments]
+
+
+def checkpoints(folder: Path, *, keep: int = 2) -> tuple[Checkpoints, list[str]]:
+    notes: list[str] = []
+    about = {"architecture": "linear", "class_names": "[]"}
+    return Checkpoints(folder, keep=keep, ranks=Ranks(torch.device("cpu")), about=about, notify=notes.append), notes
+
+
+def progress(step: int) -> Progress:
+    return Progress(
+        epoch=2, step=step, steps_per_epoch=100, images=64 * step, seconds=1.5, best_top1=12.5, best_epoch=1
+    )
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    subject, other = Subject(), Subject(steps=1, seed=1)
+    store, _ = checkpoints(tmp_path)
+    store.save(progress(7), **subject.saved())
+    assert restore(tmp_path / "step-00000207", **other.saved()) == progress(7)
+    assert other.optimizer.scaler.state_dict() == subject.optimizer.scaler.state_dict()
+    for _ in range(2):  # and goes on alike
+        assert all(torch.equal(a, b) for a, b in zip(subject.tensors(), other.tensors(), strict=True))
+        subject.step()
+        other.step()
+
+
+def test_the_configuration_decides_on_settings_the_checkpoint_on_state(tmp_path: Path) -> None:
+    subject = Subject()
+    store, _ = checkpoints(tmp_path)
+    store.save(progress(1), **subject.saved())
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 4))
+    optimizer = Optimizer(model, OptimConfig(weight_decay=0.3, betas=(0.8, 0.95)))
+    restore(tmp_path / "step-00000201", model=model, optimizer=optimizer)
+    assert [group["weight_decay"] for group in optimizer.adamw.param_groups] == [0.0, 0.3]
+    assert optimizer.adamw.param_groups[0]["betas"] == (0.8, 0.95)
+    assert optimizer.adamw.state[model[0].weight]["step"] == 3
+
+
+def test_only_the_last_are_kept_and_last_follows(tmp_path: Path) -> None:
+    subject = Subject()
+    store, _ = checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        subject.step()
+        store.save(progress(step), **subject.saved())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ema.safetensors", "last.safetensors", "step-00000202", "step-00000203",
+    ]  # fmt: skip
+    assert os.path.samefile(tmp_path / "last.safetensors", tmp_path / "step-00000203" / "model.safetensors")
+    store.save_best(subject.model, about={"epoch": "3"})
+    shutil.rmtree(tmp_path / "step-00000203")
+    weights = safetensors.torch.load_file(tmp_path / "best.safetensors")
+    assert all(torch.equal(value, weights[name]) for name, value in subject.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("harm", ["cut", "flipped", "gone", "emptied"])
+def test_every_harm_to_every_file_is_found(name: str, harm: str, tmp_path: Path) -> None:
+    subject = Subject()
+    store, notes = checkpoints(tmp_path)
+    for step in (1, 2):
+        store.save(progress(step), **subject.saved())
+    file = tmp_path / "step-00000202" / name
+    content = bytearray(file.read_bytes())
+    if harm == "gone":
+        file.unlink()
+    elif harm == "flipped":
+        # In a manifest only what it says about the files counts.
+        place = content.index(b'"sha256": "') + 20 if name == "manifest.json" else len(content) // 2
+        content[place] ^= 1
+        file.write_bytes(content)
+    else:
+        file.write_bytes(content[: len(content) // 2 if harm == "cut" else 0])
+    assert find_damage(file.parent) is not None
+    assert store.newest() == tmp_path / "step-00000201"
+    assert len(notes) == 1
+    assert "step-00000202 is damaged" in notes[0]
+
+
+def test_what_a_kill_left_behind_is_cleared(tmp_path: Path) -> None:
+    store, notes = checkpoints(tmp_path)
+    assert store.newest() is None
+    half = tmp_path / ".step-00000201.saving"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".best.saving").write_bytes(b"half")
+    assert store.newest() is None
+    assert list(tmp_path.iterdir()) == []
+    assert notes == []
+
+
+def test_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
+    subject = Subject()
+    store, _ = checkpoints(tmp_path)
+    store.save(progress(1), **subject.saved())
+    before = (tmp_path / "step-00000201" / "state.pt").stat().st_ino
+    store.save(progress(1), **subject.saved())
+    assert (tmp_path / "step-00000201" / "state.pt").stat().st_ino == before
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    blocked = tmp_path / "checkpoints"
+    blocked.write_text("a file where a folder should be")
+    subject = Subject()
+    store, notes = checkpoints(blocked)
+    store.save(progress(1), **subject.saved())
+    store.save(progress(2), **subject.saved())
+    assert len(notes) == 1
+    assert "could not save the checkpoint" in notes[0]
+    assert "Training goes on" in notes[0]
+    blocked.unlink()
+    store.save(progress(3), **subject.saved())
+    assert notes[1:] == [f"saving works again: the checkpoint is in {blocked}"]
+    assert find_damage(blocked / "step-00000203") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process's files")
+def test_a_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
+    """The kernel refuses to write large files from the first checkpoint on: the run ends all the same, and says so."""
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    settings = ("checkpoint.every_steps=2", "checkpoint.keep=1", "log.every_steps=1", "schedule.epochs=3")
+    process = _runs.start(_runs.arguments(output, *settings), log=log)
+    while process.is_alive() and not list((output / "checkpoints").glob("step-*")):
+        time.sleep(0.0005)
+    # Python ignores SIGXFSZ, so that writing past the limit is an OSError like that of a full disk.
+    resource.prlimit(process.pid or 0, resource.RLIMIT_FSIZE, (15_000, 15_000))
+    process.join()
+    text = log.read_text()
+    assert process.exitcode == 2, text
+    assert text.count("could not save the checkpoint") == 1
+    assert "the run is over, but its last state could not be saved" in text
+    kept = list((output / "checkpoints").glob("step-*"))
+    assert len(kept) == 1
+    assert find_damage(kept[0]) is None
+    assert json.loads((output / "summary.json").read_text())["epochs"] == 3
+    assert not list((output / "checkpoints").glob(".*"))
+    # With space again the run goes on from what was kept.
+    assert _runs.run(["train", f"--resume={output}"], log=log) == 0, log.read_text()

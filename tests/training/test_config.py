@@ -1,0 +1,145 @@
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+
+from inline_attention import list_models
+from inline_attention.training import settings
+from inline_attention.training.config import TrainConfig, load_config, recipe_names
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    count: int = 3
+    on: bool = False
+    kind: Literal["a", "b"] = "a"
+    pair: tuple[float, float] = (0.9, 0.99)
+    sides: int | list[int] = 8
+    note: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner = field(default_factory=Inner)
+    seed: int = 0
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("inner.rate=1e-3", {"rate": 0.001}),
+        ("inner.rate=2", {"rate": 2.0}),
+        ("inner.count=1000.0", {"count": 1000}),
+        ("inner.on=true", {"on": True}),
+        ("inner.kind=b", {"kind": "b"}),
+        ("inner.pair=[0.8, 1]", {"pair": (0.8, 1.0)}),
+        ("inner.pair=0.8,0.95", {"pair": (0.8, 0.95)}),
+        ("inner.sides=[4, 6]", {"sides": [4, 6]}),
+        ("inner.sides=16", {"sides": 16}),
+        ("inner.note=2024", {"note": "2024"}),
+        ("inner.note=null", {"note": None}),
+        ("inner.extra.depth=4", {"extra": {"depth": 4}}),
+        ("inner.extra={depth: 4, name: x}", {"extra": {"depth": 4, "name": "x"}}),
+    ],
+)
+def test_values_become_the_declared_types(override: str, expected: dict[str, Any]) -> None:
+    changed = settings.update(Outer(), settings.parse_overrides([override]))
+    assert changed == Outer(inner=Inner(**expected))
+    assert type(getattr(changed.inner, next(iter(expected)))) is type(next(iter(expected.values())))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("inner.rate=fast", "inner.rate='fast': expected float"),
+        ("inner.rate=true", "inner.rate=True: expected float"),
+        ("inner.count=2.5", "inner.count=2.5: expected int"),
+        ("inner.on=1", "inner.on=1: expected bool"),
+        ("inner.kind=c", "inner.kind='c': expected one of a, b"),
+        ("inner.pair=[1]", r"inner.pair=\[1\]: expected 2 values"),
+        ("inner.sides=wide", "inner.sides"),
+        ("inner=3", "inner is a section"),
+        ("inner.rat=1", "unknown setting inner.rat; did you mean inner.rate?"),
+        ("rate=1", "unknown setting rate; did you mean inner.rate?"),
+        ("outer.rate=1", "unknown setting outer.rate; did you mean inner.rate?"),
+        ("inner.seed=1", "unknown setting inner.seed; did you mean seed?"),
+        ("inner.rate", "expected key=value, such as optim.lr=1e-3, got 'inner.rate'"),
+    ],
+)
+def test_wrong_values_are_told(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings.update(Outer(), settings.parse_overrides([override]))
+
+
+def test_the_last_of_two_overrides_wins() -> None:
+    assert settings.parse_overrides(["a.b=1", "a.c=2", "a.b=3"]) == {"a": {"b": 3, "c": 2}}
+
+
+def test_yaml_and_back() -> None:
+    config = load_config("inline_cswin_base", overrides=["model.kwargs.head_drop=0.1", "optim.betas=[0.9, 0.98]"])
+    assert settings.update(TrainConfig(), yaml.safe_load(settings.to_yaml(config))) == config
+
+
+def test_there_is_a_recipe_for_every_published_model() -> None:
+    published = [name for name in list_models() if name.startswith("inline_")]
+    assert set(recipe_names()) == {*published, "finetune", "quickstart"}
+    for name in published:
+        assert load_config(name).model.name == name
+
+
+def test_recipes_hold_only_what_differs_from_the_defaults() -> None:
+    defaults = settings.to_mapping(TrainConfig())
+    root = Path(settings.__file__).parents[1] / "recipes"
+    for name in recipe_names():
+        for section, values in yaml.safe_load((root / f"{name}.yaml").read_text()).items():
+            for key, value in values.items():
+                same = settings.update(TrainConfig(), {section: {key: value}})
+                assert settings.to_mapping(same) != defaults or key == "name", f"{name}: {section}.{key} is the default"
+
+
+def test_unknown_recipe_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown recipe 'inline_diet_tiny'; did you mean inline_deit_tiny.*quickstart"
+    ):
+        load_config("inline_diet_tiny")
+
+
+def test_own_recipe_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("optim: {lr: 1e-4}\nschedule: {epochs: 30}\n")
+    config = load_config(str(path), overrides=["schedule.epochs=40"])
+    assert (config.recipe, config.optim.lr, config.schedule.epochs) == ("mine", 1e-4, 40)
+    path.write_text("optim: {learning_rate: 1e-4}\n")
+    with pytest.raises(ValueError, match=r"unknown setting optim.learning_rate"):
+        load_config(str(path))
+    path.write_text("- optim\n")
+    with pytest.raises(ValueError, match=r"mine.yaml: expected `section"):
+        load_config(str(path))
+    path.write_text("optim: {lr: [}\n")
+    with pytest.raises(ValueError, match=r"mine.yaml is not YAML"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("schedule.epochs=0", "schedule.epochs=0"),
+        ("schedule.epochs=10", "schedule.warmup_epochs=20: expected 0 to schedule.epochs=10"),
+        ("optim.lr=-1", "optim.lr=-1.0: expected a positive rate"),
+        ("optim.accumulate=0", "optim.accumulate=0"),
+        ("optim.clip_norm=0", "or null for no clipping"),
+        ("optim.layer_decay=1.5", "optim.layer_decay=1.5"),
+        ("model.drop_path=1", r"model.drop_path=1.0: expected a rate in \[0, 1\)"),
+        ("checkpoint.keep=0", "checkpoint.keep=0"),
+        ("log.every_steps=0", "log.every_steps=0"),
+        ("run.strategy=zero", "run.strategy='zero': expected one of ddp, fsdp"),
+        ("data.batch_size=0", "data.batch_size is 0"),
+    ],
+)
+def test_values_that_cannot_work_are_told_before_anything_starts(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config("inline_deit_tiny", overrides=[override])

@@ -1,0 +1,178 @@
+"""Two gloo ranks on one machine against one, sharded against replicated, and ranks that are stopped or killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import _runs
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from inline_attention.training.distributed import unused_part
+
+SETTINGS = ("log.every_steps=1", "schedule.epochs=1")  # 10 updates of 16 images
+TWO = (*SETTINGS, "data.batch_size=8")
+SHARDED = (*TWO, "run.strategy=fsdp")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training on one rank ("one"), on two ("two") and on two with sharded weights ("sharded")."""
+    root = tmp_path_factory.mktemp("runs")
+    assert _runs.run(_runs.arguments(root / "one", *SETTINGS), log=root / "one.txt") == 0
+    for name, settings in (("two", TWO), ("sharded", SHARDED)):
+        log = root / f"{name}.txt"
+        assert _runs.run_ranks(_runs.arguments(root / name, *settings), 2, log=log) == [0, 0], log.read_text()
+    return root
+
+
+@pytest.mark.parametrize(("one", "other"), [("one", "two"), ("two", "sharded")])
+def test_losses_and_gradients_do_not_depend_on_the_ranks(runs: Path, one: str, other: str) -> None:
+    first, second = _runs.metrics(runs / one), _runs.metrics(runs / other)
+    assert [record["update"] for record in first] == list(range(1, 11))
+    assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=1e-6)
+    assert [r["grad_norm"] for r in second] == pytest.approx([r["grad_norm"] for r in first], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["two", "sharded"])
+def test_every_image_is_evaluated_once(runs: Path, name: str) -> None:
+    (record,), (reference,) = (_runs.metrics(runs / run, "eval") for run in (name, "one"))
+    assert record["val_images"] == 101
+    assert record["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
+
+
+def test_sharded_weights_are_saved_whole(runs: Path) -> None:
+    for name in ("last", "ema", "best"):
+        replicated, sharded = _runs.weights(runs / "two", name), _runs.weights(runs / "sharded", name)
+        assert replicated.keys() == sharded.keys()
+        for key, value in replicated.items():
+            assert torch.allclose(sharded[key], value, atol=1e-4), key
+    parts = runs / "sharded" / "checkpoints" / "step-00000010" / "optimizer"
+    assert len(list(parts.glob("*.distcp"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "ranks"),
+    [("sharded", SHARDED, 2), ("sharded", SETTINGS, 1), ("two", SHARDED, 2)],
+    ids=["sharded goes on sharded", "sharded goes on alone", "replicated goes on sharded"],
+)
+def test_a_checkpoint_serves_any_number_of_ranks(
+    runs: Path, source: str, settings: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    """Continued after its sixth update, the run makes the last four as it did before."""
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    saving = (*(SHARDED if source == "sharded" else TWO), "checkpoint.every_steps=6")
+    assert _runs.run_ranks(_runs.arguments(output, *saving), 2, log=log) == [0, 0], log.read_text()
+    shutil.rmtree(output / "checkpoints" / "step-00000010")
+    strategy = "run.strategy=fsdp" if settings is SHARDED else "run.strategy=ddp"
+    again = ["train", f"--output={output}", "--resume=auto", f"data.batch_size={16 // ranks}", strategy]
+    assert _runs.run_ranks(again, ranks, log=log) == [0] * ranks, log.read_text()
+    assert "6 updates done" in log.read_text()
+    expected, continued = _runs.metrics(runs / source), _runs.metrics(output)
+    assert [r["update"] for r in continued] == list(range(1, 11))
+    assert [r["loss"] for r in continued] == pytest.approx([r["loss"] for r in expected], rel=1e-6)
+    for key, value in _runs.weights(runs / source).items():
+        assert torch.allclose(_runs.weights(output)[key], value, atol=1e-4), key
+
+
+def test_a_signal_to_one_rank_stops_both_after_the_same_update(runs: Path, tmp_path: Path) -> None:
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    command = _runs.arguments(output, *TWO, "schedule.epochs=20")
+    ranks = _runs.start_ranks(command, 2, log=log)
+    while all(rank.is_alive() for rank in ranks) and not (output / "metrics.jsonl").exists():
+        time.sleep(0.001)
+    os.kill(ranks[1].pid or 0, signal.SIGTERM)
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [143, 143], log.read_text()
+    assert len(list((output / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_wrong_setting_ends_every_rank_with_one_message(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("recipe: inline_deit_tiny\n")
+    assert _runs.run_ranks(_runs.arguments(tmp_path / "run", *TWO), 2, log=log) == [2, 2]
+    assert log.read_text().count("already holds a run") == 1
+
+
+def test_restarted_ranks_find_each_other_in_a_used_store() -> None:
+    """What an attempt before has left in the store, by ranks that are dead, is not taken for an answer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt() -> list[dist.Store]:
+        def join(rank: int) -> dist.Store:
+            store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+            return unused_part(store, rank=rank, world_size=3)
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(join, range(3)))
+
+    for number in range(3):
+        server.set("asking/1", f"dead {number}")
+        stores = attempt()
+        assert not stores[1].check(["address"])
+        stores[0].set("address", f"attempt {number}")
+        assert [store.get("address") for store in stores] == [f"attempt {number}".encode()] * 3
+
+
+def test_the_run_survives_the_death_of_a_rank(runs: Path, tmp_path: Path) -> None:
+    """torchrun's own agent: rank 1 kills itself with SIGKILL on the first try, the second try resumes and completes."""
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    command = _runs.arguments(output, *TWO, "checkpoint.every_steps=2", "--resume=auto")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{_runs.free_port()}",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    elastic_launch(config, _runs.run_until_killed)(command, log, output)
+    text = log.read_text()
+    assert (output / "killed").exists()
+    assert "continuing from" in text
+    for key, value in _runs.weights(runs / "two").items():
+        assert torch.equal(_runs.weights(output)[key], value), key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
+def test_the_command_under_torchrun(runs: Path, tmp_path: Path) -> None:
+    """The command itself, one of its two ranks killed from outside."""
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = _runs.arguments(output, *TWO, "checkpoint.every_steps=1", "--resume=auto")
+    with open(log, "w") as file:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", *launch, "-m", "inline_attention", *command], stdout=file, stderr=subprocess.STDOUT
+        )
+        while launcher.poll() is None and not list((output / "checkpoints").glob("step-*")):
+            time.sleep(0.001)
+        os.kill(_pid_of_rank(1, parent=launcher.pid), signal.SIGKILL)
+        assert launcher.wait() == 0, log.read_text()[-3000:]
+    assert "continuing from" in log.read_text()
+    for key, value in _runs.weights(runs / "two").items():
+        assert torch.equal(_runs.weights(output)[key], value), key
+
+
+def _pid_of_rank(rank: int, *, parent: int) -> int:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # "pid (name) state parent …", and the name may hold blanks
+            parent_of = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if parent_of == parent and f"RANK={rank}".encode() in environment:
+            return int(folder.name)
+    raise AssertionError(f"rank {rank} is not running")

@@ -1,0 +1,302 @@
+"""The loop in this process: what it computes, what it leaves behind, what it refuses."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import _runs
+import numpy as np
+import pytest
+import safetensors
+import torch
+from PIL import Image
+from torch.overrides import TorchFunctionMode
+
+from inline_attention.models.weights import load_model
+from inline_attention.training.distributed import Ranks
+from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, train
+from inline_attention.training.report import Reporter
+from inline_attention.training.run_folder import plan_run
+from inline_attention.training.signals import StopRequest
+
+CALM = ("data.augment=false", "data.mixup=0", "data.cutmix=0", "data.batch_size=32", "log.every_steps=1")
+
+
+def run(
+    output: Path, *overrides: str, resume: str | None = None, data: str | None = None, pictures: bool = False
+) -> Outcome:
+    flags = {"data": {"path": _runs.images() if data is None else data}, "device": "cpu", "deterministic": True}
+    overrides = (*_runs.TINY, *CALM, *overrides)
+    plan = plan_run("inline_deit_tiny", overrides=overrides, flags=flags, output=str(output), resume=resume)
+    with _runs.without_pictures() if not pictures else contextlib.nullcontext():
+        return train(plan)
+
+
+def losses(output: Path) -> list[float]:
+    return [record["loss"] for record in _runs.metrics(output)]
+
+
+@pytest.fixture
+def folder_of_images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images", classes=3)
+
+
+def write_images(root: Path, *, classes: int) -> Path:
+    """Class folders of 8 × 8 noise: 8 images a class for training, 5 for validation."""
+    noise = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 5)):
+        for label in range(classes):
+            folder = root / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(noise.integers(0, 256, (8, 8), dtype=np.uint8)).save(folder / f"{number}.png")
+    return root
+
+
+def test_run_folder(tmp_path: Path) -> None:
+    outcome = run(tmp_path / "run", "schedule.epochs=2", "log.tensorboard=true", "log.every_steps=2", pictures=True)
+    folder = tmp_path / "run"
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    checkpoint_files = ("model.safetensors", "ema.safetensors", "state.pt", "manifest.json")
+    checkpoints = {f"checkpoints/step-{step:08d}/{name}" for step in (5, 10) for name in checkpoint_files}
+    events = {name for name in found if name.startswith("tensorboard/")}
+    assert len(events) == 1
+    assert found - events == checkpoints | {
+        "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "curves.png", "confusion.png",
+        "checkpoints/last.safetensors", "checkpoints/best.safetensors", "checkpoints/ema.safetensors",
+    }  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == outcome.summary
+    assert {"val_top1", "val_top5", "epochs", "seconds", "images_per_second", "skipped_images"} <= summary.keys()
+    assert (summary["epochs"], summary["updates"], summary["skipped_images"]) == (2, 10, 0)
+    evaluations = _runs.metrics(folder, "eval")
+    assert [record["epoch"] for record in evaluations] == [1, 2]
+    assert evaluations[-1]["val_images"] == 101
+    assert summary["val_top1"] == evaluations[-1]["val_top1"]
+    assert summary["best_top1"] == max(max(r["val_top1"], r["ema_top1"]) for r in evaluations)
+    assert [record["update"] for record in _runs.metrics(folder)] == [2, 4, 5, 6, 8, 10]
+    assert json.loads((folder / "environment.json").read_text())[0]["packages"]["torch"] in torch.__version__
+    with safetensors.safe_open(folder / "checkpoints" / "best.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["architecture"] == "inline_deit_tiny"
+    assert json.loads(metadata["class_names"]) == [str(digit) for digit in range(10)]
+    assert json.loads(metadata["config"])["embed_dim"] == 16
+    assert metadata["weights"] in ("model", "ema")
+    rebuilt = load_model(folder / "checkpoints" / "last.safetensors")
+    assert all(torch.equal(value, rebuilt.state_dict()[name]) for name, value in _runs.weights(folder).items())
+
+
+def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
+    fixed = ("model.drop_path=0", "schedule.epochs=1")
+    run(tmp_path / "one", *fixed, "data.batch_size=32")
+    run(tmp_path / "four", *fixed, "data.batch_size=8", "optim.accumulate=4")
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    for name, value in _runs.weights(tmp_path / "one").items():
+        assert torch.allclose(_runs.weights(tmp_path / "four")[name], value, atol=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("run.precision=fp16",),
+        ("run.precision=bf16", "optim.accumulate=2", "data.batch_size=16"),
+        ("model.checkpointing=true", "model.freeze=1", "optim.layer_decay=0.7", "schedule.kind=step"),
+        ("model.kwargs.drop_rate=0.1",),
+    ],
+    ids=["fp16", "bf16 accumulated", "checkpointed, frozen", "dropout"],
+)
+def test_options_continue_exactly(options: tuple[str, ...], tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(whole, *options, "schedule.epochs=2")
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step-00000010")
+    run(cut, *options, "schedule.epochs=2", resume="auto")
+    _runs.assert_same_weights(whole, cut)
+    assert losses(whole) == losses(cut)
+    states = [
+        torch.load(root / "checkpoints" / "step-00000010" / "state.pt", weights_only=True) for root in (whole, cut)
+    ]
+    assert states[0]["scaler"] == states[1]["scaler"]
+    if "run.precision=fp16" in options:
+        assert states[0]["scaler"]["_growth_tracker"] == 10
+
+
+@pytest.mark.slow
+def test_compiled_model_trains_alike(tmp_path: Path) -> None:
+    for compiled in ("false", "true"):
+        run(tmp_path / compiled, f"run.compile={compiled}", "schedule.epochs=2")
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-4)
+    assert _runs.weights(tmp_path / "true").keys() == _runs.weights(tmp_path / "false").keys()
+
+
+def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> None:
+    wild = ("optim.lr=1e30", "schedule.warmup_epochs=0", "optim.clip_norm=null", "schedule.epochs=1")
+    message = r"not finite in update 1: .* there is no checkpoint yet .* Try a lower optim.lr, optim.clip_norm=1"
+    with pytest.raises(NonFiniteLoss, match=message):
+        run(tmp_path / "stop", *wild, "log.every_steps=4")
+    with pytest.raises(NonFiniteLoss, match=r"the last good checkpoint is that of update 1 in .*checkpoints"):
+        run(tmp_path / "saved", *wild, "checkpoint.every_steps=1")
+    assert [p.name for p in sorted((tmp_path / "saved" / "checkpoints").glob("step*"))] == ["step-00000001"]
+    outcome = run(tmp_path / "skip", *wild, "run.on_nan=skip")
+    assert outcome.summary["bad_steps"] == 4  # all but the first
+    assert all(value.isfinite().all() for value in _runs.weights(tmp_path / "skip").values())
+    # NaN is no JSON.
+    assert "NaN" not in (tmp_path / "skip" / "metrics.jsonl").read_text()
+
+
+class NoHostReads(TorchFunctionMode):
+    """Fails where a tensor's value is read on the host, which on a GPU would wait for it."""
+
+    READS = frozenset(
+        getattr(torch.Tensor, name)
+        for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in self.READS, f"{func.__name__} reads from the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_reads_nothing_from_the_device(tmp_path: Path) -> None:
+    flags = {"data": {"path": _runs.images()}, "device": "cpu"}
+    plan = plan_run("inline_deit_tiny", overrides=_runs.TINY, flags=flags, output=str(tmp_path))
+    with Reporter(tmp_path, plan.config, active=False) as reporter:
+        trainer = Trainer(plan, ranks=Ranks(torch.device("cpu")), reporter=reporter, request=StopRequest())
+        batches = iter(_first(trainer.data.train.epoch(0), 2))
+        trainer.update(batches)  # creates the optimiser's state
+        with NoHostReads():
+            trainer.update(batches)
+        with pytest.raises(AssertionError, match="tolist reads from the device"), NoHostReads():
+            trainer.meter.read()
+
+
+@pytest.mark.gpu
+def test_an_update_never_waits_for_the_gpu(tmp_path: Path) -> None:
+    flags = {"data": {"path": _runs.images()}, "device": "cuda"}
+    plan = plan_run("inline_deit_tiny", overrides=_runs.TINY, flags=flags, output=str(tmp_path))
+    with Reporter(tmp_path, plan.config, active=False) as reporter:
+        trainer = Trainer(plan, ranks=Ranks(torch.device("cuda", 0)), reporter=reporter, request=StopRequest())
+        batches = iter(_first(trainer.data.train.epoch(0), 3))
+        trainer.update(batches)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            trainer.update(batches)
+            trainer.update(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _first(items: Iterator[Any], count: int) -> list[Any]:
+    return [next(items) for _ in range(count)]
+
+
+def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
+    small = ("data.batch_size=8", "schedule.epochs=1", "data.in_memory=false")
+    outcome = run(tmp_path / "run", *small, data=str(folder_of_images))
+    assert outcome.summary["updates"] == 3
+    assert _runs.metrics(tmp_path / "run", "eval")[0]["val_images"] == 15
+    assert _runs.weights(tmp_path / "run")["head.weight"].shape[0] == 3
+
+    other = write_images(tmp_path / "two", classes=2)
+    with pytest.raises(ValueError, match=r"step-00000003 has 3 classes, the data 2: .*model.reset_head=true"):
+        run(tmp_path / "run", *small, data=str(other), resume="auto")
+    renamed = tmp_path / "renamed"
+    shutil.copytree(folder_of_images, renamed)
+    for split in ("train", "val"):
+        (renamed / split / "class1").rename(renamed / split / "class1b")
+    with pytest.raises(ValueError, match="knows other classes than the data: 'class1' there is 'class1b' here"):
+        run(tmp_path / "run", *small, data=str(renamed), resume="auto")
+    with pytest.raises(ValueError, match="is of inline_deit_tiny, this run trains inline_deit_small"):
+        run(tmp_path / "run", *small, "model.name=inline_deit_small", data=str(folder_of_images), resume="auto")
+    with pytest.raises(ValueError, match="was trained with depth=3, this run has depth=2"):
+        run(tmp_path / "run", *small, "model.kwargs.depth=2", data=str(folder_of_images), resume="auto")
+    with pytest.raises(ValueError, match=r"optim.accumulate=4: an epoch has 3 batches"):
+        run(tmp_path / "new", *small, "optim.accumulate=4", data=str(folder_of_images))
+    with pytest.raises(ValueError, match=r"a batch of 64 on 1 rank.* lower data.batch_size"):
+        run(tmp_path / "new", "data.batch_size=64", data=str(folder_of_images))
+
+
+def test_starting_from_weights(folder_of_images: Path, tmp_path: Path) -> None:
+    """A run on ten classes gives its weights to one on three."""
+    run(tmp_path / "ten", "schedule.epochs=1", "data.batch_size=64")
+    weights = tmp_path / "ten" / "checkpoints" / "last.safetensors"
+    still = (
+        "data.batch_size=8",
+        "schedule.epochs=1",
+        "schedule.warmup_epochs=0",
+        "optim.lr=1e-12",
+        "schedule.min_lr=0",
+    )
+    run(tmp_path / "three", *still, f"model.weights={weights}", "model.reset_head=true", data=str(folder_of_images))
+    before, after = _runs.weights(tmp_path / "ten"), _runs.weights(tmp_path / "three")
+    for name, value in before.items():
+        assert name.startswith("head") or torch.allclose(after[name], value, atol=1e-6), name
+    assert after["head.weight"].shape == (3, 16)
+    with pytest.raises(ValueError, match="classes"):
+        run(tmp_path / "four", *still, f"model.weights={weights}", data=str(folder_of_images))
+    with pytest.raises(ValueError, match="inline_swin_base_384: no weights of that model were published; give a file"):
+        run(tmp_path / "four", *still, "model.weights=inline_swin_base_384", data=str(folder_of_images))
+    with pytest.raises(OSError, match="nowhere"):
+        run(tmp_path / "four", *still, "model.weights=nowhere.safetensors", data=str(folder_of_images))
+
+
+def test_a_folder_holds_one_run(tmp_path: Path) -> None:
+    one, three = (("data.batch_size=64", f"schedule.epochs={epochs}") for epochs in (1, 3))
+    run(tmp_path / "run", *one)
+    with pytest.raises(ValueError, match="run already holds a run: continue it with --resume auto"):
+        run(tmp_path / "run", *one)
+    # A finished run that is resumed is evaluated again and changes nothing.
+    before = _runs.weights(tmp_path / "run")
+    outcome = run(tmp_path / "run", *one, resume="auto")
+    assert outcome.summary["epochs"] == 1
+    assert all(torch.equal(value, before[name]) for name, value in _runs.weights(tmp_path / "run").items())
+    # More epochs: it goes on.
+    outcome = run(tmp_path / "run", *three, resume="auto")
+    assert outcome.summary["epochs"] == 3
+    # From an older checkpoint into a folder of its own; and back in time in its own folder.
+    older, newer = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    outcome = run(tmp_path / "branch", *three, resume=str(older))
+    assert outcome.summary["updates"] == 6
+    run(tmp_path / "run", *three, resume=str(older))
+    assert (tmp_path / "run" / "checkpoints" / f"aside-{newer.name}").exists()
+    assert newer.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resume": "auto"}, "--resume auto continues the run in --output: give --output DIR too"),
+        ({"resume": "nowhere"}, "--resume nowhere: expected auto, a run folder"),
+        ({"recipe": "inline_diet"}, "unknown recipe 'inline_diet'"),
+    ],
+)
+def test_plans_that_cannot_be(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_run(**arguments)  # type: ignore[arg-type]
+
+
+def test_resume_keeps_the_settings_of_the_run(tmp_path: Path) -> None:
+    run(tmp_path / "run", "schedule.epochs=1", "data.batch_size=64", "optim.lr=1e-3")
+    plan = plan_run(overrides=["optim.clip_norm=2"], output=str(tmp_path / "run"), resume="auto")
+    assert plan.config.optim.lr == 1e-3
+    assert plan.changes == ("optim.clip_norm=2.0 (was 5.0)",)
+    with pytest.raises(ValueError, match="holds a run of recipe inline_deit_tiny, not inline_pvt_tiny"):
+        plan_run("inline_pvt_tiny", output=str(tmp_path / "run"), resume="auto")
+    damaged = tmp_path / "run" / "checkpoints" / "step-00000002"
+    (damaged / "ema.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"step-00000002 is damaged .ema.safetensors is missing"):
+        plan_run(resume=str(damaged))
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is intact"):
+        run(tmp_path / "run", "schedule.epochs=1", "data.batch_size=64", resume="auto")
+
+
+def test_no_data_and_no_device(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no data: give --data FOLDER"):
+        run(tmp_path / "run", data="")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device cuda is not available here; available: .*cpu"):
+            train(plan_run(flags={"device": "cuda"}, output=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()

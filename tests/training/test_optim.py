@@ -1,0 +1,134 @@
+import pytest
+import torch
+
+from inline_attention import create_model
+from inline_attention.training.config import OptimConfig
+from inline_attention.training.ema import WeightAverage
+from inline_attention.training.optim import Optimizer, freeze_layers, parameter_groups
+
+
+def names_by_group(model: torch.nn.Module, groups: list[dict]) -> list[set[str]]:
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [{name_of[id(parameter)] for parameter in group["params"]} for group in groups]
+
+
+def tiny_deit(**kwargs: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    arguments = dict(embed_dim=16, depth=3, num_heads=2, patch_size=4, img_size=8, in_chans=1, num_classes=5)
+    return create_model("inline_deit_tiny", **arguments | kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model", "exempt"),
+    [
+        ("inline_deit_tiny", ("pos_embed", "cls_token")),
+        ("inline_pvt_tiny", ()),
+        ("inline_swin_tiny", ("relative_position_bias_table",)),
+        ("inline_cswin_tiny", ()),
+    ],
+)
+def test_what_decays(model: str, exempt: tuple[str, ...]) -> None:
+    with torch.device("meta"):
+        network = create_model(model)
+    groups = parameter_groups(network, OptimConfig())
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.05]
+    free, decayed = names_by_group(network, groups)
+    assert free | decayed == {name for name, _ in network.named_parameters()}
+    expected = {
+        name
+        for name, parameter in network.named_parameters()
+        if parameter.ndim <= 1 or name.endswith(".bias") or name.rpartition(".")[2] in exempt
+    }
+    assert free == expected
+    for ending in exempt:
+        assert any(name.endswith(ending) for name in free)
+
+
+def test_layer_decay_scales_the_rates() -> None:
+    model = tiny_deit()
+    optimizer = Optimizer(model, OptimConfig(layer_decay=0.5))
+    model(torch.randn(2, 1, 8, 8)).sum().backward()
+    optimizer.step(rate=1.0)
+    rate_of = {}
+    for group, names in zip(
+        optimizer.adamw.param_groups, names_by_group(model, optimizer.adamw.param_groups), strict=True
+    ):
+        rate_of |= dict.fromkeys(names, group["lr"])
+    assert rate_of["head.weight"] == 1.0
+    assert rate_of["blocks.1.norm1.weight"] == rate_of["blocks.2.norm1.weight"] / 2
+    assert rate_of["blocks.0.mlp.fc1.weight"] == rate_of["blocks.2.mlp.fc1.weight"] / 4
+    assert rate_of["patch_embed.proj.weight"] < rate_of["blocks.0.mlp.fc1.weight"]
+
+
+def test_frozen_layers_stay_and_the_others_move() -> None:
+    model = tiny_deit()
+    frozen = freeze_layers(model, 2)  # the stem and the first block
+    assert any(name.startswith("patch_embed") for name in frozen)
+    assert any(name.startswith("blocks.0.") for name in frozen)
+    assert not any(name.startswith(("blocks.1.", "head")) for name in frozen)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = Optimizer(model, OptimConfig())
+    optimizer.backward(model(torch.randn(4, 1, 8, 8)).square().sum())
+    optimizer.step(rate=1e-2)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert not moved & set(frozen)
+    assert {"blocks.1.mlp.fc1.weight", "blocks.2.attn.qkv.weight", "norm.weight", "head.weight"} <= moved
+
+
+def test_freezing_more_than_there_is() -> None:
+    with pytest.raises(ValueError, match=r"model.freeze=99: .* has 4 layer groups"):
+        freeze_layers(tiny_deit(), 99)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_update_is_clipped_adamw(clip: float | None) -> None:
+    model, twin = tiny_deit().double(), tiny_deit().double()
+    config = OptimConfig(clip_norm=clip)
+    optimizer = Optimizer(model, config)
+    plain = torch.optim.AdamW(parameter_groups(twin, config), lr=1e-2, foreach=False, fused=False)
+    for seed in range(3):
+        images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        optimizer.backward(model(images).square().sum())
+        norm = optimizer.step(rate=1e-2)
+        twin(images).square().sum().backward()
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip or float("inf"))
+        plain.step()
+        plain.zero_grad()
+        assert torch.allclose(norm, expected)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_a_non_finite_gradient_changes_nothing() -> None:
+    model = tiny_deit()
+    optimizer = Optimizer(model, OptimConfig())
+    images = torch.randn(4, 1, 8, 8)
+    optimizer.backward(model(images).square().sum())
+    optimizer.step(rate=1e-2)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    state = [{k: v.clone() for k, v in s.items()} for s in optimizer.adamw.state.values()]
+    optimizer.backward(model(images).sum() * float("nan"))
+    assert not optimizer.step(rate=1e-2).isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    for before, after in zip(state, optimizer.adamw.state.values(), strict=True):
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    optimizer.backward(model(images).square().sum())
+    optimizer.step(rate=1e-2)
+    assert not all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_average_of_the_weights() -> None:
+    model = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    average = WeightAverage(model, decay=0.75)
+    for value in (3.0, 5.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        average.update()
+    # ((1 · ¾ + 3 · ¼) · ¾ + 5 · ¼)
+    assert torch.allclose(average.average["weight"], torch.full((1, 2), 2.375))
+    with average.in_place():
+        assert torch.allclose(model.weight, torch.full((1, 2), 2.375))
+    assert torch.equal(model.weight, torch.full((1, 2), 5.0))
+    assert torch.allclose(average.average["weight"], torch.full((1, 2), 2.375))

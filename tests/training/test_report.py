@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+
+import _runs
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from inline_attention.training import plots
+from inline_attention.training.config import load_config
+from inline_attention.training.report import Reporter
+
+
+def reporter(folder: Path, *overrides: str, active: bool = True) -> Reporter:
+    config = load_config("inline_deit_tiny", overrides=overrides)
+    return Reporter(folder, config, active=active)
+
+
+def record(update: int, **values: object) -> dict[str, object]:
+    return {"kind": "train", "update": update, "epoch": update / 10, "loss": 2.0 / update, "lr": 1e-3, **values}
+
+
+def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.start(total_updates=10, done_updates=0)
+        for update in (1, 2, 3):
+            report.record(record(update))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "tra')  # a kill in the middle of a line
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.start(total_updates=10, done_updates=2)
+        report.record(record(3, loss=float("nan")))
+        assert [r["update"] for r in report.records()] == [1, 2, 3]
+        assert report.records()[-1]["loss"] is None
+
+
+def test_tensorboard_holds_the_curves(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with reporter(tmp_path) as report:
+        report.start(total_updates=10, done_updates=0)
+        for update in (1, 2, 3):
+            report.record(record(update))
+        report.record({"kind": "eval", "update": 3, "epoch": 1, "val_top1": 50.0})
+    with reporter(tmp_path) as report:  # resumed after update 2
+        report.start(total_updates=10, done_updates=2)
+        report.record(record(3, loss=7.0))
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0), (3, 7.0)]
+
+
+def test_other_ranks_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter(tmp_path, active=False) as report:
+        report.start(total_updates=10, done_updates=0)
+        report.note("nothing")
+        report.record(record(1))
+        report.summarise({})
+        report.draw()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.start(total_updates=300, done_updates=0)
+        values = {"images_per_second": 1234.5, "waiting": 0.25, "memory": 2**31, "grad_norm": 1.5}
+        report.record(record(1, **values), eta_seconds=3725)
+        report.record({"kind": "eval", "update": 1, "epoch": 1, "val_top1": 61.5, "val_top5": 90.0})
+        report.note("[once]")
+        report.note("[once]")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "epoch 0.1/300  loss 2.0000  lr 1.00e-03  gradient 1.50  1,234 images/s  waiting 25%  2.00 GiB  left 1:02:05",
+        "epoch 1/300  loss 2.0000  val top-1 61.50%  lr 1.00e-03  gradient 1.50  1,234 images/s  waiting 25%  2.00 GiB"
+        "  left 1:02:05",
+        "[once]",
+    ]
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    status, shown = _runs.run_on_terminal(_runs.arguments(tmp_path / "run", "schedule.epochs=1"))
+    assert status == 0, shown
+    for part in ("━", "10/10", "images/s", "val top-1", "GiB"):
+        assert part in shown
+
+
+def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.record(record(1))
+        report.record(record(2))
+    assert capsys.readouterr().out.count("could not write to") == 1
+
+
+def test_wandb_is_named_where_it_is_missing(tmp_path: Path) -> None:
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError, match=r"log.wandb=mine needs the package wandb: pip install wandb"):
+            reporter(tmp_path, "log.tensorboard=false", "log.wandb=mine").start(total_updates=1, done_updates=0)
+    else:
+        pytest.skip("wandb is installed")
+
+
+def test_pictures(tmp_path: Path) -> None:
+    evaluations = [
+        {"kind": "eval", "update": u, "epoch": u / 10, "val_loss": 1.0, "val_top1": 5.0 * u, "ema_top1": 4.0 * u}
+        for u in (10, 20)
+    ]
+    plots.draw_curves([*map(record, range(1, 21)), *evaluations], tmp_path / "curves.png")
+    plots.draw_curves([], tmp_path / "empty.png")
+    plots.draw_confusion(torch.tensor([[9, 1], [0, 0]]), ["cat", "dog"], tmp_path / "confusion.png")
+    for name in ("curves.png", "empty.png", "confusion.png"):
+        assert np.asarray(Image.open(tmp_path / name).convert("L")).std() > 5  # something was drawn
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_summary_is_json(tmp_path: Path) -> None:
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.summarise({"val_top1": 98.5})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"val_top1": 98.5}

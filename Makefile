@@ -9,7 +9,7 @@ WORKERS ?= 2
 .PHONY: help quickstart test test-all bench lint clean
 
 help:
-	@echo "make quickstart   two photographs through a model, and the table of models"
+	@echo "make quickstart   trains a small model on handwritten digits, about a minute"
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
 	@echo "make bench        the operation against its peers on the CPU, under a minute"
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(STAMP)
-	$(BIN)/python -m inline_attention.quickstart
+	$(BIN)/inline train
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -156,7 +156,8 @@ def inline_attention_projected(
     if any(x.ndim != 5 for x in projections) or sum(x.shape[2] for x in projections) != 3:
         shapes = ", ".join(str(_shape(x)) for x in projections)
         raise ValueError(f"the projections have shapes {shapes}; expected (B, N, m, heads, d), three m together")
-    q, k, v = [x for projection in projections for x in projection.unbind(2)]
+    # The gradient of unbind copies, that of squeeze does not.
+    q, k, v = [y for x in projections for y in (x.unbind(2) if x.shape[2] > 1 else (x.squeeze(2),))]
     _check_qkv(q, k, v, layout="(B, N, heads, d)")
     if token_mask is not None:
         _check_token_mask(token_mask, k)

@@ -2,7 +2,9 @@
 
 Everything is computed in at least float32, whatever the inputs and whatever autocast says: products of keys and values
 summed over an image leave the range of half precision, and centring them in it loses the signal.
-Shapes: q, k, v (B, N, heads, d); the state S (B, heads, d, d); token means (B, 1, heads, d).
+Shapes: q, k, v come as (B, N, heads, d) and are computed with as (B, heads, N, d), heads first, which batched products
+need anyway: brought there once, every later pass runs over contiguous memory. The state S is (B, heads, d, d), token
+means are (B, heads, 1, d).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +22,8 @@ class State(NamedTuple):
     """What all queries of a sample share: out = φ(q)·covariance + v_mean."""
 
     covariance: Tensor  # (B, heads, d, d): (s/n) Σ_j (φ(k_j) − k̄)(v_j − v̄)ᵀ
-    k_mean: Tensor  # (B, 1, heads, d)
-    v_mean: Tensor  # (B, 1, heads, d)
+    k_mean: Tensor  # (B, heads, 1, d)
+    v_mean: Tensor  # (B, heads, 1, d)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,45 +37,54 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _zero_masked(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """x (B, N, heads, d) with the rows of absent tokens at zero, whatever they held."""
-    return x if token_mask is None else x.masked_fill(~token_mask[:, :, None, None], 0)
+def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, N, heads, d) → (B, heads, N, d), contiguous, always a copy: it may be written to"""
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _zero_masked(x: Tensor, token_mask: Tensor | None, *, heads_first: bool = True) -> Tensor:
+    """x (B, heads, N, d), or (B, N, heads, d), with the rows of absent tokens at zero, whatever they held."""
+    if token_mask is None:
+        return x
+    absent = ~token_mask[:, :, None, None]
+    return x.masked_fill(absent.transpose(1, 2) if heads_first else absent, 0)
 
 
 def _token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
     """Tokens present: N, or (B, 1, 1, 1) of them; a sample without any counts 1, so that its zeros stay zeros."""
     if token_mask is None:
-        return x.shape[1]
+        return x.shape[2]
     return token_mask.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
 
 
 def _state(k: Tensor, v: Tensor, token_mask: Tensor | None, scale: float) -> State:
-    """k (after φ) and v, zeroed where absent."""
+    """k (after φ) and v, heads first, zeroed where absent. They are overwritten."""
     count = _token_count(k, token_mask)
-    k_mean = k.sum(1, keepdim=True) / count
-    v_mean = v.sum(1, keepdim=True) / count
-    k_centred = _zero_masked(k - k_mean, token_mask)
-    v_centred = _zero_masked(v - v_mean, token_mask)
-    covariance = k_centred.permute(0, 2, 3, 1) @ v_centred.permute(0, 2, 1, 3) * (scale / count)
-    return State(covariance, k_mean, v_mean)
+    k_mean = k.sum(2, keepdim=True) / count
+    v_mean = v.sum(2, keepdim=True) / count
+    k_centred = _zero_masked(k.sub_(k_mean), token_mask)
+    v_centred = _zero_masked(v.sub_(v_mean), token_mask)
+    return State(k_centred.mT @ v_centred * (scale / count), k_mean, v_mean)
 
 
-def _rows(x: Tensor, matrix: Tensor) -> Tensor:
-    """Each row of x (B, N, heads, d) times its head's matrix (B, heads, d, e) → (B, N, heads, e)."""
-    return (x.transpose(1, 2) @ matrix).transpose(1, 2)
+def _product_plus(rows: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+    """Rows (B, heads, N, d) times their head's matrix (B, heads, d, e), plus a row (B, heads, 1, e)"""
+    out = torch.baddbmm(bias.flatten(0, 1), rows.flatten(0, 1), matrix.flatten(0, 1))
+    return out.unflatten(0, rows.shape[:2])
 
 
-def _to_map(x: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-    """(B, N, heads, d) without its prefix → (B, H, W, heads·d)"""
-    return x[:, num_prefix_tokens:].reshape(x.shape[0], *grid, -1)
+def _to_map(
+    x: Tensor, token_mask: Tensor | None, *, dtype: torch.dtype, grid: tuple[int, int], num_prefix_tokens: int
+) -> Tensor:
+    """(B, N, heads, d) without its prefix, zero where absent → (B, H, W, heads·d)"""
+    rows = _zero_masked(x.to(dtype), token_mask, heads_first=False)
+    return rows[:, num_prefix_tokens:].reshape(x.shape[0], *grid, -1)
 
 
 def _add_map(x: Tensor, grid_map: Tensor, num_prefix_tokens: int) -> Tensor:
-    """x (B, N, heads, d) plus a map (B, H, W, heads·d) on the tokens behind the prefix."""
-    tokens = grid_map.reshape(x.shape[0], -1, *x.shape[2:])
-    if num_prefix_tokens == 0:
-        return x + tokens
-    return torch.cat([x[:, :num_prefix_tokens], x[:, num_prefix_tokens:] + tokens], dim=1)
+    """x (B, N, heads, d) plus a map (B, H, W, heads·d), which is overwritten, on the tokens behind the prefix."""
+    tokens = grid_map.reshape(x.shape[0], -1, *x.shape[2:]).add_(x[:, num_prefix_tokens:])
+    return tokens if num_prefix_tokens == 0 else torch.cat([x[:, :num_prefix_tokens], tokens], dim=1)
 
 
 def _query_mask(q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor | None:
@@ -97,14 +108,16 @@ def forward(
     dtype = accumulation_dtype(q.dtype)
     query_mask = _query_mask(q, k, token_mask)
     with without_autocast(q.device):
-        v_ = _zero_masked(v.to(dtype), token_mask)
-        state = _state(_zero_masked(feature_map.apply(k.to(dtype)), token_mask), v_, token_mask, scale)
-        out = _rows(feature_map.apply(q.to(dtype)), state.covariance) + state.v_mean
+        phi_q = feature_map.apply(_heads_first(q, dtype))
+        phi_k = _zero_masked(feature_map.apply(_heads_first(k, dtype)), token_mask)
+        v_ = _zero_masked(_heads_first(v, dtype), token_mask)
+        state = _state(phi_k, v_, token_mask, scale)
+        out = _product_plus(phi_q, state.covariance, state.v_mean).transpose(1, 2)
         if local_weight is not None:
             assert grid is not None
-            local = local_sum(_to_map(v_, grid, num_prefix_tokens), local_weight.to(dtype).flatten(1, 2))
-            out = _add_map(out, local, num_prefix_tokens)
-        return _zero_masked(out, query_mask).to(q.dtype), state
+            v_map = _to_map(v, token_mask, dtype=dtype, grid=grid, num_prefix_tokens=num_prefix_tokens)
+            out = _add_map(out, local_sum(v_map, local_weight.to(dtype).flatten(1, 2)), num_prefix_tokens)
+        return _zero_masked(out, query_mask, heads_first=False).to(q.dtype), state
 
 
 def backward(
@@ -125,31 +138,35 @@ def backward(
     dtype = accumulation_dtype(q.dtype)
     query_mask = _query_mask(q, k, token_mask)
     with without_autocast(q.device):
-        q_, k_ = q.to(dtype), k.to(dtype)
-        v_ = _zero_masked(v.to(dtype), token_mask)
-        grad = _zero_masked(grad_out.to(dtype), query_mask)
+        q_, k_ = _heads_first(q, dtype), _heads_first(k, dtype)
+        v_ = _zero_masked(_heads_first(v, dtype), token_mask)
+        grad = _zero_masked(_heads_first(grad_out, dtype), query_mask)
         count = _token_count(v_, token_mask)
 
         phi_q = _zero_masked(feature_map.apply(q_), query_mask)
-        grad_covariance = phi_q.permute(0, 2, 3, 1) @ grad.permute(0, 2, 1, 3) * (scale / count)
-        grad_q = feature_map.backward(q_, _rows(grad, state.covariance.mT))
-        grad_k = feature_map.backward(k_, _rows(v_ - state.v_mean, grad_covariance.mT))
-        grad_v = _rows(feature_map.apply(k_) - state.k_mean, grad_covariance) + grad.sum(1, keepdim=True) / count
+        grad_covariance = phi_q.mT @ grad * (scale / count)
+        grad_q = feature_map.backward(q_, grad @ state.covariance.mT)
+        grad_k = feature_map.backward(k_, v_.sub_(state.v_mean) @ grad_covariance.mT)
+        mean_grad = grad.sum(2, keepdim=True) / count
+        k_centred = feature_map.apply(k_).sub_(state.k_mean)  # perhaps k_ itself, which nobody needs any more
+        grad_v = _product_plus(k_centred, grad_covariance, mean_grad)
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in (grad_q, grad_k, grad_v))
 
         grad_weight = None
         if local_weight is not None:
             assert grid is not None
+            layout: dict[str, Any] = dict(dtype=dtype, grid=grid, num_prefix_tokens=num_prefix_tokens)
             grad_map, grad_weight = local_sum_backward(
-                _to_map(grad, grid, num_prefix_tokens),
-                _to_map(v_, grid, num_prefix_tokens),
+                _to_map(grad_out, query_mask, **layout),
+                _to_map(v, token_mask, **layout),
                 local_weight.to(dtype).flatten(1, 2),
             )
             grad_v = _add_map(grad_v, grad_map, num_prefix_tokens)
-            grad_weight = grad_weight.view(local_weight.shape).to(local_weight.dtype)
+            grad_weight = grad_weight.unflatten(1, local_weight.shape[1:3]).to(local_weight.dtype)
         return (
-            _zero_masked(grad_q, query_mask).to(q.dtype),
-            _zero_masked(grad_k, token_mask).to(k.dtype),
-            _zero_masked(grad_v, token_mask).to(v.dtype),
+            _zero_masked(grad_q, query_mask, heads_first=False).to(q.dtype),
+            _zero_masked(grad_k, token_mask, heads_first=False).to(k.dtype),
+            _zero_masked(grad_v, token_mask, heads_first=False).to(v.dtype),
             grad_weight,
         )
 

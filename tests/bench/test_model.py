@@ -1,0 +1,173 @@
+"""Models against counterparts: what is built, what is written down, and how ratios are formed."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from inline_attention.bench import model as bench
+from inline_attention.bench.record import Record, read_record
+from inline_attention.bench.timing import Effort, Timing
+from inline_attention.cli import main
+from inline_attention.layers import InLineAttention
+from inline_attention.models import list_models
+
+CPU = torch.device("cpu")
+OPTIONS = dict(device=CPU, dtype=torch.float32, effort=Effort(rounds=2, seconds=0), modes=["eager"])
+
+
+def result(contender: str, speed: float | None, **changes: object) -> dict:
+    timing = None if speed is None else Timing(64 / speed, 63 / speed, 66 / speed, 5)
+    values = dict(
+        model="inline_deit_tiny",
+        img_size=224,
+        batch=64,
+        task="infer",
+        contender=contender,
+        mode="default",
+        timing=timing,
+        images_per_second=speed,
+        peak_bytes=2**30,
+        error="OutOfMemoryError: no memory" if speed is None else None,
+    )
+    return asdict(bench.ModelResult(**{**values, **changes}))
+
+
+@pytest.mark.parametrize("name", bench.COUNTERPARTS)
+def test_counterparts_exist(name: str) -> None:
+    assert name in list_models()
+    assert timm.is_model(bench.COUNTERPARTS[name])
+
+
+@pytest.mark.parametrize("contender", bench.CONTENDERS)
+@pytest.mark.parametrize("training", [False, True])
+def test_every_contender_is_measured(contender: str, training: bool) -> None:
+    setting = bench.Setting("inline_deit_tiny", 32, 2, training)
+    [measured] = bench.run_setting(setting, contenders=[contender], **OPTIONS)
+    assert measured.error is None
+    assert measured.timing is not None
+    assert measured.images_per_second == 2 / measured.timing.median
+
+
+def test_reference_contender_uses_the_reference() -> None:
+    attentions = [m for m in bench.build_reference("inline_deit_tiny", 32).modules() if isinstance(m, InLineAttention)]
+    assert attentions
+    assert {attention.backend for attention in attentions} == {"reference"}
+
+
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_swin_tiny"])
+def test_free_attention_replaces_all_attention(name: str) -> None:
+    model = bench.build_free(name, 32).eval()
+    assert not [m for m in model.modules() if hasattr(m, "num_heads") and hasattr(m, "qkv")]
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
+
+
+def test_free_attention_that_cannot_be_is_an_error_of_its_own() -> None:
+    setting = bench.Setting("inline_pvt_tiny", 32, 1, training=False)
+    free, peer = bench.run_setting(setting, contenders=["free", "peer"], **OPTIONS)
+    assert free.error is not None
+    assert "no attention with one qkv projection" in free.error
+    assert peer.timing is not None
+
+
+def test_training_step_trains() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    before = [p.detach().clone() for p in model.parameters()]
+    step = bench.training_step(model, torch.randn(3, 3, 2, 2), torch.tensor([0, 1, 2]), lambda: torch.autocast("cpu"))
+    step()
+    assert all((p != old).any() for p, old in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_settings_pair_sizes_with_batches() -> None:
+    options = dict(img_sizes=[224, 384], tasks=["infer", "train"], latency=True)
+    settings = bench.make_settings(["inline_deit_tiny"], batches=[8, 4], **options)
+    assert [(s.img_size, s.batch, s.task) for s in settings] == [
+        (224, 8, "infer"),
+        (224, 8, "train"),
+        (224, 1, "infer"),
+        (384, 4, "infer"),
+        (384, 4, "train"),
+        (384, 1, "infer"),
+    ]
+    assert [s.is_latency for s in settings] == [False, False, True] * 2
+    with pytest.raises(ValueError, match="2 sizes and 3 batches"):
+        bench.make_settings(["inline_deit_tiny"], batches=[8, 4, 2], **options)
+
+
+def test_best_mode_counts() -> None:
+    results = [result("fused", 90.0), result("fused", 120.0, mode="max-autotune"), result("peer", 100.0)]
+    assert [(r["contender"], r["mode"]) for r in bench.best_of(results)] == [
+        ("fused", "max-autotune"),
+        ("peer", "default"),
+    ]
+    assert "1.20" in bench.ratio_table(results)
+
+
+def test_ratio_is_over_the_faster_counterpart() -> None:
+    results = [result("fused", 120.0), result("peer", 100.0), result("peer_sdpa", 200.0)]
+    assert bench.ratio_table(results).splitlines()[-1].split("|")[-2].strip() == "0.60"
+
+
+def test_failures_are_shown() -> None:
+    text = bench.model_table([result("fused", 120.0), result("peer", None)])
+    assert "OutOfMemoryError: no memory" in text
+
+
+def test_record_is_complete_after_every_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    record = Record("model", {"torch": "x"}, path)
+    setting = bench.Setting("inline_deit_tiny", 32, 1, training=False)
+    for count in (1, 2):
+        record.add(bench.run_setting(setting, contenders=["peer"], **OPTIONS))
+        kind, facts, results = read_record(path)
+        assert (kind, facts, len(results)) == ("model", {"torch": "x"}, count)
+    assert results[0]["timing"].keys() == {"median", "low", "high", "samples"}
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", "[]"])
+def test_file_that_is_no_record(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="no record of `inline bench`"):
+        read_record(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model", "inline_deit_huge"], "there is no model inline_deit_huge"),
+        (["model", "inline_deit_tiny", "--contenders", "nobody"], "there is no contender nobody"),
+        (["model", "inline_deit_tiny", "--modes", "warp"], "there is no mode warp"),
+        (["model", "softmax_deit_tiny"], "softmax_deit_tiny has no counterpart"),
+        (["op", "--case", "8x14"], "expected BATCH,SIDE"),
+        (["op", "--json", "no/such/dir/x.json"], "there is no directory"),
+    ],
+)
+def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["bench", *arguments, *([] if "--device" in arguments else ["--device", "cpu"])]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_sweep_writes_record_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    sizes = ["--img-size", "32", "48", "--batch", "2", "--infer"]
+    names = ["--contenders", "fused,peer", "--modes", "eager"]
+    files = ["--json", str(record), "--picture", str(picture)]
+    assert main(["bench", "sweep", *sizes, *names, *files, "--device", "cpu", "--quick"]) == 0
+    content = json.loads(record.read_text())
+    assert {(r["img_size"], r["contender"]) for r in content["results"]} == {
+        (size, name) for size in (32, 48) for name in ("fused", "peer")
+    }
+    assert {"torch", "device", "dtype", "float32 products", "compile modes", "date"} <= content["facts"].keys()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert main(["bench", "table", str(record)]) == 0
+    ratios = capsys.readouterr().out.split("\n\n")[1]
+    assert ratios in printed

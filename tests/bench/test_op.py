@@ -1,0 +1,118 @@
+"""The contenders of the operation compute what they are named after, and a run gives a result for each."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from inline_attention.bench import op
+from inline_attention.bench.timing import Effort, Timing, measure
+from inline_attention.ops import attention_matrix
+
+CPU = torch.device("cpu")
+SHORT = Effort(rounds=2, seconds=0)
+CASES = ("2,3x4+1,2x8", "1,5,4x8", "3,1+2,2x16")
+
+
+def inputs(text: str) -> op.Inputs:
+    torch.manual_seed(0)
+    return op.Inputs.draw(op.Case.parse(text), device=CPU, dtype=torch.float64)
+
+
+def gradients(name: str, x: op.Inputs) -> tuple[Tensor, ...]:
+    contender = op.CONTENDERS[name]
+    return torch.autograd.grad(contender.call(x), contender.leaves(x), x.grad_out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_textbook_is_inline_attention(case: str) -> None:
+    x = inputs(case)
+    torch.testing.assert_close(op.textbook(x), op.reference(x))
+    for one, other in zip(gradients("textbook", x), gradients("reference", x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_softmax_is_softmax(case: str) -> None:
+    x = inputs(case)
+    matrix = attention_matrix(x.q, x.k, kind="softmax")
+    torch.testing.assert_close(op.softmax(x), (matrix @ x.v.transpose(1, 2)).transpose(1, 2))
+    assert op.softmax_wide(x).shape == x.q.shape
+
+
+def test_inputs_share_one_projection() -> None:
+    """Views, as a model has them: contiguous q, k, v would flatter what copies them."""
+    x = inputs(CASES[0])
+    for i, y in enumerate((x.q, x.k, x.v)):
+        assert y.untyped_storage().data_ptr() == x.qkv.untyped_storage().data_ptr()
+        torch.testing.assert_close(y, x.qkv[:, :, i], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("256,14+1,6x32", op.Case(256, 14, 14, 1, 6, 32)), ("2,3x4,1x8", op.Case(2, 3, 4, 0, 1, 8))],
+)
+def test_case_is_read(text: str, expected: op.Case) -> None:
+    assert op.Case.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8,14", "8,14,6", "0,14,6x32", "8,14,6x0", "8;14;6x32", "8,-14,6x32"])
+def test_case_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected BATCH,SIDE"):
+        op.Case.parse(text)
+
+
+def test_floor_counts_bytes() -> None:
+    """Forward: q, k, v, out. With the backward: seven more."""
+    case = op.Case.parse("2,4,2x8")
+    run = op.run_case(
+        case,
+        contenders=["textbook"],
+        directions=list(op.FLOOR_UNITS),
+        device=CPU,
+        dtype=torch.float32,
+        bandwidth=1.0,
+        effort=SHORT,
+    )
+    forward, both = [results[0] for results in run]
+    unit = 2 * 16 * 2 * 8 * 4
+    assert (forward.floor_seconds, both.floor_seconds) == (4 * unit, 11 * unit)
+    assert forward.timing is not None
+    assert forward.timing.samples == SHORT.rounds
+
+
+def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: op.Inputs) -> Tensor:
+        raise torch.OutOfMemoryError("no memory\nand much more text")
+
+    monkeypatch.setitem(op.CONTENDERS, "softmax", op.Contender("softmax", fail, lambda x: (x.q,)))
+    options = dict(device=CPU, dtype=torch.float32, bandwidth=1.0, effort=SHORT)
+    case = op.Case.parse("1,2,2x4")
+    [results] = op.run_case(case, contenders=["softmax", "textbook"], directions=["forward"], **options)
+    assert results[0].timing is None
+    assert results[0].error == "OutOfMemoryError: no memory"
+    assert results[1].timing is not None
+
+
+def test_rounds_are_interleaved() -> None:
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    timings = measure(calls, device=CPU, effort=SHORT)
+    assert all(isinstance(timing, Timing) and timing.samples == 2 for timing in timings.values())
+    # Warm-up of four calls each; then a sample of one call each, twice.
+    assert "".join(order) == "aaaabbbb" + "abab"
+
+
+def test_an_error_halfway_stops_one_contender_only() -> None:
+    calls = iter(range(100))
+
+    def fail_later() -> None:
+        if next(calls) >= 5:
+            raise RuntimeError("broken")
+
+    timings = measure({"bad": fail_later, "good": lambda: None}, device=CPU, effort=SHORT)
+    assert timings["bad"] == "RuntimeError: broken"
+    assert isinstance(timings["good"], Timing)
+
+
+def test_timing_is_the_median_and_quartiles() -> None:
+    assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Timing(median=3.0, low=2.0, high=4.0, samples=5)

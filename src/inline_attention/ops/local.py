@@ -46,7 +46,7 @@ def local_sum(x: Tensor, weight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         for tap, term in enumerate(_shifted(x)):
             if tap != CENTRE:
-                out = out + term * rows[tap]
+                out = torch.addcmul(out, term, rows[tap])
         return out
     for tap, (at, neighbours) in enumerate(_overlaps(x)):
         if tap != CENTRE:

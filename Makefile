@@ -6,12 +6,13 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint clean
+.PHONY: help quickstart test test-all bench lint clean
 
 help:
-	@echo "make quickstart   see it work, about a minute"
+	@echo "make quickstart   trains a small model on handwritten digits, about a minute"
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
+	@echo "make bench        the operation against its peers on the CPU, under a minute"
 	@echo "make lint         ruff and mypy"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -20,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(STAMP)
-	$(BIN)/inline quickstart
+	$(BIN)/inline train
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,6 +34,9 @@ test: lint
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+bench: $(STAMP)
+	$(BIN)/inline bench op --device cpu --quick
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """The command `inline`. One file a command: `HELP`, `configure(parser)` and `run(args)`; thin: parse, call, print.
 
-Command modules import torch and everything else heavy inside `run`, so that `inline --help` answers at once.
+Command modules import what they need inside `run`: `inline --help` waits for the package alone, not for every command.
 """
 
 import argparse
@@ -11,7 +11,17 @@ from collections.abc import Sequence
 
 from inline_attention._version import __version__
 
-COMMANDS: tuple[str, ...] = ("train", "convert")
+COMMANDS: tuple[str, ...] = (
+    "models",
+    "info",
+    "train",
+    "eval",
+    "predict",
+    "convert",
+    "export",
+    "bench",
+    "env",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

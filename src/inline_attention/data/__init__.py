@@ -1,0 +1,30 @@
+"""Data sets, augmentation and loaders: `open_data(DataConfig(path=…))`."""
+
+from inline_attention.data.config import DataConfig
+from inline_attention.data.loaders import (
+    Batch,
+    Data,
+    EvalLoader,
+    TrainBatch,
+    TrainLoader,
+    open_data,
+    open_eval_data,
+    open_files,
+)
+from inline_attention.data.mixup import Mixup
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+
+__all__ = [
+    "DataConfig",
+    "open_data",
+    "open_eval_data",
+    "open_files",
+    "Data",
+    "TrainLoader",
+    "EvalLoader",
+    "Batch",
+    "TrainBatch",
+    "Mixup",
+    "SkippedImage",
+    "SkippedImages",
+]

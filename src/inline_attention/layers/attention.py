@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import FEATURE_MAPS, inline_attention, linear_attention, local_residual
+from inline_attention.ops import FEATURE_MAPS, inline_attention_projected, linear_attention, local_residual
+from inline_attention.ops.attention import Backend
 from inline_attention.ops.feature_maps import get_feature_map
 
 from .local import TAPS, LocalKernel
@@ -42,6 +43,12 @@ class AffineMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bnhi,hoi->bnho", x, self.weight) + self.bias
+
+
+def unstack(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (B, N, heads, d) of projections (B, N, m, heads, d) that hold m of them each"""
+    q, k, v = [x for projection in projections for x in projection.unbind(2)]
+    return q, k, v
 
 
 class Attention(nn.Module):
@@ -101,17 +108,17 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, N, C) → q, k, v (B, N, heads, d), views into the projections' outputs"""
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """x (B, N, C) → q, k and v as the projections give them: tensors (B, N, m, heads, d) of m each"""
         heads = (self.num_heads, self.head_dim)
         if self.fused_qkv:
-            q, k, v = self.qkv(x).unflatten(-1, (3, *heads)).unbind(2)
+            projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (3, *heads)),)
         else:
-            q = self.q(x).unflatten(-1, heads)
-            k, v = self.kv(x).unflatten(-1, (2, *heads)).unbind(2)
+            projections = self.q(x).unflatten(-1, (1, *heads)), self.kv(x).unflatten(-1, (2, *heads))
         if self.affine is not None:
-            q, k = self.affine(q), self.affine(k)
-        return q, k, v
+            q, k, v = unstack(projections)
+            projections = tuple(y.unsqueeze(2) for y in (self.affine(q), self.affine(k), v))
+        return projections
 
     def local_weight(self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None) -> Tensor | None:
         """All that is a 3×3 kernel on v, as one: generated and positional → (B, heads, d, 9)"""
@@ -125,15 +132,14 @@ class Attention(nn.Module):
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projections: Sequence[Tensor],
         *,
         grid: Grid,
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        """q (B, Nq, heads, d), k and v (B, N, heads, d) → (B, Nq, heads, d), the local terms included"""
+        """q, k and v from `project` → (B, N, heads, d), the local terms included"""
+        q, k, v = unstack(projections)
         out = self.attend_globally(q, k, v, grid=grid, token_mask=token_mask)
         if local_weight is not None:
             out = out + local_residual(
@@ -142,7 +148,7 @@ class Attention(nn.Module):
         return out
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        """The attention itself, without local terms."""
+        """The attention itself, without local terms: q (B, Nq, heads, d), k and v (B, N, heads, d) → as q"""
         raise NotImplementedError(f"{type(self).__name__} defines neither attend nor attend_globally")
 
     def forward(
@@ -163,9 +169,9 @@ class Attention(nn.Module):
         Returns:
             (B, N, C)
         """
-        q, k, v = self.project(x, grid)
+        projections = self.project(x, grid)
         local_weight = self.local_weight(x, token_mean, token_mask)
-        out = self.attend(q, k, v, grid=grid, token_mask=token_mask, local_weight=local_weight).flatten(2)
+        out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight).flatten(2)
         if self.position is not None and self.position.bias is not None:
             out = out + self.position.bias
         return self.proj_drop(self.proj(out))
@@ -175,30 +181,28 @@ class InLineAttention(Attention):
     """InLine attention, by default with its local residual. See `Attention` for the arguments."""
 
     follows = ("feature_map", "local_residual")
+    backend: Backend = "auto"  # of `inline_attention`; set it on a module to have another
 
     def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projections: Sequence[Tensor],
         *,
         grid: Grid,
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        return inline_attention(
-            q,
-            k,
-            v,
+        return inline_attention_projected(
+            *projections,
             feature_map=self.feature_map,
             scale=self.scale,
             local_weight=local_weight,
             grid=grid,
             num_prefix_tokens=self.num_prefix_tokens,
             token_mask=token_mask,
+            backend=self.backend,
         )
 
 
@@ -227,7 +231,11 @@ class SoftmaxAttention(Attention):
 def softmax_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention of rows (B, N, heads, d) → the same; mask broadcasts to (B, heads, Nq, N)"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    if torch.compiler.is_exporting():
+        # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
+        out = out.clone(memory_format=torch.contiguous_format)
+    return out
 
 
 ATTENTIONS: dict[str, type[Attention]] = {
@@ -273,6 +281,17 @@ def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:
     if first > depth:
         raise ValueError(f"attention={spec!r}: {stage!r} asks for {first} blocks of a stage that has {depth}")
     return [name] * first + ["softmax"] * (depth - first)
+
+
+def describe_attention(stages: Sequence[Sequence[str]]) -> str:
+    """What `parse_attention` parsed, in short: "IIIS", or "I I I:2 S" where a stage is mixed."""
+    letters = {name: letter for letter, name in LETTERS.items()}
+    words = []
+    for blocks in stages:
+        first = sum(name == blocks[0] for name in blocks)
+        word = letters.get(blocks[0], blocks[0])
+        words.append(word if first == len(blocks) else f"{word}:{first}")
+    return "".join(words) if all(len(word) == 1 for word in words) else " ".join(words)
 
 
 def build_attention(

@@ -1,16 +1,14 @@
 """Patch embedding as a matrix product, and position embeddings for maps of any size."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .windows import Grid, is_zero
+from .windows import Grid, ceil_div, is_equal
 
 
 def resize_map(x: Tensor, size: Grid, *, mode: str) -> Tensor:
     """A learned map (B, H, W, C) at another size, without antialiasing."""
-    same = all(isinstance(new, int) and new == old for new, old in zip(size, x.shape[1:3], strict=True))
-    if same and not torch.compiler.is_exporting():
+    if all(is_equal(new, old) for new, old in zip(size, x.shape[1:3], strict=True)):
         return x
     return F.interpolate(x.permute(0, 3, 1, 2), size=size, mode=mode, align_corners=False).permute(0, 2, 3, 1)
 
@@ -32,13 +30,13 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patch = self.patch_size
-        x = pad_image(x, patch)
-        x = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, patch, w, patch)
+        rows, columns = (ceil_div(size, patch) for size in x.shape[2:])
+        x = pad_image(x, patch).reshape(x.shape[0], x.shape[1], rows, patch, columns, patch)
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)
         return self.norm(F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
 
 
 def pad_image(x: Tensor, multiple: int) -> Tensor:
     """Zeros at the bottom and right of an image (B, C, H, W) until each side is a multiple."""
-    bottom, right = (-size % multiple for size in x.shape[2:])
-    return x if is_zero(bottom) and is_zero(right) else F.pad(x, (0, right, 0, bottom))
+    bottom, right = (ceil_div(size, multiple) * multiple - size for size in x.shape[2:])
+    return x if is_equal(bottom, 0) and is_equal(right, 0) else F.pad(x, (0, right, 0, bottom))

@@ -4,90 +4,110 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 Grid = tuple[int, int]
 
 
-def is_zero(n: int) -> bool:
-    """Whether n is known to be zero: False for a symbolic size, so that an exported graph keeps the general path."""
-    return isinstance(n, int) and n == 0
+def is_equal(a: int, b: int) -> bool:
+    """Whether two sizes are known to be equal: False for a symbolic one, so that a traced graph keeps the general path.
+
+    A comparison would tie the graph to its answer, and every other answer to another graph.
+    """
+    return statically_known_true(a == b)
+
+
+def ceil_div(n: int, divisor: int) -> int:
+    """Written with a positive dividend: the symbolic sizes of a compiled graph know no other."""
+    return (n + divisor - 1) // divisor
+
+
+def pad_bottom_right(x: Tensor, bottom: int, right: int) -> Tensor:
+    """Zeros added to a map (B, H, W, C); cropped where negative, into a tensor whose strides no longer show it."""
+    return x if is_equal(bottom, 0) and is_equal(right, 0) else F.pad(x, (0, 0, 0, right, 0, bottom))
 
 
 def pad_to_multiple(x: Tensor, multiple: Grid) -> Tensor:
     """Zeros at the bottom and right of a map (B, H, W, C) until each side is a multiple."""
-    bottom, right = (-size % m for size, m in zip(x.shape[1:3], multiple, strict=True))
-    return x if is_zero(bottom) and is_zero(right) else F.pad(x, (0, 0, 0, right, 0, bottom))
+    bottom, right = (ceil_div(size, m) * m - size for size, m in zip(x.shape[1:3], multiple, strict=True))
+    return pad_bottom_right(x, bottom, right)
 
 
 class WindowPlan(NamedTuple):
-    """How a map is cut: the window and its cyclic shift, by axis."""
+    """How a map is cut, by axis: its size, the window, how many of them, and their cyclic shift."""
 
+    size: Grid
     window: Grid
+    counts: Grid
     shift: Grid
 
     @classmethod
     def fit(cls, size: Grid, window: Grid | None, *, shifted: bool) -> "WindowPlan":
         """A window as large as the map or larger is clipped to it and not shifted, by axis; None is the whole map."""
-        if window is None:
-            return cls(size, (0, 0))
-        clipped = tuple(min(w, s) for w, s in zip(window, size, strict=True))
-        shift = tuple(w // 2 if shifted and w < s else 0 for w, s in zip(window, size, strict=True))
-        return cls((clipped[0], clipped[1]), (shift[0], shift[1]))
+        axes = []
+        for length, side in zip(size, window or size, strict=True):
+            if side < length:
+                axes.append((side, ceil_div(length, side), side // 2 if shifted else 0))
+            else:
+                axes.append((length, 1, 0))
+        rows, columns = axes
+        return cls(size, *zip(rows, columns, strict=True))
+
+    @property
+    def padding(self) -> Grid:
+        """Rows and columns that complete the last windows."""
+        bottom, right = (n * w - size for size, w, n in zip(self.size, self.window, self.counts, strict=True))
+        return bottom, right
+
+    def pad_and_shift(self, x: Tensor) -> Tensor:
+        x = pad_bottom_right(x, *self.padding)
+        return x if self.shift == (0, 0) else x.roll((-self.shift[0], -self.shift[1]), (1, 2))
+
+    def cut(self, x: Tensor) -> Tensor:
+        """A padded map (B, H, W, C) → (B·windows, window tokens, C)"""
+        (rows, columns), (height, width) = self.counts, self.window
+        x = x.reshape(x.shape[0], rows, height, columns, width, x.shape[-1]).transpose(2, 3)
+        return x.reshape(x.shape[0] * rows * columns, height * width, x.shape[-1])
+
+    def merge(self, tokens: Tensor, *, batch: int) -> Tensor:
+        """The map (B, H, W, C) from windows (B·windows, window tokens, C), shift undone, padding dropped."""
+        (rows, columns), (height, width) = self.counts, self.window
+        channels = tokens.shape[-1]
+        x = tokens.reshape(batch, rows, columns, height, width, channels).transpose(2, 3)
+        x = x.reshape(batch, rows * height, columns * width, channels)
+        if self.shift != (0, 0):
+            x = x.roll(self.shift, (1, 2))
+        bottom, right = self.padding
+        return pad_bottom_right(x, -bottom, -right)
 
 
 class Windows(NamedTuple):
     tokens: Tensor  # (B·windows, window tokens, C), the windows of an image next to each other
     token_mask: Tensor | None  # (B·windows, window tokens) bool, False on padding; None where there is none
-    plan: WindowPlan
-    size: Grid  # of the map
-
-    def merge(self, tokens: Tensor) -> Tensor:
-        """The map (B, H, W, C) from windows (B·windows, window tokens, C), shift undone, padding dropped."""
-        (height, width), (wh, ww) = self.size, self.plan.window
-        rows, columns = -(-height // wh), -(-width // ww)
-        x = tokens.reshape(-1, rows, columns, wh, ww, tokens.shape[-1])
-        x = x.transpose(2, 3).reshape(-1, rows * wh, columns * ww, tokens.shape[-1])
-        if self.plan.shift != (0, 0):
-            x = x.roll(self.plan.shift, (1, 2))
-        return x[:, :height, :width]
-
-
-def _cut(x: Tensor, window: Grid) -> Tensor:
-    """(B, H, W, C) with sides that are multiples of the window → (B·windows, window tokens, C)"""
-    wh, ww = window
-    x = x.unflatten(2, (-1, ww)).unflatten(1, (-1, wh))
-    return x.transpose(2, 3).reshape(-1, wh * ww, x.shape[-1])
 
 
 def to_windows(x: Tensor, plan: WindowPlan) -> Windows:
     """Cuts a map (B, H, W, C)."""
-    size = (x.shape[1], x.shape[2])
     token_mask = None
-    padded = pad_to_multiple(x, plan.window)
-    if padded is not x:
-        present = pad_to_multiple(torch.ones((1, *size, 1), dtype=torch.bool, device=x.device), plan.window)
-        token_mask = _cut(_shifted(present, plan), plan.window)[..., 0]
-        token_mask = token_mask.expand(x.shape[0], -1, -1).flatten(0, 1)
-    return Windows(_cut(_shifted(padded, plan), plan.window), token_mask, plan, size)
+    if not all(is_equal(n, 0) for n in plan.padding):
+        present = plan.pad_and_shift(torch.ones((1, *plan.size, 1), dtype=torch.bool, device=x.device))
+        token_mask = plan.cut(present)[..., 0].repeat(x.shape[0], 1)
+    return Windows(plan.cut(plan.pad_and_shift(x)), token_mask)
 
 
-def _shifted(x: Tensor, plan: WindowPlan) -> Tensor:
-    return x if plan.shift == (0, 0) else x.roll((-plan.shift[0], -plan.shift[1]), (1, 2))
-
-
-def window_regions(size: Grid, plan: WindowPlan, device: torch.device) -> Tensor:
+def window_regions(plan: WindowPlan, device: torch.device) -> Tensor:
     """Which part of the unshifted map each token of a shifted window comes from → (windows, window tokens) integers.
 
     A cyclic shift brings opposite borders into one window; three bands an axis tell them apart.
     """
     bands = []
-    for length, window, shift in zip(size, plan.window, plan.shift, strict=True):
-        padded = length + -length % window
-        position = torch.arange(padded, device=device)
+    for count, window, shift in zip(plan.counts, plan.window, plan.shift, strict=True):
+        position = torch.arange(count * window, device=device)
         if shift == 0:
             bands.append(torch.zeros_like(position))
         else:
-            bands.append((position >= padded - window).long() + (position >= padded - shift).long())
+            last = (count - 1) * window
+            bands.append((position >= last).long() + (position >= last + window - shift).long())
     regions = 3 * bands[0][:, None] + bands[1][None, :]
-    return _cut(regions[None, :, :, None], plan.window)[..., 0]
+    return plan.cut(regions[None, :, :, None])[..., 0]

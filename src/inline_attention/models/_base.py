@@ -36,9 +36,9 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
     return [[next(rates) for _ in range(depth)] for depth in depths]
 
 
-def adapt_local_kernel(name: str, value: Tensor, model: nn.Module) -> Tensor:
-    """A grouped 1×1 convolution's parameter (out, in, 1) or (out,), shaped as the GroupedLinear called `name`."""
-    parameter = model.state_dict(keep_vars=True).get(name)
+def adapt_local_kernel(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+    """A grouped 1×1 convolution's parameter (out, in, 1) or (out,), shaped as the GroupedLinear `name` of our own."""
+    parameter = own.get(name)
     if parameter is None or value.numel() != parameter.numel():
         return value
     return value.reshape(parameter.shape)
@@ -64,6 +64,7 @@ class VisionModel(nn.Module):
     head_hidden_size: int
     global_pool: str
     feature_info: list[dict[str, Any]]
+    attention: list[list[str]]  # of every block, by stage
     norm: nn.Module
     head_drop: nn.Module
     head: nn.Module
@@ -97,6 +98,10 @@ class VisionModel(nn.Module):
 
         `img_size` is the input size the weights were made at; None stands for the published one.
         """
+        raise NotImplementedError
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Fits what depends on the input size, for good. Other sizes run without it, too."""
         raise NotImplementedError
 
     def source_size(self, img_size: Grid | None) -> Grid:

@@ -21,6 +21,7 @@ from inline_attention.layers.attention import (
     build_attention,
     parse_attention,
     softmax_rows,
+    unstack,
 )
 from inline_attention.layers.embed import pad_image
 from inline_attention.layers.windows import WindowPlan, to_windows
@@ -49,9 +50,7 @@ class StripeAttention(SoftmaxAttention):
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projections: Sequence[Tensor],
         *,
         grid: Grid,
         token_mask: Tensor | None,
@@ -62,7 +61,9 @@ class StripeAttention(SoftmaxAttention):
         windows: list[Grid | None] = [None]
         if self.stripe is not None:
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
-        branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
+        branches = zip(
+            *(x.chunk(len(windows), dim=2) for x in unstack(projections)), windows, self.positions, strict=True
+        )
         return torch.cat([self.attend_branch(*branch, grid=grid) for branch in branches], dim=2)
 
     def attend_branch(
@@ -79,7 +80,7 @@ class StripeAttention(SoftmaxAttention):
         # Padding was added behind the projection, so it is zero here, as beyond a border.
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
         out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
-        return stripes[0].merge(out).flatten(1, 2).unflatten(2, heads)
+        return plan.merge(out, batch=q.shape[0]).flatten(1, 2).unflatten(2, heads)
 
 
 class CSwinBlock(Block):
@@ -168,14 +169,14 @@ class CSwin(PyramidModel):
             return build_attention(name, dim, heads, position_conv=True, proj_drop=proj_drop_rate, **choices)
 
         self.patch_embed = ConvEmbed(in_chans, embed_dim)
-        names = parse_attention(attention, depths)
+        self.attention = parse_attention(attention, depths)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         options = dict(mlp_ratio=mlp_ratio, norm_eps=self.norm_eps, proj_drop=proj_drop_rate)
         for i, dim in enumerate(dims):
             blocks = [
                 CSwinBlock(dim, attn(name, i), drop_path=rate, **options)
-                for name, rate in zip(names[i], rates[i], strict=True)
+                for name, rate in zip(self.attention[i], rates[i], strict=True)
             ]
             self.stages.append(Stage(ConvMerging(dims[i - 1], dim) if i else nn.Identity(), blocks))
         self.norm = nn.LayerNorm(self.num_features, eps=self.norm_eps)
@@ -206,7 +207,7 @@ class CSwin(PyramidModel):
                 linear = f"{block}.attn.position.{match[2]}"
                 name = linear if linear in own else f"{block}.attn.positions.{match[1]}.{match[2]}"
             if ".local." in name:
-                value = adapt_local_kernel(name, value, self)
+                value = adapt_local_kernel(name, value, own)
             out[name] = value
         return out
 

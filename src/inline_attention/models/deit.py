@@ -79,10 +79,10 @@ class DeiT(VisionModel):
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.grid[0] * self.grid[1], embed_dim))
-        names = parse_attention(attention, [depth])[0]
+        self.attention = parse_attention(attention, [depth])
         rates = drop_path_rates(drop_path_rate, [depth])[0]
         self.blocks = nn.ModuleList()
-        for name, rate in zip(names, rates, strict=True):
+        for name, rate in zip(self.attention[0], rates, strict=True):
             attn = build_attention(
                 name,
                 embed_dim,
@@ -125,7 +125,7 @@ class DeiT(VisionModel):
         prefix, rest = pos_embed.split([self.num_prefix_tokens, old[0] * old[1]], dim=1)
         return torch.cat([prefix, resize_map(rest.unflatten(1, old), new, mode="bicubic").flatten(1, 2)], dim=1)
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Images → tokens (B, 1 + H·W, C) with their position, and the grid"""
         self.check_image(x)
         x = self.patch_embed(x)
@@ -135,7 +135,7 @@ class DeiT(VisionModel):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) → normed tokens (B, 1 + H·W / patch², C)"""
-        x, grid = self._embed(x)
+        x, grid = self.embed(x)
         for block in self.blocks:
             x = self.run_block(block, x, grid)
         return self.norm(x)
@@ -157,7 +157,7 @@ class DeiT(VisionModel):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NLC'")
         take, last = feature_take_indices(len(self.blocks), indices)
-        x, grid = self._embed(x)
+        x, grid = self.embed(x)
         taken = []
         for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = self.run_block(block, x, grid)
@@ -188,11 +188,12 @@ class DeiT(VisionModel):
         return x[:, self.num_prefix_tokens :].mean(1) if self.global_pool == "avg" else x
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        own = self.state_dict(keep_vars=True)
         out = {}
         for name, value in state_dict.items():
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
             if ".local." in name:
-                value = adapt_local_kernel(name, value, self)
+                value = adapt_local_kernel(name, value, own)
             elif name == "pos_embed":
                 prefix, rest = value.split([self.num_prefix_tokens, value.shape[1] - self.num_prefix_tokens], dim=1)
                 source = ceil_grid(self.source_size(img_size), self.patch_size)

@@ -45,9 +45,9 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
             self.sr = nn.Conv2d(dim, dim, reduction, stride=reduction)
             self.norm = nn.LayerNorm(dim, eps=1e-5)
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         heads = (self.num_heads, self.head_dim)
-        q = self.q(x).unflatten(-1, heads)
+        q = self.q(x).unflatten(-1, (1, *heads))
         if self.reduction > 1:
             if min(grid) < self.reduction:
                 raise ValueError(
@@ -55,8 +55,7 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
                     "use larger images or InLine attention in this stage"
                 )
             x = self.norm(self.sr(x.unflatten(1, grid).permute(0, 3, 1, 2)).flatten(2).mT)
-        k, v = self.kv(x).unflatten(-1, (2, *heads)).unbind(2)
-        return q, k, v
+        return q, self.kv(x).unflatten(-1, (2, *heads))
 
 
 class PatchDownsample(nn.Module):
@@ -132,14 +131,14 @@ class PVT(PyramidModel):
             return build_attention(name, dim, heads, fused_qkv=False, proj_drop=proj_drop_rate, **choices)
 
         self.patch_embed = PatchEmbed(4, in_chans, embed_dims[0], norm=nn.LayerNorm(embed_dims[0], eps=1e-5))
-        names = parse_attention(attention, depths)
+        self.attention = parse_attention(attention, depths)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(embed_dims):
             options = dict(mlp_ratio=mlp_ratios[i], norm_eps=self.norm_eps, proj_drop=proj_drop_rate)
             blocks = [
                 Block(dim, attn(name, i), drop_path=rate, **options)
-                for name, rate in zip(names[i], rates[i], strict=True)
+                for name, rate in zip(self.attention[i], rates[i], strict=True)
             ]
             downsample = PatchDownsample(embed_dims[i - 1], dim) if i else nn.Identity()
             self.stages.append(PVTStage(downsample, blocks, grid=ceil_grid(self.img_size, 4 * 2**i), dim=dim))
@@ -162,6 +161,7 @@ class PVT(PyramidModel):
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         source = self.source_size(img_size)
+        own = self.state_dict(keep_vars=True)
         out = {}
         for name, value in state_dict.items():
             name = name.replace("patch_embed1.", "patch_embed.")
@@ -170,7 +170,7 @@ class PVT(PyramidModel):
             name = re.sub(r"^pos_embed(\d)$", lambda m: f"stages.{int(m[1]) - 1}.pos_embed", name)
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
             if ".local." in name:
-                value = adapt_local_kernel(name, value, self)
+                value = adapt_local_kernel(name, value, own)
             elif match := re.fullmatch(r"stages\.(\d+)\.pos_embed", name):
                 stage = int(match[1])
                 grid = ceil_grid(source, 4 * 2**stage)

@@ -58,11 +58,11 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
 
     overlay = kwargs.pop("pretrained_cfg_overlay", None) or {}
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
-    published = cfg.url and not (cfg.source or cfg.hf_hub_id or cfg.file or cfg.state_dict)
-    if pretrained and published:
+    own_source = not (cfg.source or cfg.hf_hub_id or cfg.file or cfg.state_dict)
+    if pretrained and own_source and isinstance(cfg.url, str) and cfg.url:
         from .weights import download, read_checkpoint
 
-        overlay = {**overlay, "state_dict": read_checkpoint(download(cfg.url, filename=f"{variant}.pth"))}
+        overlay = {**overlay, "state_dict": read_checkpoint(download(str(cfg.url), filename=f"{variant}.pth"))}
     model: Any = build_model_with_cfg(
         create,
         variant,

@@ -20,9 +20,10 @@ from inline_attention.layers.attention import (
     build_attention,
     parse_attention,
     softmax_rows,
+    unstack,
 )
 from inline_attention.layers.embed import resize_map
-from inline_attention.layers.windows import WindowPlan, pad_to_multiple, to_windows, window_regions
+from inline_attention.layers.windows import WindowPlan, ceil_div, pad_to_multiple, to_windows, window_regions
 
 from . import registry
 from ._base import PyramidModel, Stage, StateDict, adapt_local_kernel, ceil_grid, drop_path_rates, to_pair
@@ -67,12 +68,11 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         token_mask: Tensor | None = None,
         regions: Tensor | None = None,
     ) -> Tensor:
-        """Windows x (B·windows, N, C); regions (windows, N): tokens of different ones do not attend to each other."""
-        q, k, v = self.project(x, grid)
+        """Windows x (B·windows, N, C); regions (B·windows, N): different ones do not attend to each other."""
+        q, k, v = unstack(self.project(x, grid))
         mask = self.position_bias(grid)[None]  # (1, heads, N, N)
         if regions is not None:
-            apart = regions[:, None, :, None] != regions[:, None, None, :]
-            mask = (mask + OTHER_REGION * apart).repeat(x.shape[0] // regions.shape[0], 1, 1, 1)
+            mask = mask + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
         if token_mask is not None:
             mask = mask.masked_fill(~token_mask[:, None, None, :], -torch.inf)
         out = softmax_rows(q, k, v, mask=mask.to(q.dtype), scale=self.scale)
@@ -110,9 +110,9 @@ class SwinBlock(Block):
         options = {}
         # Linear attentions share one state a window and cannot keep regions apart; the published models do not either.
         if plan.shift != (0, 0) and isinstance(self.attn, WindowSoftmaxAttention):
-            options["regions"] = window_regions(grid, plan, x.device)
+            options["regions"] = window_regions(plan, x.device).repeat(x.shape[0], 1)
         out = self.attn(windows.tokens, plan.window, token_mask=windows.token_mask, **options)
-        return windows.merge(out).flatten(1, 2)
+        return plan.merge(out, batch=x.shape[0]).flatten(1, 2)
 
 
 class PatchMerging(nn.Module):
@@ -124,8 +124,8 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = pad_to_multiple(x, (2, 2))
-        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, h, row, w, column, C)
+        rows, columns = (ceil_div(size, 2) for size in x.shape[1:3])
+        x = pad_to_multiple(x, (2, 2)).reshape(x.shape[0], rows, 2, columns, 2, x.shape[3])
         # The checkpoints' order: columns vary slowest.
         return self.reduction(self.norm(x.permute(0, 1, 3, 4, 2, 5).flatten(3)))
 
@@ -184,13 +184,13 @@ class Swin(PyramidModel):
 
         norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
         self.patch_embed = PatchEmbed(4, in_chans, embed_dim, norm=norm)
-        names = parse_attention(attention, depths)
+        self.attention = parse_attention(attention, depths)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(dims):
             softmax_window = self._clipped_softmax_window(i)
             blocks = []
-            for j, (name, rate) in enumerate(zip(names[i], rates[i], strict=True)):
+            for j, (name, rate) in enumerate(zip(self.attention[i], rates[i], strict=True)):
                 attn: Attention
                 if name == "softmax":
                     attn = WindowSoftmaxAttention(dim, num_heads[i], window=softmax_window, proj_drop=proj_drop_rate)
@@ -236,6 +236,7 @@ class Swin(PyramidModel):
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         modules = dict(self.named_modules())
+        own = self.state_dict(keep_vars=True)
         out = {}
         for name, value in state_dict.items():
             if name.endswith(("relative_position_index", "attn_mask")):
@@ -244,7 +245,7 @@ class Swin(PyramidModel):
             name = re.sub(r"^layers\.", "stages.", name)
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
             if ".local." in name:
-                value = adapt_local_kernel(name, value, self)
+                value = adapt_local_kernel(name, value, own)
             elif name.endswith(".relative_position_bias_table"):
                 attn = modules.get(name.rpartition(".")[0])
                 if isinstance(attn, WindowSoftmaxAttention) and value.shape[0] != offsets(attn.window):

@@ -4,6 +4,7 @@ from .attention import (
     attention_matrix,
     inline_attention,
     inline_attention_packed,
+    inline_attention_projected,
     linear_attention,
     local_residual,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "attention_matrix",
     "inline_attention",
     "inline_attention_packed",
+    "inline_attention_projected",
     "linear_attention",
     "local_residual",
 ]

@@ -3,17 +3,18 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import reference
+from . import backends, reference
+from .backends import fused
 from .feature_maps import get_feature_map
 from .local import TAPS, local_sum
 
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "reference", "triton"]
 Grid = tuple[int, int]
 
 # Vanilla linear attention divides by a sum that can be zero.
@@ -81,11 +82,6 @@ def _check_grid(grid: Grid, *, tokens: int, num_prefix_tokens: int) -> None:
         )
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in ("auto", "reference"):
-        raise ValueError(f"backend={backend!r} is unknown; expected 'auto' or 'reference'")
-
-
 def _default_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
@@ -121,11 +117,46 @@ def inline_attention(
             part in the local residual.
         token_mask: (B, N) bool, True for a token that is present. Absent tokens count in no sum, are zero to the
             local residual, and their outputs are zero (where queries and keys are the same tokens).
-        backend: "auto" or "reference".
+        backend: "triton", fused kernels on a GPU; "reference", plain PyTorch; "auto", the first that can.
 
     Returns:
         (B, Nq, heads, d) in q's dtype.
     """
+    _check_qkv(q, k, v, layout="(B, N, heads, d)")
+    return inline_attention_projected(
+        *(x.unsqueeze(2) for x in (q, k, v)),
+        feature_map=feature_map,
+        scale=scale,
+        local_weight=local_weight,
+        grid=grid,
+        num_prefix_tokens=num_prefix_tokens,
+        token_mask=token_mask,
+        backend=backend,
+    )
+
+
+def inline_attention_projected(
+    *projections: Tensor,
+    feature_map: str = "identity",
+    scale: float | None = None,
+    local_weight: Tensor | None = None,
+    grid: Grid | None = None,
+    num_prefix_tokens: int = 0,
+    token_mask: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`inline_attention` of the outputs of projections: kernels then write the gradients of q, k and v where the
+    projections expect them, instead of three tensors that have to be brought together.
+
+    Args:
+        projections: tensors (B, N, m, heads, d) that hold q, k and v in this order, m of them each: one qkv of three,
+            or q and kv of one and two.
+        Others as for `inline_attention`.
+    """
+    if any(x.ndim != 5 for x in projections) or sum(x.shape[2] for x in projections) != 3:
+        shapes = ", ".join(str(_shape(x)) for x in projections)
+        raise ValueError(f"the projections have shapes {shapes}; expected (B, N, m, heads, d), three m together")
+    q, k, v = [x for projection in projections for x in projection.unbind(2)]
     _check_qkv(q, k, v, layout="(B, N, heads, d)")
     if token_mask is not None:
         _check_token_mask(token_mask, k)
@@ -142,11 +173,12 @@ def inline_attention(
             )
         _check_local(local_weight, batch=k.shape[0], heads_d=_shape(k)[2:])
     get_feature_map(feature_map)
-    _check_backend(backend)
-    return reference.attend(
-        q, k, v, local_weight, token_mask,
-        feature_map=feature_map, scale=_default_scale(q, scale), grid=grid, num_prefix_tokens=num_prefix_tokens,
-    )  # fmt: skip
+    options: dict[str, Any] = dict(
+        feature_map=feature_map, scale=_default_scale(q, scale), grid=grid, num_prefix_tokens=num_prefix_tokens
+    )
+    if backends.choose(backend, projections) == "triton":
+        return fused.attend(projections, local_weight, token_mask, None, **options)
+    return reference.attend(q, k, v, local_weight, token_mask, **options)
 
 
 def inline_attention_packed(
@@ -171,7 +203,7 @@ def inline_attention_packed(
         feature_map, scale: as for `inline_attention`.
         local_weight: (images, heads, d, 9).
         num_prefix_tokens: tokens before the map, in every image.
-        backend: "auto" or "reference".
+        backend: as for `inline_attention`.
 
     Returns:
         (T, heads, d)
@@ -180,7 +212,6 @@ def inline_attention_packed(
     if q.shape != k.shape:
         raise ValueError(f"q has shape {_shape(q)}; packed queries and keys are the same tokens, {_shape(k)}")
     get_feature_map(feature_map)
-    _check_backend(backend)
     bounds = _check_cu_seqlens(cu_seqlens, total=q.shape[0])
     images = len(bounds) - 1
     if grids is None:
@@ -194,17 +225,35 @@ def inline_attention_packed(
     if local_weight is not None:
         _check_local(local_weight, batch=images, heads_d=_shape(q)[1:])
     scale = _default_scale(q, scale)
+    projections = [x[None, :, None] for x in (q, k, v)]
+    if backends.choose(backend, projections) == "triton":
+        lengths = [end - start for start, end in pairwise(bounds)]
+        sizes = [(1, length) for length in lengths] if local_weight is None or grids is None else list(grids)
+        rows = [(start, n, *size) for start, n, size in zip(bounds, lengths, sizes, strict=False)]
+        return fused.attend(
+            projections,
+            local_weight,
+            None,
+            torch.tensor(rows, device=q.device),
+            feature_map=feature_map,
+            scale=scale,
+            grid=(max(h for h, _ in sizes), max(w for _, w in sizes)),
+            num_prefix_tokens=num_prefix_tokens,
+        )[0]
     outs = []
     for i, (start, end) in enumerate(pairwise(bounds)):
-        row = slice(start, end)
-        outs.append(
-            reference.attend(
-                q[None, row], k[None, row], v[None, row],
-                None if local_weight is None else local_weight[i : i + 1], None,
-                feature_map=feature_map, scale=scale, grid=None if grids is None else grids[i],
-                num_prefix_tokens=num_prefix_tokens,
-            )[0]
-        )  # fmt: skip
+        out = reference.attend(
+            q[None, start:end],
+            k[None, start:end],
+            v[None, start:end],
+            None if local_weight is None else local_weight[i : i + 1],
+            None,
+            feature_map=feature_map,
+            scale=scale,
+            grid=None if grids is None else grids[i],
+            num_prefix_tokens=num_prefix_tokens,
+        )
+        outs.append(out[0])
     return torch.cat(outs)
 
 
@@ -263,7 +312,7 @@ def linear_attention(
     _check_qkv(q, k, v, layout="(B, N, heads, d)")
     phi = get_feature_map(feature_map).apply
     dtype = reference.accumulation_dtype(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with reference.without_autocast(q.device):
         q_, k_, v_ = phi(q.to(dtype)), phi(k.to(dtype)), v.to(dtype)
         if token_mask is not None:
             _check_token_mask(token_mask, k)
@@ -307,7 +356,7 @@ def attention_matrix(
     if token_mask is not None:
         _check_token_mask(token_mask, k)
         present = token_mask[:, None, None, :]
-    with torch.autocast(q.device.type, enabled=False):
+    with reference.without_autocast(q.device):
         scores = phi(q.to(dtype)).transpose(1, 2) @ phi(k.to(dtype)).permute(0, 2, 3, 1)  # (B, heads, Nq, N)
         if kind == "softmax":
             scores = s * scores

@@ -20,32 +20,28 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Config(NamedTuple):
-    """Launch parameters: one set for every length, resolution and batch."""
+    """Launch parameters: one set for every length, resolution and batch, found by a sweep on an H200."""
 
     tokens: int = 64  # a step over tokens
-    columns: int = 16  # of the map, a step over rows
-    tap_columns: int = 8  # the same where nine sums are kept
-    rows: int = 16  # of the map, a tile
-    flat_steps: int = 4  # of tokens, a tile where there is no map
-    state_warps: int = 2
-    state_stages: int = 3
-    output_warps: int = 1
-    fused_warps: int = 1
+    columns: int = 16  # of the map, a tile
+    rows: int = 8  # of the map, a tile
+    steps: int = 4  # over tokens, a tile where there is no map
+    state_warps: int = 1
+    state_stages: int = 2
+    output_warps: int = 2
+    output_stages: int = 2
+    fused_warps: int = 2
     fused_stages: int = 3
-    grad_state_warps: int = 2
-    grad_warps: int = 2
-    grad_fused_warps: int = 2
-    grad_fused_stages: int = 2
-    programs: int = 8  # a multiprocessor, where the tokens of a sample are split
-    most_parts: int = 64
-    fused_tokens: int = 1024  # up to so many a sample is one program's
-    fused_programs: int = 4  # a multiprocessor, below which it is not
+    programs: int = 16  # a multiprocessor, where the tokens of a sample are split
+    most_parts: int = 128
+    fused_tokens: int = 256  # up to so many a sample is one program's,
+    fused_programs: int = 4  # unless they are fewer than so many a multiprocessor
 
 
 CONFIG = Config()
-# A step of the interpreter costs the same whatever its size, and wants small test shapes.
+# A step of the interpreter costs the same whatever its size: small ones make small test shapes go through every loop.
 if INTERPRETED:
-    CONFIG = Config(tokens=16, rows=2, flat_steps=1, programs=2, fused_tokens=40, fused_programs=0)
+    CONFIG = Config(tokens=16, rows=2, steps=1, programs=2, fused_tokens=40, fused_programs=0)
 
 # Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
 LEAST_CHANNELS = 32
@@ -83,9 +79,9 @@ def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, height: int, width
     blocks = triton.cdiv(heads, heads_per_block)
     batch = q.shape[0] if sequences is None else sequences.shape[0]
     processors = _multiprocessors(q.device)
-    parts = min(CONFIG.most_parts, triton.cdiv(CONFIG.programs * processors, batch * blocks))
-    tokens = k.shape[1] if sequences is None else max(height * width, 1)
-    fused = tokens <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * processors
+    parts = max(1, min(CONFIG.most_parts, CONFIG.programs * processors // (batch * blocks)))
+    longest = k.shape[1] if sequences is None else height * width
+    fused = longest <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * processors
     return Plan(batch, q.shape[1], k.shape[1], heads, head_dim, heads_per_block, block_channels, blocks, fused, parts,
                 height, width)  # fmt: skip
 
@@ -113,6 +109,11 @@ def _views(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _rows(x: Tensor) -> Tensor:
+    """x (…, heads, d) itself if the channels of a token lie next to each other, else a copy for which they do."""
+    return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
+
+
 def _strides(packed: bool, *tensors: Tensor) -> list[int]:
     """Of the batch and of the tokens, in turn."""
     return [stride for x in tensors for stride in (0 if packed else x.stride(0), x.stride(1))]
@@ -122,18 +123,21 @@ def _launch(kernel: Any, grid: tuple[int, ...]) -> Any:
     return (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[grid]
 
 
-def _tiles(plan: Plan, local: bool) -> tuple[int, int]:
-    """Tiles of a sample and how many of them side by side."""
-    if local:
-        columns = triton.cdiv(plan.width, CONFIG.columns)
-        return columns * triton.cdiv(plan.height, CONFIG.rows), columns
-    longest = max(plan.queries, plan.tokens)
-    return triton.cdiv(longest, CONFIG.tokens * CONFIG.flat_steps), 1
+class Tiles(NamedTuple):
+    """How the outputs of a sample are shared out: tiles of `rows` rows, `columns` of them side by side."""
+
+    number: int
+    columns: int
+    rows: int
 
 
-def _present(x: Tensor | None, otherwise: Tensor) -> Tensor:
-    """A kernel's unused pointer has to point somewhere."""
-    return otherwise if x is None else x
+def make_tiles(plan: Plan, *, local: bool, packed: bool) -> Tiles:
+    if not local:
+        rows = CONFIG.tokens * CONFIG.steps
+        longest = plan.height * plan.width if packed else max(plan.queries, plan.tokens)
+        return Tiles(triton.cdiv(longest, rows), 1, rows)
+    columns = triton.cdiv(plan.width, CONFIG.columns)
+    return Tiles(columns * triton.cdiv(plan.height, CONFIG.rows), columns, CONFIG.rows)
 
 
 def _count(token_mask: Tensor | None) -> Tensor | None:
@@ -142,7 +146,7 @@ def _count(token_mask: Tensor | None) -> Tensor | None:
 
 def run_forward(
     sources: Sequence[Tensor],
-    local_weight: Tensor | None,
+    taps: Tensor | None,
     token_mask: Tensor | None,
     sequences: Tensor | None,
     feature_map: str,
@@ -154,24 +158,22 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _views(sources)
     plan = make_plan(q, k, sequences, height, width)
-    local = local_weight is not None
+    local = taps is not None
     packed = sequences is not None
     channels = plan.heads * plan.head_dim
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kept = plan.batch if save or not plan.fused else 0
     state = torch.empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=torch.float32, device=q.device)
     means = torch.empty((kept, 2, channels), dtype=torch.float32, device=q.device)
-    weight = _present(local_weight, q)
-    mask = _present(None if token_mask is None else token_mask.view(torch.uint8), q)
-    count = _present(_count(token_mask), q)
-    seq = _present(sequences, q)
+    mask = None if token_mask is None else token_mask.view(torch.uint8)
+    count = _count(token_mask)
     common = _common(plan, q, token_mask, sequences, feature_map)
     products = _products(q.dtype)
     centre = q.dtype == torch.float32
     mask_q = token_mask is not None and plan.queries == plan.tokens
     if plan.fused:
         _launch(forward.forward_kernel, (plan.programs,))(
-            q, k, v, weight, mask, count, seq, out, state, means,
+            q, k, v, taps, mask, count, sequences, out, state, means,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(packed, q, k, v, out),
             **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
@@ -182,23 +184,23 @@ def run_forward(
     size = plan.block_channels * (plan.block_channels + 4)
     parts = torch.empty((plan.programs, plan.parts, size), dtype=torch.float32, device=q.device)
     _launch(forward.state_kernel, (plan.programs, plan.parts))(
-        k, v, mask, seq, parts, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
+        k, v, mask, sequences, parts, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
         **common, **products, CENTRE=centre, BN=CONFIG.tokens,
         num_warps=_warps(plan, CONFIG.state_warps), num_stages=CONFIG.state_stages,
     )  # fmt: skip
     rows = _rows_of_state(plan)
     common.pop("MAP")
     _launch(forward.finish_kernel, (plan.programs, plan.block_channels // rows))(
-        parts, count, seq, state, means, plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, BR=rows, BP=triton.next_power_of_2(plan.parts),
+        parts, count, sequences, state, means, plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
+        **common, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
     )  # fmt: skip
-    tiles, columns = _tiles(plan, local)
-    _launch(forward.output_kernel, (plan.programs, tiles))(
-        q, v, weight, mask, seq, out, state, means,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, columns, channels,
+    tiles = make_tiles(plan, local=local, packed=packed)
+    _launch(forward.output_kernel, (plan.programs, tiles.number))(
+        q, v, taps, mask, sequences, out, state, means,
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
         *_strides(packed, q, v, out), MAP=feature_map,
         **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-        ROWS=CONFIG.rows if local else CONFIG.flat_steps, num_warps=_warps(plan, CONFIG.output_warps), num_stages=1,
+        num_warps=_warps(plan, CONFIG.output_warps), num_stages=CONFIG.output_stages,
     )  # fmt: skip
     return out, state, means
 
@@ -216,7 +218,7 @@ def _rows_of_state(plan: Plan) -> int:
 def run_backward(
     grad_out: Tensor,
     sources: Sequence[Tensor],
-    local_weight: Tensor | None,
+    taps: Tensor | None,
     token_mask: Tensor | None,
     sequences: Tensor | None,
     state: Tensor,
@@ -228,54 +230,189 @@ def run_backward(
     num_prefix_tokens: int,
 ) -> list[Tensor]:
     q, k, v = _views(sources)
-    g = grad_out if grad_out.stride(3) == 1 and grad_out.stride(2) == grad_out.shape[3] else grad_out.contiguous()
+    g = _rows(grad_out)
     plan = make_plan(q, k, sequences, height, width)
-    local = local_weight is not None
+    local = taps is not None
     packed = sequences is not None
     channels = plan.heads * plan.head_dim
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
     dq, dk, dv = _views(grads)
-    weight = _present(local_weight, q)
-    grad_weight = torch.empty(local_weight.shape if local_weight is not None else (0,), dtype=weight.dtype,
-                              device=q.device)  # fmt: skip
-    mask = _present(None if token_mask is None else token_mask.view(torch.uint8), q)
-    count = _present(_count(token_mask), q)
-    seq = _present(sequences, q)
+    grad_taps = torch.empty(
+        (0,) if taps is None else taps.shape, dtype=(q if taps is None else taps).dtype, device=q.device
+    )
+    mask = None if token_mask is None else token_mask.view(torch.uint8)
+    count = _count(token_mask)
     common = _common(plan, q, token_mask, sequences, feature_map)
     products = _products(q.dtype)
     mask_q = token_mask is not None and plan.queries == plan.tokens
     strides = _strides(packed, q, k, v, g, dq, dk, dv)
     if plan.fused:
         _launch(backward.backward_kernel, (plan.programs,))(
-            q, k, v, weight, g, mask, count, seq, state, means, dq, dk, dv, grad_weight,
+            q, k, v, taps, g, mask, count, sequences, state, means, dq, dk, dv, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
             **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-            BT=CONFIG.tap_columns, num_warps=_warps(plan, CONFIG.grad_fused_warps),
-            num_stages=CONFIG.grad_fused_stages,
+            BT=CONFIG.columns, num_warps=_warps(plan, CONFIG.fused_warps),
+            num_stages=CONFIG.fused_stages,
         )  # fmt: skip
-        return [*grads, grad_weight]
+        return [*grads, grad_taps]
     size = plan.block_channels * (plan.block_channels + 10)
     parts = torch.empty((plan.programs, plan.parts, size), dtype=torch.float32, device=q.device)
     grad_state = torch.empty(state.shape, dtype=torch.float32, device=q.device)
     grad_mean = torch.empty((plan.batch, channels), dtype=torch.float32, device=q.device)
     _launch(backward.grad_state_kernel, (plan.programs, plan.parts))(
-        q, v, g, mask, seq, parts,
+        q, v, g, mask, sequences, parts,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(packed, q, v, g),
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BT=CONFIG.tap_columns,
-        num_warps=_warps(plan, CONFIG.grad_state_warps), num_stages=CONFIG.state_stages,
+        **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BT=CONFIG.columns,
+        num_warps=_warps(plan, CONFIG.state_warps), num_stages=CONFIG.state_stages,
     )  # fmt: skip
     rows = _rows_of_state(plan)
     _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // rows))(
-        parts, count, seq, grad_state, grad_mean, grad_weight,
+        parts, count, sequences, grad_state, grad_mean, grad_taps,
         plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, LOCAL=local, BR=rows, BP=triton.next_power_of_2(plan.parts),
+        **common, LOCAL=local, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
     )  # fmt: skip
-    tiles, columns = _tiles(plan, local)
-    _launch(backward.grad_kernel, (plan.programs, tiles))(
-        q, k, v, weight, g, mask, seq, state, means, grad_state, grad_mean, dq, dk, dv,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, columns, channels, *strides,
+    tiles = make_tiles(plan, local=local, packed=packed)
+    _launch(backward.grad_kernel, (plan.programs, tiles.number))(
+        q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, dq, dk, dv,
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
         **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-        ROWS=CONFIG.rows if local else CONFIG.flat_steps, num_warps=_warps(plan, CONFIG.grad_warps), num_stages=1,
+        num_warps=_warps(plan, CONFIG.output_warps), num_stages=CONFIG.output_stages,
     )  # fmt: skip
-    return [*grads, grad_weight]
+    return [*grads, grad_taps]
+
+
+# As `triton_op` the launches are visible to torch.compile, which inlines them: no Python runs between the kernels. The
+# interpreter cannot trace them, and gets an operator that is opaque instead.
+_register: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+
+
+@_register("inline_attention::forward", mutates_args=())
+def _forward_op(
+    sources: Sequence[Tensor],
+    taps: Tensor | None,
+    token_mask: Tensor | None,
+    sequences: Tensor | None,
+    feature_map: str,
+    scale: float,
+    height: int,
+    width: int,
+    num_prefix_tokens: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return run_forward(sources, taps, token_mask, sequences, feature_map, scale, height, width, num_prefix_tokens, save)
+
+
+@_register("inline_attention::backward", mutates_args=())
+def _backward_op(
+    grad_out: Tensor,
+    sources: Sequence[Tensor],
+    taps: Tensor | None,
+    token_mask: Tensor | None,
+    sequences: Tensor | None,
+    state: Tensor,
+    means: Tensor,
+    feature_map: str,
+    scale: float,
+    height: int,
+    width: int,
+    num_prefix_tokens: int,
+) -> list[Tensor]:
+    return run_backward(
+        grad_out, sources, taps, token_mask, sequences, state, means,
+        feature_map, scale, height, width, num_prefix_tokens,
+    )  # fmt: skip
+
+
+@_forward_op.register_fake
+def _(sources, taps, token_mask, sequences, feature_map, scale, height, width, num_prefix_tokens, save):  # type: ignore[no-untyped-def]  # as the operator
+    q, k, _ = _views(sources)
+    plan = make_plan(q, k, sequences, height, width)
+    kept = plan.batch if save or not plan.fused else 0
+    state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=torch.float32)
+    return q.new_empty(q.shape), state, q.new_empty((kept, 2, plan.heads * plan.head_dim), dtype=torch.float32)
+
+
+@_backward_op.register_fake
+def _(grad_out, sources, taps, *args):  # type: ignore[no-untyped-def]  # as the operator
+    return [
+        *(x.new_empty(x.shape) for x in sources),
+        grad_out.new_empty((0,)) if taps is None else torch.empty_like(taps),
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    sources, taps, token_mask, sequences, *options, _ = inputs
+    ctx.save_for_backward(*sources, taps, token_mask, sequences, *output[1:])
+    ctx.options = options
+
+
+def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
+    *sources, taps, token_mask, sequences, state, means = ctx.saved_tensors
+    *grads, grad_taps = _backward_op(grad_out, sources, taps, token_mask, sequences, state, means, *ctx.options)
+    return grads, None if taps is None else grad_taps, *[None] * 8
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _flops(sources: Any, taps: Any, products: int, local: int) -> int:
+    """Of `products` between tokens and d×d states, and `local` sums over nine taps; shapes in the place of tensors."""
+    batch, tokens, _, heads, head_dim = sources[0]
+    return 2 * batch * tokens * heads * head_dim * (products * head_dim + (0 if taps is None else local * 9))
+
+
+@register_flop_formula(torch.ops.inline_attention.forward)
+def _forward_flops(sources: Any, taps: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(sources, taps, products=2, local=1)
+
+
+@register_flop_formula(torch.ops.inline_attention.backward)
+def _backward_flops(grad_out: Any, sources: Any, taps: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(sources, taps, products=4, local=2)
+
+
+def why_not(sources: Sequence[Tensor]) -> str | None:
+    """Why the kernels cannot take these inputs, or None if they can."""
+    x = sources[0]
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"they compute in bfloat16, float16 or float32, not in {x.dtype}"
+    if x.shape[-1] > 128:
+        return f"they hold heads of up to 128 channels, not of {x.shape[-1]}"
+    if not x.is_cuda and not INTERPRETED:
+        return f"they run on a GPU, and the inputs are on {x.device}"
+    return None
+
+
+def attend(
+    sources: Sequence[Tensor],
+    local_weight: Tensor | None,
+    token_mask: Tensor | None,
+    sequences: Tensor | None,
+    *,
+    feature_map: str,
+    scale: float,
+    grid: tuple[int, int] | None,
+    num_prefix_tokens: int,
+) -> Tensor:
+    """The backend's entry: inputs are checked, defaults filled in. `sequences` (images, 4) holds the first token, the
+    tokens, the height and the width of each image of a packed batch, `grid` the largest ones."""
+    # A row of each tap, so that threads load neighbouring channels.
+    taps = None if local_weight is None else local_weight.flatten(1, 2).mT.contiguous()
+    height, width = (1, 1) if grid is None else grid
+    save = torch.is_grad_enabled() and (
+        any(x.requires_grad for x in sources) or (local_weight is not None and local_weight.requires_grad)
+    )
+    out, _, _ = _forward_op(
+        [_rows(x) for x in sources],
+        taps,
+        token_mask,
+        sequences,
+        feature_map,
+        scale,
+        height,
+        width,
+        num_prefix_tokens,
+        save,
+    )
+    return out

@@ -5,6 +5,7 @@ summed over an image leave the range of half precision, and centring them in it 
 Shapes: q, k, v (B, N, heads, d); the state S (B, heads, d, d); token means (B, 1, heads, d).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,13 @@ class State(NamedTuple):
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Nothing to switch off where autocast is off: a graph exported there carries no such region."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _zero_masked(x: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -88,7 +96,7 @@ def forward(
     """The output (B, Nq, heads, d) in q's dtype, and the state it was computed from."""
     dtype = accumulation_dtype(q.dtype)
     query_mask = _query_mask(q, k, token_mask)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         v_ = _zero_masked(v.to(dtype), token_mask)
         state = _state(_zero_masked(feature_map.apply(k.to(dtype)), token_mask), v_, token_mask, scale)
         out = _rows(feature_map.apply(q.to(dtype)), state.covariance) + state.v_mean
@@ -116,7 +124,7 @@ def backward(
     """Gradients of q, k, v and local_weight, each in its tensor's dtype."""
     dtype = accumulation_dtype(q.dtype)
     query_mask = _query_mask(q, k, token_mask)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         q_, k_ = q.to(dtype), k.to(dtype)
         v_ = _zero_masked(v.to(dtype), token_mask)
         grad = _zero_masked(grad_out.to(dtype), query_mask)

@@ -4,19 +4,21 @@ import triton
 import triton.language as tl
 
 from .blocks import (
+    SIZES,
     accumulate,
+    add_local,
     feature_map,
     feature_map_backward,
     load_map_row,
     load_neighbours,
     load_rows,
-    load_taps,
     locate,
+    present,
     same_head,
     state_offsets,
     store_rows,
     sum_parts,
-    weigh,
+    tile_tokens,
 )
 
 
@@ -25,7 +27,7 @@ def accumulate_taps(
     p_g, p_v, p_mask, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
     a0, a1, a2, a3, a4, a5, a6, a7, a8, BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradient of the taps from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
+    """Adds the taps' gradient from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
     g_above = tl.zeros([BW, BC], tl.float32)
     g_here = tl.zeros([BW, BC], tl.float32)
     for y in range(y_begin - 1, y_end + 1):
@@ -84,86 +86,77 @@ def store_taps(p, step, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8):
 
 @triton.jit
 def write_query_grads(
-    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_c, m_c, b_st,
-    MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_t, o_c, m_c, b_st,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """dq = φ'(q)·(g·Sᵀ) for tokens t_begin … t_end − 1"""
-    for t in range(t_begin, t_end, BN):
-        b_g, _ = load_rows(p_g, stride_g, t, t_end, o_c, m_c, p_mask, BN, MASK_Q)
-        b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
-        if MAP != "identity":
-            b_q, _ = load_rows(p_q, stride_q, t, t_end, o_c, m_c, p_mask, BN, MASK_Q)
-            b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
-        store_rows(p_dq, b_dq, stride_dq, t, t + tl.arange(0, BN) < t_end, o_c, m_c, BN)
+    """dq = φ'(q)·(g·Sᵀ) for tokens t + o_t where m_t; zeros for absent ones"""
+    m_here = present(p_mask, t, o_t, m_t, MASK_Q)
+    b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_c, m_c)
+    b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
+    if MAP != "identity":
+        b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
+        b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
+    store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_c, m_c)
 
 
 @triton.jit
 def write_key_grads(
-    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t_begin, t_end, o_c, m_c,
+    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, o_t, m_t, o_c, m_c,
     b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """dk = φ'(k)·((v − v̄)·dSᵀ), dv = (φ(k) − k̄)·dS + ḡ for tokens t + o_t where m_t; zeros for absent ones"""
+    m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
+    b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_c, m_c).to(tl.float32)
+    b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_c, m_c).to(tl.float32) - b_v_mean[None, :]
+    b_dk = feature_map_backward(b_k, tl.dot(b_v.to(DOT), b_dst, input_precision=PRECISION), MAP)
+    b_k = feature_map(b_k, MAP) - b_k_mean[None, :]
+    b_dv = tl.dot(b_k.to(DOT), b_ds, input_precision=PRECISION) + b_g_mean[None, :]
+    if HAS_MASK:
+        b_dk = tl.where(m_here[:, None], b_dk, 0.0)
+        b_dv = tl.where(m_here[:, None], b_dv, 0.0)
+    store_rows(p_dk, b_dk, stride_dk, t, o_t, m_t, o_c, m_c)
+    store_rows(p_dv, b_dv, stride_dv, t, o_t, m_t, o_c, m_c)
+
+
+@triton.jit
+def write_grads(
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_q, m_k, o_c, m_c,
+    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+):  # fmt: skip
+    """The gradients of tokens t + o_t, the local residual's aside: queries where m_q, keys and values where m_k"""
+    write_query_grads(
+        p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_q, o_c, m_c, b_st, MAP, DOT, PRECISION, MASK_Q
+    )
+    write_key_grads(
+        p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, o_t, m_k, o_c, m_c,
+        b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_grads_run(
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t_begin, t_end, Nq, N, o_c, m_c,
+    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
     MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """dk = φ'(k)·((v − v̄)·dSᵀ), dv = (φ(k) − k̄)·dS + ḡ for tokens t_begin … t_end − 1; zeros for absent ones"""
+    """`write_grads` for tokens t_begin … t_end − 1, as far as there are such queries and such keys"""
+    o_t = tl.arange(0, BN)
     for t in range(t_begin, t_end, BN):
-        b_k, m_n = load_rows(p_k, stride_k, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
-        b_v, _ = load_rows(p_v, stride_v, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
-        b_k = b_k.to(tl.float32)
-        b_v = (b_v.to(tl.float32) - b_v_mean[None, :]).to(DOT)
-        b_dk = feature_map_backward(b_k, tl.dot(b_v, b_dst, input_precision=PRECISION), MAP)
-        b_k = (feature_map(b_k, MAP) - b_k_mean[None, :]).to(DOT)
-        b_dv = tl.dot(b_k, b_ds, input_precision=PRECISION) + b_g_mean[None, :]
-        if HAS_MASK:
-            b_dk = tl.where(m_n[:, None], b_dk, 0.0)
-            b_dv = tl.where(m_n[:, None], b_dv, 0.0)
-        m_n = t + tl.arange(0, BN) < t_end
-        store_rows(p_dk, b_dk, stride_dk, t, m_n, o_c, m_c, BN)
-        store_rows(p_dv, b_dv, stride_dv, t, m_n, o_c, m_c, BN)
+        m_t = t + o_t < t_end
+        write_grads(
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+            stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+            t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), o_c, m_c,
+            b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
+        )  # fmt: skip
 
 
-@triton.jit
-def write_map_grads(
-    p_q, p_k, p_v, p_g, p_w, p_dq, p_dk, p_dv, p_mask,
-    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-    x, y_begin, y_end, H, W, prefix, o_c, m_c, b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-    MAP: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """All three gradients for rows y_begin … y_end − 1 of the map, columns x … x + BW − 1: as `forward.write_map`,
-    with g in the place of v and the taps reversed"""
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, True)
-    left, here, right = load_neighbours(p_g, stride_g, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next = weigh(w0, w1, w2, left, here, right)
-    left, here, right = load_neighbours(p_g, stride_g, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next += weigh(w3, w4, w5, left, here, right)
-    b_after = weigh(w0, w1, w2, left, here, right)
-    b_g = here
-    o_x = tl.arange(0, BW)
-    m_x = x + o_x < W
-    for y in range(y_begin, y_end):
-        b_k = load_map_row(p_k, stride_k, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
-        b_v = load_map_row(p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
-        left, here, right = load_neighbours(p_g, stride_g, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
-        b_dk = tl.dot((b_v - b_v_mean[None, :]).to(DOT), b_dst, input_precision=PRECISION)
-        b_dv = tl.dot((feature_map(b_k, MAP) - b_k_mean[None, :]).to(DOT), b_ds, input_precision=PRECISION)
-        b_dv += b_g_mean[None, :] + b_next + weigh(w6, w7, w8, left, here, right)
-        b_next = b_after + weigh(w3, w4, w5, left, here, right)
-        b_after = weigh(w0, w1, w2, left, here, right)
-        b_g = here
-        if MAP != "identity":
-            b_q = load_map_row(p_q, stride_q, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK).to(tl.float32)
-            b_dq = feature_map_backward(b_q, b_dq, MAP)
-            b_dk = feature_map_backward(b_k, b_dk, MAP)
-        t = prefix + y * W + x
-        if HAS_MASK:
-            m_n = tl.load(p_mask + t + o_x, mask=m_x, other=0) != 0
-            b_dk = tl.where(m_n[:, None], b_dk, 0.0)
-            b_dv = tl.where(m_n[:, None], b_dv, 0.0)
-        store_rows(p_dq, b_dq, stride_dq, t, m_x, o_c, m_c, BW)
-        store_rows(p_dk, b_dk, stride_dk, t, m_x, o_c, m_c, BW)
-        store_rows(p_dv, b_dv, stride_dv, t, m_x, o_c, m_c, BW)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_dq, p_dk, p_dv, p_dw,
     Nq, N, H, W, prefix, scale, blocks, C,
@@ -188,7 +181,8 @@ def backward_kernel(
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     count = tl.cast(N, tl.float32)
     if HAS_MASK:
         count = tl.load(p_count + i_b)
@@ -199,7 +193,7 @@ def backward_kernel(
     if MAP == "exp":
         b_ds += b_g_sum[None, :]  # φ(0)
     m_head = same_head(o_c, m_c, o_c, m_c, D)
-    b_ds = tl.where(m_head, b_ds * (scale / count), 0.0)
+    b_ds = tl.where(m_head, b_ds * (tl.cast(scale, tl.float32) / count), 0.0)
     b_g_mean = b_g_sum / count
     b_dst = tl.trans(b_ds).to(DOT)
     b_ds = b_ds.to(DOT)
@@ -208,40 +202,25 @@ def backward_kernel(
     p_means += i_b * 2 * C + c
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
+    write_grads_run(
+        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+        stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, tl.maximum(Nq, N), Nq, N, o_c, m_c,
+        b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
+    )  # fmt: skip
     if LOCAL:
-        p_w += i_b * C * 9 + c * 9
-        p_dw += i_b * C * 9 + c * 9
+        tl.debug_barrier()  # what another thread wrote is read here
+        for x in range(0, W, BW):
+            add_local(
+                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, C, o_c, m_c,
+                BW, BC, True, HAS_MASK,
+            )  # fmt: skip
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
             p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
         )
-        store_taps(p_dw + o_c * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
-        write_query_grads(
-            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, prefix, o_c, m_c, b_st,
-            MAP, 16, DOT, PRECISION, MASK_Q,
-        )  # fmt: skip
-        write_key_grads(
-            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, prefix, o_c, m_c,
-            b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK,
-        )  # fmt: skip
-        for x in range(0, W, BW):
-            write_map_grads(
-                p_q, p_k, p_v, p_g, p_w, p_dq, p_dk, p_dv, p_mask,
-                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-                x, 0, H, H, W, prefix, o_c, m_c, b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-                MAP, BW, DOT, PRECISION, HAS_MASK,
-            )  # fmt: skip
-    else:
-        write_query_grads(
-            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, Nq, o_c, m_c, b_st,
-            MAP, BN, DOT, PRECISION, MASK_Q,
-        )  # fmt: skip
-        write_key_grads(
-            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, N, o_c, m_c,
-            b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
-        )  # fmt: skip
+        store_taps(p_dw + i_b * 9 * C + c + o_c, C, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def grad_state_kernel(
     p_q, p_v, p_g, p_mask, p_seq, p_part,
     Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
@@ -264,7 +243,8 @@ def grad_state_kernel(
     p_q += i_b * stride_qb + start * stride_q + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_g += i_b * stride_gb + start * stride_g + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     p_part += (i * parts + i_p) * (BC * (BC + 10))
     if LOCAL:
         rows = tl.cdiv(H, parts)
@@ -290,7 +270,7 @@ def grad_state_kernel(
         store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def grad_finish_kernel(
     p_part, p_count, p_seq, p_ds, p_g_mean, p_dw, N, H, W, scale, parts, blocks, C,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
@@ -316,26 +296,30 @@ def grad_finish_kernel(
     b_g_sum = sum_parts(p_part, BC * BC + o_c[None, :], m_c[None, :], parts, size, BP)
     if MAP == "exp":
         b_ds += b_g_sum  # φ(0)
-    tl.store(p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_ds * (scale / count), mask=m_head)
+    tl.store(
+        p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D),
+        b_ds * (tl.cast(scale, tl.float32) / count),
+        mask=m_head,
+    )
     if tl.program_id(1) == 0:
         tl.store(p_g_mean + i_b * C + c + o_c, tl.sum(b_g_sum, 0) / count, mask=m_c)
     if LOCAL:
         o_t = tl.arange(0, 16)
         m_t = m_r[:, None] & (o_t < 9)[None, :]
         b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP)
-        p = p_dw + i_b * C * 9 + c * 9 + o_r[:, None] * 9 + o_t[None, :]
+        p = p_dw + i_b * 9 * C + c + o_t[None, :] * C + o_r[:, None]
         tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
     p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_dq, p_dk, p_dv,
-    Nq, N, H, W, prefix, blocks, columns, C,
+    Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -353,7 +337,8 @@ def grad_kernel(
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     o_s = i_b * C * D + c * D + state_offsets(o_c, o_c, D)
     b_st = tl.trans(tl.load(p_s + o_s, mask=m_head, other=0.0)).to(DOT)
@@ -365,30 +350,32 @@ def grad_kernel(
     b_g_mean = tl.load(p_g_mean + i_b * C + c + o_c, mask=m_c, other=0.0)
     if LOCAL:
         if i_t == 0:
-            write_query_grads(
-                p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, 0, prefix, o_c, m_c, b_st,
-                MAP, 16, DOT, PRECISION, MASK_Q,
-            )  # fmt: skip
-            write_key_grads(
-                p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, 0, prefix, o_c, m_c,
-                b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK,
+            write_grads_run(
+                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, prefix, Nq, N, o_c, m_c,
+                b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK, MASK_Q,
             )  # fmt: skip
         x = (i_t % columns) * BW
-        y = (i_t // columns) * ROWS
+        y = (i_t // columns) * rows
+        y_end = tl.minimum(y + rows, H)
         if (x < W) & (y < H):
-            write_map_grads(
-                p_q, p_k, p_v, p_g, p_w + i_b * C * 9 + c * 9, p_dq, p_dk, p_dv, p_mask,
-                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-                x, y, tl.minimum(y + ROWS, H), H, W, prefix, o_c, m_c,
-                b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BW, DOT, PRECISION, HAS_MASK,
+            t = prefix + y * W + x
+            for i in range(0, rows * BW, BN):
+                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW)
+                write_grads(
+                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+                    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_t, m_t, o_c, m_c,
+                    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
+                )  # fmt: skip
+            tl.debug_barrier()  # what another thread wrote is read here
+            add_local(
+                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                BW, BC, True, HAS_MASK,
             )  # fmt: skip
     else:
-        t = i_t * BN * ROWS
-        write_query_grads(
-            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, tl.minimum(t + BN * ROWS, Nq), o_c, m_c, b_st,
-            MAP, BN, DOT, PRECISION, MASK_Q,
-        )  # fmt: skip
-        write_key_grads(
-            p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, tl.minimum(t + BN * ROWS, N),
-            o_c, m_c, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK,
+        t = i_t * rows
+        write_grads_run(
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+            stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, t + rows, Nq, N, o_c, m_c,
+            b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
         )  # fmt: skip

@@ -14,6 +14,9 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
 import triton
 import triton.language as tl
 
+# Arguments that differ from image to image: a kernel is compiled once for all of them.
+SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
+
 # Tokens whose products the tensor cores sum before float32 addition takes over: they round towards zero.
 CHUNK = tl.constexpr(2048)
 
@@ -55,21 +58,32 @@ def locate(p_seq, i_b, N, H, W, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p_x, stride, t, t_end, o_c, m_c, p_mask, BN: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Tokens t … t + BN − 1 below t_end: (BN, BC) with zeros beyond, and which of them are there, (BN,)"""
-    o_n = tl.arange(0, BN)
-    m_n = t + o_n < t_end
-    if HAS_MASK:
-        m_n = m_n & (tl.load(p_mask + t + o_n, mask=m_n, other=0) != 0)
-    p = p_x + tl.cast(t, tl.int64) * stride + o_n[:, None] * stride + o_c[None, :]
-    return tl.load(p, mask=m_n[:, None] & m_c[None, :], other=0.0), m_n
+def load_rows(p_x, stride, t, o_t, m_t, o_c, m_c):
+    """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t may be beyond 2³¹ / stride, o_t is small."""
+    p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]
+    return tl.load(p, mask=m_t[:, None] & m_c[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(p_x, b_x, stride, t, m_n, o_c, m_c, BN: tl.constexpr):
-    """(BN, BC) to tokens t … t + BN − 1, where m_n (BN,)"""
-    p = p_x + tl.cast(t, tl.int64) * stride + tl.arange(0, BN)[:, None] * stride + o_c[None, :]
-    tl.store(p, b_x.to(p_x.dtype.element_ty), mask=m_n[:, None] & m_c[None, :])
+def store_rows(p_x, b_x, stride, t, o_t, m_t, o_c, m_c):
+    """(BN, BC) to tokens t + o_t where m_t"""
+    p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]
+    tl.store(p, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
+
+
+@triton.jit
+def present(p_mask, t, o_t, m_t, HAS_MASK: tl.constexpr):
+    """Which of the tokens t + o_t, where m_t, are not absent: (BN,)"""
+    if HAS_MASK:
+        m_t = m_t & (tl.load(p_mask + t + o_t, mask=m_t, other=0) != 0)
+    return m_t
+
+
+@triton.jit
+def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr):
+    """Step i over a tile BW columns wide that begins at (y, x): tokens from its first one on, and which are in it"""
+    o = i + tl.arange(0, BN)
+    return o // BW * W + o % BW, (y + o // BW < y_end) & (x + o % BW < W)
 
 
 @triton.jit
@@ -79,6 +93,7 @@ def accumulate(
     CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Σ k vᵀ (BC, BC), Σ k and Σ v (BC,) over tokens, k = φ(k) − b_k0 and v = v − b_v0"""
+    o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BC, BC], tl.float32)
     # Column sums as products with ones: no reduction across threads inside the loop.
     b_ones = tl.full([16, BN], 1.0, DOT)
@@ -87,13 +102,14 @@ def accumulate(
     for chunk in range(t_begin, t_end, CHUNK):
         b_chunk = tl.zeros([BC, BC], tl.float32)
         for t in range(chunk, tl.minimum(chunk + CHUNK, t_end), BN):
-            b_k, m_n = load_rows(p_k, stride_k, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
-            b_v, _ = load_rows(p_v, stride_v, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
+            m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
+            b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_c, m_c)
+            b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_c, m_c)
             if MAP != "identity":
                 b_k = feature_map(b_k.to(tl.float32), MAP)
             if CENTRE:
-                b_k = tl.where(m_n[:, None], b_k - b_k0[None, :], 0.0)
-                b_v = tl.where(m_n[:, None], b_v - b_v0[None, :], 0.0)
+                b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
+                b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
             b_k = b_k.to(DOT)
             b_v = b_v.to(DOT)
             b_chunk = tl.dot(tl.trans(b_k), b_v, b_chunk, input_precision=PRECISION)
@@ -128,19 +144,25 @@ def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr):
 
 
 @triton.jit
-def load_taps(p_w, o_c, m_c, FLIP: tl.constexpr):
-    """The nine taps of each channel, nine blocks (1, BC); reversed for the backward"""
-    step = -1 if FLIP else 1
-    p = p_w + o_c * 9 + (8 if FLIP else 0)
-    w0 = tl.load(p, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w1 = tl.load(p + step, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w2 = tl.load(p + 2 * step, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w3 = tl.load(p + 3 * step, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w4 = tl.load(p + 4 * step, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w5 = tl.load(p + 5 * step, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w6 = tl.load(p + 6 * step, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w7 = tl.load(p + 7 * step, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    w8 = tl.load(p + 8 * step, mask=m_c, other=0.0).to(tl.float32)[None, :]
+def load_tap(p_w, step, tap, o_c, m_c, FLIP: tl.constexpr):
+    """A tap of each channel: (1, BC) float32"""
+    if FLIP:
+        tap = 8 - tap
+    return tl.load(p_w + tap * step + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def load_taps(p_w, step, o_c, m_c, FLIP: tl.constexpr):
+    """The nine taps, `step` elements apart; in reverse for the backward"""
+    w0 = load_tap(p_w, step, 0, o_c, m_c, FLIP)
+    w1 = load_tap(p_w, step, 1, o_c, m_c, FLIP)
+    w2 = load_tap(p_w, step, 2, o_c, m_c, FLIP)
+    w3 = load_tap(p_w, step, 3, o_c, m_c, FLIP)
+    w4 = load_tap(p_w, step, 4, o_c, m_c, FLIP)
+    w5 = load_tap(p_w, step, 5, o_c, m_c, FLIP)
+    w6 = load_tap(p_w, step, 6, o_c, m_c, FLIP)
+    w7 = load_tap(p_w, step, 7, o_c, m_c, FLIP)
+    w8 = load_tap(p_w, step, 8, o_c, m_c, FLIP)
     return w0, w1, w2, w3, w4, w5, w6, w7, w8
 
 
@@ -151,10 +173,7 @@ def load_map_row(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.const
     o_y = y + tl.zeros([BW], tl.int32)  # a block: the interpreter cannot combine a block's mask with a scalar's
     m_x = (x + o_x >= 0) & (x + o_x < W) & (o_y >= 0) & (o_y < H)
     t = prefix + y * W + x
-    if HAS_MASK:
-        m_x = m_x & (tl.load(p_mask + t + o_x, mask=m_x, other=0) != 0)
-    p = p_x + tl.cast(t, tl.int64) * stride + o_x[:, None] * stride + o_c[None, :]
-    return tl.load(p, mask=m_x[:, None] & m_c[None, :], other=0.0)
+    return load_rows(p_x, stride, t, o_x, present(p_mask, t, o_x, m_x, HAS_MASK), o_c, m_c)
 
 
 @triton.jit
@@ -167,6 +186,41 @@ def load_neighbours(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.co
 
 
 @triton.jit
-def weigh(b_w0, b_w1, b_w2, left, here, right):
-    """Three taps of a row: (BW, BC) float32"""
-    return b_w0 * left.to(tl.float32) + b_w1 * here.to(tl.float32) + b_w2 * right.to(tl.float32)
+def weigh(b_sum, w0, w1, w2, left, here, right):
+    """b_sum plus three taps of a row: (BW, BC) float32"""
+    b_sum = b_sum + w0 * left.to(tl.float32)
+    b_sum = b_sum + w1 * here.to(tl.float32)
+    return b_sum + w2 * right.to(tl.float32)
+
+
+@triton.jit
+def add_local(
+    p_x, p_w, p_out, p_mask, stride_x, stride_out, x, y_begin, y_end, H, W, prefix, C, o_c, m_c,
+    BW: tl.constexpr, BC: tl.constexpr, FLIP: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Adds the 3×3 sums of a map to what this program wrote for rows y_begin … y_end − 1, columns x … x + BW − 1
+
+    Each row is loaded once, at three shifts, and added to the three rows of outputs that it is a neighbour of. It is
+    a pass of its own, over outputs that are still in the cache: products of matrices keep their blocks in another
+    layout, and bringing the two together row by row costs more than it saves.
+    """
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, C, o_c, m_c, FLIP)
+    b_zero = tl.zeros([BW, BC], tl.float32)
+    left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    b_next = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row to be written next
+    left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    b_next = weigh(b_next, w3, w4, w5, left, here, right)
+    b_after = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row after it
+    # Rows are loaded one turn before they are used.
+    left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    b_out = load_map_row(p_out, stride_out, p_mask, y_begin, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+    o_x = tl.arange(0, BW)
+    for y in range(y_begin, y_end):
+        left1, here1, right1 = load_neighbours(p_x, stride_x, p_mask, y + 2, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        b_out1 = load_map_row(p_out, stride_out, p_mask, y + 1, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+        t = prefix + y * W + x
+        b_next = weigh(b_next, w6, w7, w8, left, here, right) + b_out.to(tl.float32)
+        store_rows(p_out, b_next, stride_out, t, o_x, present(p_mask, t, o_x, x + o_x < W, HAS_MASK), o_c, m_c)
+        b_next = weigh(b_after, w3, w4, w5, left, here, right)
+        b_after = weigh(b_zero, w0, w1, w2, left, here, right)
+        left, here, right, b_out = left1, here1, right1, b_out1

@@ -4,18 +4,18 @@ import triton
 import triton.language as tl
 
 from .blocks import (
+    SIZES,
     accumulate,
+    add_local,
     feature_map,
-    load_map_row,
-    load_neighbours,
     load_rows,
-    load_taps,
     locate,
+    present,
     same_head,
     state_offsets,
     store_rows,
     sum_parts,
-    weigh,
+    tile_tokens,
 )
 
 
@@ -24,9 +24,10 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
     """Mean of the first tokens, (BC,); zero where sums are not centred"""
     b_pivot = o_c * 0.0
     if CENTRE:
-        b_x, m_n = load_rows(p_x, stride, 0, N, o_c, m_c, p_mask, 16, HAS_MASK)
-        b_x = tl.where(m_n[:, None], feature_map(b_x.to(tl.float32), MAP), 0.0)
-        b_pivot = tl.sum(b_x, 0) / tl.maximum(tl.sum(m_n.to(tl.float32), 0), 1.0)
+        o_t = tl.arange(0, 16)
+        m_t = present(p_mask, 0, o_t, o_t < N, HAS_MASK)
+        b_x = feature_map(load_rows(p_x, stride, 0, o_t, m_t, o_c, m_c).to(tl.float32), MAP)
+        b_pivot = tl.sum(b_x, 0) / tl.maximum(tl.sum(m_t.to(tl.float32), 0), 1.0)
     return b_pivot
 
 
@@ -39,57 +40,36 @@ def base_of(b_s, b_v_mean, MAP: tl.constexpr):
 
 
 @triton.jit
-def write_flat(
+def write_outputs(
+    p_q, p_out, p_mask, stride_q, stride_out, t, o_t, m_t, o_c, m_c, b_s, b_base,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """out = φ(q)·S + base for tokens t + o_t where m_t; zeros for absent ones"""
+    m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
+    b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
+    if MAP != "identity":
+        b_q = feature_map(b_q.to(tl.float32), MAP)
+    b_out = tl.dot(b_q.to(DOT), b_s, input_precision=PRECISION) + b_base[None, :]
+    if HAS_MASK:
+        b_out = tl.where(m_here[:, None], b_out, 0.0)
+    store_rows(p_out, b_out, stride_out, t, o_t, m_t, o_c, m_c)
+
+
+@triton.jit
+def write_run(
     p_q, p_out, p_mask, stride_q, stride_out, t_begin, t_end, o_c, m_c, b_s, b_base,
     MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """out = φ(q)·S + base for tokens t_begin … t_end − 1; zeros for absent ones"""
+    """`write_outputs` for tokens t_begin … t_end − 1"""
+    o_t = tl.arange(0, BN)
     for t in range(t_begin, t_end, BN):
-        b_q, m_n = load_rows(p_q, stride_q, t, t_end, o_c, m_c, p_mask, BN, HAS_MASK)
-        b_out = tl.dot(feature_map(b_q.to(tl.float32), MAP).to(DOT), b_s, input_precision=PRECISION)
-        b_out += b_base[None, :]
-        if HAS_MASK:
-            b_out = tl.where(m_n[:, None], b_out, 0.0)
-        store_rows(p_out, b_out, stride_out, t, t + tl.arange(0, BN) < t_end, o_c, m_c, BN)
+        write_outputs(
+            p_q, p_out, p_mask, stride_q, stride_out, t, o_t, t + o_t < t_end, o_c, m_c, b_s, b_base,
+            MAP, DOT, PRECISION, HAS_MASK,
+        )  # fmt: skip
 
 
-@triton.jit
-def write_map(
-    p_q, p_v, p_w, p_out, p_mask, stride_q, stride_v, stride_out, x, y_begin, y_end, H, W, prefix, o_c, m_c,
-    b_s, b_base,
-    MAP: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """out = φ(q)·S + base + local residual for rows y_begin … y_end − 1 of the map, columns x … x + BW − 1
-
-    Each row of v is loaded once, at three shifts, and added to the three rows of outputs that it is a neighbour of.
-    """
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, False)
-    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next = weigh(w0, w1, w2, left, here, right)  # of the row to be written next
-    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_next += weigh(w3, w4, w5, left, here, right)
-    b_after = weigh(w0, w1, w2, left, here, right)  # of the row after it
-    # Rows are loaded one turn before they are used.
-    b_q = load_map_row(p_q, stride_q, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, False)
-    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    o_x = tl.arange(0, BW)
-    m_x = x + o_x < W
-    for y in range(y_begin, y_end):
-        b_q1 = load_map_row(p_q, stride_q, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, False)
-        left1, here1, right1 = load_neighbours(p_v, stride_v, p_mask, y + 2, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        b_out = tl.dot(feature_map(b_q.to(tl.float32), MAP).to(DOT), b_s, input_precision=PRECISION)
-        b_out += b_base[None, :] + b_next + weigh(w6, w7, w8, left, here, right)
-        b_next = b_after + weigh(w3, w4, w5, left, here, right)
-        b_after = weigh(w0, w1, w2, left, here, right)
-        t = prefix + y * W + x
-        if HAS_MASK:
-            m_n = tl.load(p_mask + t + o_x, mask=m_x, other=0) != 0
-            b_out = tl.where(m_n[:, None], b_out, 0.0)
-        store_rows(p_out, b_out, stride_out, t, m_x, o_c, m_c, BW)
-        b_q, left, here, right = b_q1, left1, here1, right1
-
-
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     p_q, p_k, p_v, p_w, p_mask, p_count, p_seq, p_out, p_s, p_means,
     Nq, N, H, W, prefix, scale, blocks, C,
@@ -111,7 +91,8 @@ def forward_kernel(
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_out += i_b * stride_ob + start * stride_o + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     count = tl.cast(N, tl.float32)
     if HAS_MASK:
         count = tl.load(p_count + i_b)
@@ -125,6 +106,8 @@ def forward_kernel(
     b_dk = b_k_sum / count
     b_dv = b_v_sum / count
     m_head = same_head(o_c, m_c, o_c, m_c, D)
+    # A compiled caller passes Python's floats in double precision.
+    scale = tl.cast(scale, tl.float32)
     b_s = tl.where(m_head, (b_kv / count - b_dk[:, None] * b_dv[None, :]) * scale, 0.0)
     b_v_mean = b_v0 + b_dv
     if SAVE:
@@ -134,22 +117,17 @@ def forward_kernel(
         tl.store(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), b_s, mask=m_head)
     b_base = base_of(b_s, b_v_mean, MAP)
     b_s = b_s.to(DOT)
+    write_run(p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
     if LOCAL:
-        write_flat(
-            p_q, p_out, p_mask, stride_q, stride_o, 0, prefix, o_c, m_c, b_s, b_base, MAP, 16, DOT, PRECISION, MASK_Q
-        )
+        tl.debug_barrier()  # what another thread wrote is read here
         for x in range(0, W, BW):
-            write_map(
-                p_q, p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_q, stride_v, stride_o,
-                x, 0, H, H, W, prefix, o_c, m_c, b_s, b_base, MAP, BW, DOT, PRECISION, HAS_MASK,
+            add_local(
+                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, 0, H, H, W, prefix, C, o_c, m_c,
+                BW, BC, False, HAS_MASK,
             )  # fmt: skip
-    else:
-        write_flat(
-            p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q
-        )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def state_kernel(
     p_k, p_v, p_mask, p_seq, p_part,
     N, H, W, blocks, C, stride_kb, stride_k, stride_vb, stride_v,
@@ -167,7 +145,8 @@ def state_kernel(
     m_c = (o_c < HEADS * D) & (c + o_c < C)
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
     t_begin = tl.minimum(i_p * length, N)
     t_end = tl.minimum(t_begin + length, N)
@@ -187,7 +166,7 @@ def state_kernel(
     tl.store(p_part + 3 * BC + o_c, b_v0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
     p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, C,
     D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
@@ -212,7 +191,7 @@ def finish_kernel(
     p_part += BC * BC
     b_dk = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP) / count
     b_dv = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP) / count
-    b_s = (b_kv / count - b_dk * b_dv) * scale
+    b_s = (b_kv / count - b_dk * b_dv) * tl.cast(scale, tl.float32)
     tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s, mask=m_head)
     p_means += i_b * 2 * C + c
     b_k0 = tl.load(p_part + 2 * BC + o_r, mask=m_r, other=0.0)
@@ -222,17 +201,17 @@ def finish_kernel(
         tl.store(p_means + C + o_c, b_v0 + tl.sum(b_dv, 0), mask=m_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def output_kernel(
     p_q, p_v, p_w, p_mask, p_seq, p_out, p_s, p_means,
-    Nq, N, H, W, prefix, blocks, columns, C,
+    Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_vb, stride_v, stride_ob, stride_o,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from the state. Grid (B·blocks, tiles): a tile is BW columns × ROWS rows of the map, or ROWS steps of BN
-    tokens where there is no local residual"""
+    """Outputs from the state. Grid (B·blocks, tiles): a tile is `rows` of the map and BW of its columns, `columns`
+    tiles stand side by side; or it is `rows` tokens where there is no local residual"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = (tl.program_id(0) % blocks) * HEADS * D
     i_t = tl.program_id(1)
@@ -244,7 +223,8 @@ def output_kernel(
     p_q += i_b * stride_qb + start * stride_q + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_out += i_b * stride_ob + start * stride_o + c
-    p_mask += i_b * N
+    if HAS_MASK:
+        p_mask += i_b * N
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     b_s = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
     b_v_mean = tl.load(p_means + i_b * 2 * C + C + c + o_c, mask=m_c, other=0.0)
@@ -252,21 +232,29 @@ def output_kernel(
     b_s = b_s.to(DOT)
     if LOCAL:
         if i_t == 0:
-            write_flat(
+            write_run(
                 p_q, p_out, p_mask, stride_q, stride_o, 0, prefix, o_c, m_c, b_s, b_base,
                 MAP, 16, DOT, PRECISION, MASK_Q,
             )  # fmt: skip
         x = (i_t % columns) * BW
-        y = (i_t // columns) * ROWS
+        y = (i_t // columns) * rows
+        y_end = tl.minimum(y + rows, H)
         if (x < W) & (y < H):
-            write_map(
-                p_q, p_v, p_w + i_b * C * 9 + c * 9, p_out, p_mask, stride_q, stride_v, stride_o,
-                x, y, tl.minimum(y + ROWS, H), H, W, prefix, o_c, m_c, b_s, b_base,
-                MAP, BW, DOT, PRECISION, HAS_MASK,
+            t = prefix + y * W + x
+            for i in range(0, rows * BW, BN):
+                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW)
+                write_outputs(
+                    p_q, p_out, p_mask, stride_q, stride_o, t, o_t, m_t, o_c, m_c, b_s, b_base,
+                    MAP, DOT, PRECISION, MASK_Q,
+                )  # fmt: skip
+            tl.debug_barrier()  # what another thread wrote is read here
+            add_local(
+                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                BW, BC, False, HAS_MASK,
             )  # fmt: skip
     else:
-        t = i_t * BN * ROWS
-        write_flat(
-            p_q, p_out, p_mask, stride_q, stride_o, t, tl.minimum(t + BN * ROWS, Nq), o_c, m_c, b_s, b_base,
+        t = i_t * rows
+        write_run(
+            p_q, p_out, p_mask, stride_q, stride_o, t, tl.minimum(t + rows, Nq), o_c, m_c, b_s, b_base,
             MAP, BN, DOT, PRECISION, MASK_Q,
         )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Speed and memory against peers: every contender in one process, timed in turn."""

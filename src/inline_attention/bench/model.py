@@ -1,0 +1,370 @@
+"""Whole models against their counterparts: inference and training steps, throughput, latency and memory."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.layers import InLineAttention
+from inline_attention.models import create_model
+from inline_attention.optimize import MODES, optimize
+
+from .record import table
+from .timing import Call, Effort, Timing, describe_error, measure, synchronised
+
+# The softmax model nearest to each of ours: timm's where it has one.
+COUNTERPARTS = {
+    "inline_deit_tiny": "deit_tiny_patch16_224",
+    "inline_deit_small": "deit_small_patch16_224",
+    "inline_deit_base": "deit_base_patch16_224",
+    "inline_pvt_tiny": "pvt_v2_b1",
+    "inline_pvt_small": "pvt_v2_b2",
+    "inline_swin_tiny": "swin_tiny_patch4_window7_224",
+    "inline_swin_small": "swin_small_patch4_window7_224",
+    "inline_swin_base": "swin_base_patch4_window7_224",
+    "inline_cswin_tiny": "softmax_cswin_tiny",
+    "inline_cswin_small": "softmax_cswin_small",
+    "inline_cswin_base": "softmax_cswin_base",
+}
+INFERENCE_MODES = ("default", "max-autotune")
+TRAINING_MODES = ("default", "max-autotune-no-cudagraphs")
+EAGER = "eager"
+PEERS = ("peer", "peer_sdpa")
+
+
+class FreeAttention(nn.Module):
+    """q + k + v in the place of attention: moves what any attention must move, and computes nothing."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.qkv = attention.get_submodule("qkv")
+        self.proj = attention.get_submodule("proj")
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(B, N, C) → (B, N, C)"""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.proj(q + k + v)
+
+
+def build_fused(name: str, img_size: int) -> nn.Module:
+    return create_model(name, img_size=img_size)
+
+
+def build_reference(name: str, img_size: int) -> nn.Module:
+    model = create_model(name, img_size=img_size)
+    for module in model.modules():
+        if isinstance(module, InLineAttention):
+            module.backend = "reference"
+    return model
+
+
+def build_peer(name: str, img_size: int) -> nn.Module:
+    if name not in COUNTERPARTS:
+        raise ValueError(f"{name} has no counterpart; those that have one: {', '.join(COUNTERPARTS)}")
+    peer = COUNTERPARTS[name]
+    # PVT v2 has nothing that depends on the input size, and no argument for it.
+    return create_model(peer) if peer.startswith("pvt_v2") else create_model(peer, img_size=img_size)
+
+
+def build_peer_sdpa(name: str, img_size: int) -> nn.Module:
+    """The peer with SDPA also where timm does not use it by itself: Swin's windows, whose bias is a mask."""
+    before = timm.layers.use_fused_attn(), timm.layers.use_fused_attn(experimental=True)
+    timm.layers.set_fused_attn(True, experimental=True)
+    try:
+        return build_peer(name, img_size)
+    finally:
+        timm.layers.set_fused_attn(*before)
+
+
+def build_free(name: str, img_size: int) -> nn.Module:
+    model = build_peer(name, img_size)
+    for module in list(model.modules()):
+        for child_name, child in module.named_children():
+            if isinstance(getattr(child, "qkv", None), nn.Linear):
+                setattr(module, child_name, FreeAttention(child))
+    if not any(isinstance(module, FreeAttention) for module in model.modules()):
+        raise ValueError(f"{COUNTERPARTS[name]} has no attention with one qkv projection to replace")
+    return model
+
+
+@dataclass(frozen=True)
+class Contender:
+    title: str
+    build: Callable[[str, int], nn.Module]
+
+
+CONTENDERS = {
+    "fused": Contender("InLine, fused", build_fused),
+    "reference": Contender("InLine, reference", build_reference),
+    "peer": Contender("counterpart", build_peer),
+    "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa),
+    "free": Contender("counterpart, free attention", build_free),
+}
+
+
+def default_contenders(device: torch.device) -> list[str]:
+    return ["fused", "reference", "peer", "free"] if device.type == "cuda" else ["reference", "peer", "free"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of a table: a model at a size and batch, in inference or training."""
+
+    model: str
+    img_size: int
+    batch: int
+    training: bool
+
+    @property
+    def task(self) -> str:
+        return "train" if self.training else "infer"
+
+    @property
+    def is_latency(self) -> bool:
+        return self.batch == 1 and not self.training
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """Of one contender in one mode. `peak_bytes` counts parameters, optimiser state and activations, not the images."""
+
+    model: str
+    img_size: int
+    batch: int
+    task: str
+    contender: str
+    mode: str
+    timing: Timing | None
+    images_per_second: float | None
+    peak_bytes: int | None
+    error: str | None = None
+
+
+def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> Call:
+    model.eval()
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()  # nobody needs the last outputs any more
+        with torch.no_grad(), autocast():
+            model(images)
+
+    return step
+
+
+def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Callable[[], Any]) -> Call:
+    """Forward, loss, backward, AdamW."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        with autocast():
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+WARM_UP = 3  # calls: the first compiles, CUDA graphs are recorded by the second
+
+
+def _prepare(contender: str, setting: Setting, mode: str, step_of: Callable[[nn.Module], Call], device: torch.device,
+             ) -> tuple[Call, int | None]:  # fmt: skip
+    """A contender's step, ready to be timed, and the memory it takes."""
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    model = CONTENDERS[contender].build(setting.model, setting.img_size).to(device)
+    model.train(setting.training)
+    if mode != EAGER:
+        optimize(model, mode=mode)
+    step = step_of(model)
+    peak = None
+    for call in range(WARM_UP):
+        if device.type == "cuda" and call == 1:  # what compiling and tuning took does not count
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    return synchronised(step, device) if setting.is_latency else step, peak
+
+
+def run_setting(
+    setting: Setting,
+    *,
+    contenders: Sequence[str],
+    modes: Sequence[str] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    effort: Effort,
+    log: Callable[[str], None] = lambda line: None,
+) -> list[ModelResult]:
+    """Every contender in every mode, built first, then timed in turn."""
+    modes = modes or (TRAINING_MODES if setting.training else INFERENCE_MODES)
+    if device.type == "cpu":
+        modes = [mode for mode in modes if mode in (EAGER, "default")] or ["default"]
+    images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
+    labels = torch.randint(1000, (setting.batch,), device=device)
+
+    def autocast() -> Any:
+        return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+    def step_of(model: nn.Module) -> Call:
+        if setting.training:
+            return training_step(model, images, labels, autocast)
+        return inference_step(model, images, autocast)
+
+    calls: dict[str, Call] = {}
+    peaks: dict[str, int | None] = {}
+    errors: dict[str, str] = {}
+    keys = {f"{contender} {mode}": (contender, mode) for contender in contenders for mode in modes}
+    # Sizes are compared, each at its best: none may be served by a graph made for several.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
+        for key, (contender, mode) in keys.items():
+            try:
+                calls[key], peaks[key] = _prepare(contender, setting, mode, step_of, device)
+                log(f"ready: {setting.model} {setting.img_size}×{setting.batch} {setting.task} {key}")
+            except Exception as error:  # of one contender: the others go on
+                errors[key] = describe_error(error)
+                log(f"failed: {key}: {errors[key]}")
+                _collect(device)
+        outcome = measure(calls, device=device, effort=effort)
+    results = []
+    for key, (contender, mode) in keys.items():
+        timing = outcome.get(key, errors.get(key))
+        results.append(
+            ModelResult(
+                model=setting.model,
+                img_size=setting.img_size,
+                batch=setting.batch,
+                task=setting.task,
+                contender=contender,
+                mode=mode,
+                timing=timing if isinstance(timing, Timing) else None,
+                images_per_second=setting.batch / timing.median if isinstance(timing, Timing) else None,
+                peak_bytes=peaks.get(key),
+                error=timing if isinstance(timing, str) else None,
+            )
+        )
+    calls.clear()
+    torch._dynamo.reset()  # frees the graphs
+    _collect(device)
+    return results
+
+
+def _collect(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def make_settings(
+    models: Sequence[str],
+    *,
+    img_sizes: Sequence[int],
+    batches: Sequence[int],
+    tasks: Sequence[str],
+    latency: bool,
+) -> list[Setting]:
+    """Sizes paired with batches (one batch serves all sizes); `latency` adds inference of single images."""
+    batches = list(batches) * len(img_sizes) if len(batches) == 1 else list(batches)
+    if len(batches) != len(img_sizes):
+        raise ValueError(f"{len(img_sizes)} sizes and {len(batches)} batches; give one batch, or one for each size")
+    settings = []
+    for model in models:
+        for size, batch in zip(img_sizes, batches, strict=True):
+            settings += [Setting(model, size, batch, task == "train") for task in tasks]
+            if latency and "infer" in tasks and batch != 1:
+                settings.append(Setting(model, size, 1, training=False))
+    return settings
+
+
+def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str] | None) -> None:
+    if unknown := [name for name in models if not timm.is_model(name)]:
+        raise ValueError(f"there is no model {', '.join(unknown)}; `inline models` lists them")
+    if unknown := [name for name in contenders if name not in CONTENDERS]:
+        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(CONTENDERS)}")
+    if unknown := [mode for mode in modes or () if mode not in (*MODES, EAGER)]:
+        raise ValueError(f"there is no mode {', '.join(unknown)}; expected some of {', '.join((*MODES, EAGER))}")
+    without = [name for name in models if name not in COUNTERPARTS]
+    if without and {*PEERS, "free"} & set(contenders):
+        raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference")
+
+
+def best_of(results: Sequence[dict]) -> Iterator[dict]:
+    """Each contender of each setting in its fastest mode; one that failed in all of them, once."""
+    groups: dict[tuple, list[dict]] = {}
+    for r in results:
+        groups.setdefault((r["model"], r["img_size"], r["batch"], r["task"], r["contender"]), []).append(r)
+    for group in groups.values():
+        yield max(group, key=lambda r: r["images_per_second"] or 0)
+
+
+def model_table(results: Sequence[dict]) -> str:
+    """A row a contender, in its best mode, with its speed over the counterpart's."""
+    best = list(best_of(results))
+    peers: dict[tuple, float] = {}
+    for r in best:
+        if r["contender"] in PEERS and r["images_per_second"]:
+            peers[_row(r)] = max(peers.get(_row(r), 0), r["images_per_second"])
+    rows = []
+    for r in best:
+        cells = [r["model"], f"{r['img_size']} × {r['batch']}", r["task"], CONTENDERS[r["contender"]].title]
+        if r["timing"] is None:
+            rows.append([*cells, r["error"], *[""] * 5])
+            continue
+        timing, peer = r["timing"], peers.get(_row(r))
+        spread = (timing["high"] - timing["low"]) / timing["median"]
+        rows.append([
+            *cells,
+            r["mode"],
+            f"{r['images_per_second']:,.0f}",
+            f"{timing['median'] * 1e3:.2f}",
+            f"{spread:.1%}",
+            "" if peer is None else f"{r['images_per_second'] / peer:.2f}",
+            "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}",
+        ])  # fmt: skip
+    header = [
+        "model",
+        "size × batch",
+        "task",
+        "contender",
+        "best mode",
+        "img/s",
+        "ms",
+        "spread",
+        "÷ counterpart",
+        "GiB",
+    ]
+    return table(header, rows)
+
+
+def _row(r: dict) -> tuple:
+    return r["model"], r["img_size"], r["batch"], r["task"]
+
+
+def ratio_table(results: Sequence[dict]) -> str:
+    """A column a size: our speed over the counterpart's, and what free attention gives."""
+    best = {(*_row(r), r["contender"]): r for r in best_of(results) if r["images_per_second"]}
+    columns = list(dict.fromkeys((r["img_size"], r["batch"]) for r in results))
+    rows = []
+    for model, task in dict.fromkeys((r["model"], r["task"]) for r in results):
+        for contender in CONTENDERS:
+            if contender in PEERS:
+                continue
+            cells = []
+            for size, batch in columns:
+                at = (model, size, batch, task)
+                peers = [best[key]["images_per_second"] for p in PEERS if (key := (*at, p)) in best]
+                ours = best.get((*at, contender))
+                cells.append(f"{ours['images_per_second'] / max(peers):.2f}" if ours and peers else "")
+            if any(cells):
+                rows.append([model, task, CONTENDERS[contender].title, *cells])
+    return table(["model", "task", "÷ counterpart", *(f"{size} × {batch}" for size, batch in columns)], rows)

@@ -1,0 +1,276 @@
+"""The operation alone, from the output of a qkv projection to the attention's output, and back."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from inline_attention.ops import inline_attention, inline_attention_projected
+
+from .record import table
+from .timing import Call, Effort, Timing, captured, describe_error, measure, peak_memory
+
+# In units of the bytes of one of q, k, v. Forward: they are read, out is written. Backward: they and its gradient are
+# read, theirs are written.
+FLOOR_UNITS = {"forward": 4, "forward+backward": 11}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of maps with tokens before them, as text: BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM"""
+
+    batch: int
+    height: int
+    width: int
+    prefix: int
+    heads: int
+    head_dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        match = re.fullmatch(r"(\d+),(\d+)(?:x(\d+))?(?:\+(\d+))?,(\d+)x(\d+)", text)
+        if not match or "0" in (match[1], match[2], match[3], match[5], match[6]):
+            raise ValueError(f"case {text!r}; expected BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, such as 256,14+1,6x32")
+        batch, height, width, prefix, heads, head_dim = match.groups()
+        return cls(int(batch), int(height), int(width or height), int(prefix or 0), int(heads), int(head_dim))
+
+    def __str__(self) -> str:
+        side = f"{self.height}²" if self.height == self.width else f"{self.height}×{self.width}"
+        return f"{self.batch}, {side}{'+cls' if self.prefix else ''}, {self.heads}×{self.head_dim}"
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.height * self.width
+
+    @property
+    def elements(self) -> int:
+        """Of one of q, k, v."""
+        return self.batch * self.tokens * self.heads * self.head_dim
+
+
+GPU_CASES = ("128,14,6x32", "256,14+1,6x32", "64,28,12x32", "32,40,6x32", "16,64,6x32", "4,128,6x32", "1,256,6x32")
+CPU_CASES = ("8,14,6x32", "8,14+1,6x32", "64,7,6x32", "4,28,6x32", "2,32,6x32", "1,56,6x32", "1,64,6x32")
+QUICK_CASES = ("8,14,6x32", "64,7,6x32", "2,32,6x32")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every contender starts from: a projection's output, and q, k, v as views of it.
+
+    A contender is differentiated by whichever it takes, so that none pays for bringing three gradients together.
+    """
+
+    case: Case
+    qkv: Tensor  # (B, N, 3, heads, d)
+    q: Tensor  # (B, N, heads, d)
+    k: Tensor
+    v: Tensor
+    local_weight: Tensor  # (B, heads, d, 9)
+    grad_out: Tensor  # (B, N, heads, d)
+
+    @classmethod
+    def draw(cls, case: Case, *, device: torch.device, dtype: torch.dtype) -> "Inputs":
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype)
+
+        heads = (case.heads, case.head_dim)
+        qkv = normal(case.batch, case.tokens, 3, *heads)
+        q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
+        local_weight = (normal(case.batch, *heads, 9) / 3).requires_grad_()
+        grad_out = normal(case.batch, case.tokens, *heads)
+        return cls(case, qkv.detach().requires_grad_(), q, k, v, local_weight, grad_out)
+
+
+def _options(x: Inputs) -> dict:
+    return dict(local_weight=x.local_weight, grid=(x.case.height, x.case.width), num_prefix_tokens=x.case.prefix)
+
+
+def fused(x: Inputs) -> Tensor:
+    return inline_attention_projected(x.qkv, backend="triton", **_options(x))
+
+
+def reference(x: Inputs) -> Tensor:
+    return inline_attention(x.q, x.k, x.v, backend="reference", **_options(x))
+
+
+def textbook(x: Inputs) -> Tensor:
+    """InLine attention as the paper writes it, in the inputs' dtype: products of matrices, and the local residual as a
+    convolution with as many groups as there are channels in the batch."""
+    batch, tokens, heads, head_dim = x.q.shape
+    scale = head_dim**-0.5
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))  # (B, heads, N, d)
+    k_mean, v_mean = (y.mean(2, keepdim=True) for y in (k, v))
+    state = (k.mT * (scale / tokens)) @ v
+    out = q @ state + (1 - scale * (q @ k_mean.mT)) * v_mean
+    rows = out.transpose(1, 2).reshape(batch, tokens, heads * head_dim)
+    channels = batch * heads * head_dim
+    v_map = x.v[:, x.case.prefix :].reshape(batch, x.case.height, x.case.width, -1).permute(0, 3, 1, 2)
+    v_map = v_map.reshape(1, channels, x.case.height, x.case.width)
+    local = F.conv2d(v_map, x.local_weight.reshape(channels, 1, 3, 3), padding=1, groups=channels)
+    local = local.reshape(batch, heads * head_dim, -1).transpose(1, 2)
+    prefix, rest = rows.split([x.case.prefix, tokens - x.case.prefix], dim=1)
+    return torch.cat([prefix, rest + local], dim=1).unflatten(2, (heads, head_dim))
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def softmax(x: Inputs) -> Tensor:
+    return _softmax(x.q, x.k, x.v)
+
+
+def softmax_wide(x: Inputs) -> Tensor:
+    """Half of the heads, twice as wide: what softmax models of the same width have."""
+    heads = (x.case.heads // 2, 2 * x.case.head_dim)
+    return _softmax(*(y.flatten(2).unflatten(2, heads) for y in (x.q, x.k, x.v))).reshape(x.q.shape)
+
+
+@dataclass(frozen=True)
+class Contender:
+    title: str
+    call: Callable[[Inputs], Tensor]
+    leaves: Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def _separate(x: Inputs) -> tuple[Tensor, ...]:
+    return x.q, x.k, x.v, x.local_weight
+
+
+CONTENDERS = {
+    "fused": Contender("InLine, fused", fused, lambda x: (x.qkv, x.local_weight)),
+    "reference": Contender("InLine, reference", reference, _separate),
+    "textbook": Contender("InLine, textbook", textbook, _separate),
+    "softmax": Contender("softmax (SDPA)", softmax, lambda x: (x.q, x.k, x.v)),
+    "softmax_wide": Contender("softmax, half the heads", softmax_wide, lambda x: (x.q, x.k, x.v)),
+}
+
+
+@dataclass(frozen=True)
+class OpResult:
+    case: str
+    direction: str
+    contender: str
+    timing: Timing | None
+    floor_seconds: float
+    peak_bytes: int | None
+    captured: bool
+    error: str | None = None
+
+
+def choose_contenders(names: Sequence[str] | None, device: torch.device) -> list[str]:
+    names = list(names or (CONTENDERS if device.type == "cuda" else [name for name in CONTENDERS if name != "fused"]))
+    if unknown := [name for name in names if name not in CONTENDERS]:
+        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(CONTENDERS)}")
+    return names
+
+
+def run_case(
+    case: Case,
+    *,
+    contenders: Sequence[str],
+    directions: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    bandwidth: float,
+    effort: Effort,
+) -> Iterator[list[OpResult]]:
+    """The results of one direction after the other."""
+    unit = case.elements * dtype.itemsize
+    sets = 1
+    if device.type == "cuda":  # so many that none of them is still in the cache when its turn comes again
+        sets = max(2, math.ceil(4 * torch.cuda.get_device_properties(device).L2_cache_size / (3 * unit)))
+    inputs = [Inputs.draw(case, device=device, dtype=dtype) for _ in range(sets)]
+    for direction in directions:
+        calls: dict[str, Call] = {}
+        peaks: dict[str, int | None] = {}
+        in_graph: dict[str, bool] = {}
+        errors: dict[str, str] = {}
+        for name in contenders:
+            each = [_bind(CONTENDERS[name], x, direction) for x in inputs]
+            try:
+                each[0]()
+                peaks[name] = peak_memory(each[0], device)
+                calls[name], in_graph[name] = _in_turn(each, device)
+            except Exception as error:  # of one contender: the others go on
+                errors[name] = describe_error(error)
+        outcome = measure(calls, device=device, effort=effort)
+        results = []
+        for name in contenders:
+            timing = outcome.get(name, errors.get(name))
+            if isinstance(timing, Timing):
+                timing = Timing(timing.median / sets, timing.low / sets, timing.high / sets, timing.samples)
+            results.append(
+                OpResult(
+                    case=str(case),
+                    direction=direction,
+                    contender=name,
+                    timing=timing if isinstance(timing, Timing) else None,
+                    floor_seconds=FLOOR_UNITS[direction] * unit / bandwidth,
+                    peak_bytes=peaks.get(name),
+                    captured=in_graph.get(name, False),
+                    error=timing if isinstance(timing, str) else None,
+                )
+            )
+        yield results
+
+
+def _bind(contender: Contender, x: Inputs, direction: str) -> Call:
+    if direction == "forward":
+
+        def forward() -> None:
+            with torch.no_grad():
+                contender.call(x)
+
+        return forward
+
+    leaves = contender.leaves(x)
+
+    def forward_backward() -> None:
+        torch.autograd.grad(contender.call(x), leaves, x.grad_out)
+
+    return forward_backward
+
+
+def _in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
+    """All calls as one, and whether it is a CUDA graph."""
+    if device.type == "cuda":
+        try:
+            return captured(calls), True
+        except RuntimeError:  # something in it cannot be captured: its launches are then timed too
+            torch.cuda.synchronize()
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run, False
+
+
+def op_table(results: Sequence[dict]) -> str:
+    """A row a case, direction and contender."""
+    textbook_seconds = {
+        (r["case"], r["direction"]): r["timing"]["median"]
+        for r in results
+        if r["contender"] == "textbook" and r["timing"]
+    }
+    rows = []
+    for r in results:
+        timing = r["timing"]
+        cells = [r["case"], r["direction"], CONTENDERS[r["contender"]].title]
+        if timing is None:
+            rows.append([*cells, r["error"], *[""] * 4])
+            continue
+        base = textbook_seconds.get((r["case"], r["direction"]))
+        cells.append(f"{timing['median'] * 1e3:.3f}")
+        cells.append(f"{timing['low'] * 1e3:.3f}–{timing['high'] * 1e3:.3f}")
+        cells.append(f"{timing['median'] / r['floor_seconds']:.1f}")
+        cells.append("" if base is None else f"{base / timing['median']:.2f}")
+        cells.append("" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:.1f}")
+        rows.append(cells)
+    return table(["batch, map, heads×d", "", "contender", "ms", "quartiles", "× floor", "textbook ÷", "peak MB"], rows)

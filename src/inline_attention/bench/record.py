@@ -1,0 +1,64 @@
+"""What a run writes down: facts about where it ran, and its results, as JSON and as markdown tables."""
+
+import datetime
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inline_attention.environment import describe_environment
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FACTS = ("inline-attention", "python", "cpu", "torch", "triton", "timm", "torch built for CUDA", "gpu 0", "driver")
+
+
+def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Names → values of what the figures depend on."""
+    environment = describe_environment()
+    facts = {name: environment[name] for name in FACTS if name in environment}
+    facts["device"] = str(device)
+    facts["dtype"] = str(dtype).removeprefix("torch.")
+    precision = torch.get_float32_matmul_precision()
+    facts["float32 products"] = f"{precision} ({'no tf32' if precision == 'highest' else 'tf32 allowed'})"
+    facts["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return facts
+
+
+@dataclass
+class Record:
+    """A run. With a path, the file holds at every moment what has been measured so far."""
+
+    kind: str  # "op" or "model"
+    facts: dict[str, str]
+    path: Path | None = None
+    results: list[Any] = field(default_factory=list)
+
+    def add(self, results: Iterable[Any]) -> None:
+        self.results.extend(results)
+        if self.path is not None:
+            results_ = [asdict(result) for result in self.results]
+            text = json.dumps(dict(kind=self.kind, facts=self.facts, results=results_), indent=1, ensure_ascii=False)
+            self.path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_record(path: Path) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
+    """Kind, facts and results of a file that a run wrote."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content["kind"], content["facts"], content["results"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of `inline bench`: {error!r}") from error
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown that also reads well in a terminal."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([text[0], rule, *text[1:]])

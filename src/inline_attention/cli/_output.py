@@ -1,0 +1,68 @@
+"""What the commands over images share: device, progress, result files."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device named, or the best there is."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def parse_size(values: Sequence[int] | None) -> list[int] | None:
+    """[height, width] from one or two numbers of the command line."""
+    if values is None:
+        return None
+    if len(values) > 2 or min(values) < 1:
+        raise ValueError(f"--img-size is {' '.join(map(str, values))}; expected a side, or height and width")
+    return [values[0], values[-1]]
+
+
+@contextmanager
+def image_progress(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
+    """Progress on standard error: a bar on a terminal, a line every tenth elsewhere. Gives what advances it."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield _LineProgress(what, total=total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda images: progress.update(task, advance=images)
+
+
+class _LineProgress:
+    def __init__(self, what: str, *, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+
+    def __call__(self, images: int) -> None:
+        before, self._done = self._done, self._done + images
+        if 10 * before // max(1, self._total) != 10 * self._done // max(1, self._total):
+            print(f"{self._what}: {self._done}/{self._total}", file=sys.stderr, flush=True)
+
+
+def write_json(path: str, content: Any) -> None:
+    Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_csv(path: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)

@@ -1,0 +1,151 @@
+"""Speed and memory of the operation and of whole models, against peers measured in the same run."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+HELP = "speed and memory against peers"
+
+SWEEP_SIZES = (224, 384, 640, 1024, 2048)
+SWEEP_BATCHES = (256, 128, 64, 32, 8)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", metavar="FILE", type=Path, help="write every measurement there as it is made")
+    common.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    common.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
+    common.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: PyTorch's choice)")
+    common.add_argument("--quick", action="store_true", help="fewer and smaller measurements")
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+
+    op = kinds.add_parser("op", parents=[common], help="the operation alone")
+    op.add_argument("--case", nargs="+", metavar="CASE", help="BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, as 256,14+1,6x32")
+    op.add_argument(
+        "--contenders", type=_names, metavar="A,B", help="fused, reference, textbook, softmax, softmax_wide"
+    )
+    op.add_argument("--forward", action="store_true", help="only the forward")
+    op.add_argument("--backward", action="store_true", help="only forward and backward together")
+
+    model = kinds.add_parser("model", parents=[common], help="whole models")
+    model.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
+    sweep = kinds.add_parser("sweep", parents=[common], help="InLine-DeiT-T over resolutions")
+    sweep.set_defaults(models=["inline_deit_tiny"])
+    for sub, sizes, batches in ((model, (224,), (64,)), (sweep, SWEEP_SIZES, SWEEP_BATCHES)):
+        sub.add_argument("--img-size", nargs="+", type=int, default=sizes, metavar="S", help=f"default: {sizes}")
+        sub.add_argument("--batch", nargs="+", type=int, default=batches, metavar="B", help="one, or one for each size")
+        sub.add_argument("--train", action="store_true", help="only training steps")
+        sub.add_argument("--infer", action="store_true", help="only inference")
+        sub.add_argument("--contenders", type=_names, metavar="A,B", help="fused, reference, peer, peer_sdpa, free")
+        sub.add_argument(
+            "--modes", type=_names, metavar="A,B", help="of torch.compile, or eager; each side keeps its best"
+        )
+        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
+        sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
+
+    tables = kinds.add_parser("table", help="records of earlier runs as markdown")
+    tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.kind == "table":
+        _print_records(args.records)
+        return
+    import torch
+
+    from inline_attention.bench.record import DTYPES, describe_run
+    from inline_attention.bench.timing import Effort
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no directory {args.json.parent}")
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch sees no GPU; `inline env` shows what it sees")
+    dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
+    facts = describe_run(device, dtype)
+    (_run_op if args.kind == "op" else _run_models)(args, facts, options)
+
+
+def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
+    """Both, unless only one was asked for."""
+    return [name for name, wanted in zip(names, (one, other), strict=True) if wanted or one == other]
+
+
+def _print_facts(facts: dict[str, str]) -> None:
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    print(flush=True)
+
+
+def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+    from dataclasses import asdict
+
+    from inline_attention.bench import op
+    from inline_attention.bench.record import Record
+    from inline_attention.bench.timing import copy_bandwidth
+
+    device = options["device"]
+    contenders = op.choose_contenders(args.contenders, device)
+    defaults = op.GPU_CASES if device.type == "cuda" else op.CPU_CASES
+    cases = [op.Case.parse(text) for text in args.case or (op.QUICK_CASES if args.quick else defaults)]
+    directions = _chosen(args.forward, args.backward, ("forward", "forward+backward"))
+    bandwidth = copy_bandwidth(device, effort=options["effort"])
+    facts["copy"] = f"{bandwidth / 1e9:.1f} GB/s"
+    _print_facts(facts)
+    record = Record("op", facts, args.json)
+    for case in cases:
+        for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
+            record.add(results)
+            print(op.op_table([asdict(r) for r in results]), flush=True)
+
+
+def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+    from dataclasses import asdict
+
+    from inline_attention.bench import model
+    from inline_attention.bench.record import Record
+
+    contenders = args.contenders or model.default_contenders(options["device"])
+    model.check(args.models, contenders, args.modes)
+    settings = model.make_settings(
+        args.models,
+        img_sizes=args.img_size,
+        batches=args.batch,
+        tasks=_chosen(args.infer, args.train, ("infer", "train")),
+        latency=args.latency,
+    )
+    if args.picture is not None:
+        from inline_attention.bench.picture import draw_sweep  # missing libraries are found out before hours of work
+    facts["compile modes"] = ", ".join(args.modes) if args.modes else "each contender's best"
+    _print_facts(facts)
+    record = Record("model", facts, args.json)
+    for setting in settings:
+        results = model.run_setting(setting, contenders=contenders, modes=args.modes, log=_log, **options)
+        record.add(results)
+        print(model.model_table([asdict(r) for r in results]), flush=True)
+    everything = [asdict(r) for r in record.results]
+    print(f"\n{model.ratio_table(everything)}", flush=True)
+    if args.picture is not None:
+        draw_sweep(everything, args.picture)
+
+
+def _log(line: str) -> None:
+    print(line, flush=True)
+
+
+def _print_records(paths: list[Path]) -> None:
+    from inline_attention.bench.model import model_table, ratio_table
+    from inline_attention.bench.op import op_table
+    from inline_attention.bench.record import read_record
+
+    for path in paths:
+        kind, facts, results = read_record(path)
+        print(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")
+        print(op_table(results) if kind == "op" else f"{ratio_table(results)}\n\n{model_table(results)}", end="\n\n")

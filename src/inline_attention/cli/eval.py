@@ -1,0 +1,76 @@
+"""Accuracy of a trained model on a data set: top-1, top-5, per class, and how fast.
+
+A class folder belongs to the model's class of the same name; a model of all ImageNet classes can be evaluated on a
+part of them.
+"""
+
+import argparse
+
+HELP = "evaluate a model on images with known classes"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="name of the model, see `inline models`")
+    parser.add_argument("--weights", required=True, help="file, URL, or 'pretrained' for the published weights")
+    parser.add_argument("--data", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME")
+    parser.add_argument("--split", default="val", help="split to evaluate on (default: val)")
+    parser.add_argument("--img-size", type=int, nargs="+", metavar="N", help="side, or height and width")
+    parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
+    parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
+    parser.add_argument("--num-classes", type=int, help="for data that do not tell (wds/)")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
+    parser.add_argument("--max-broken", type=float, default=0.01, help="stop above this share of unreadable images")
+    parser.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
+    parser.add_argument("--amp", choices=("bfloat16", "float16"), help="compute in this precision (autocast)")
+    parser.add_argument("--csv", metavar="FILE", help="write accuracy per class")
+    parser.add_argument("--json", metavar="FILE", help="write the result")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from inline_attention.cli._output import choose_device, image_progress, parse_size, write_csv, write_json
+    from inline_attention.data import open_eval_data
+    from inline_attention.training.classifier import load_classifier
+    from inline_attention.training.evaluate import evaluate
+
+    device = choose_device(args.device)
+    classifier = load_classifier(
+        args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform
+    )
+    config = classifier.data
+    config.path, config.val_split, config.num_classes = args.data, args.split, args.num_classes
+    config.batch_size, config.workers, config.max_broken = args.batch_size, args.workers, args.max_broken
+    loader = open_eval_data(config, class_names=None if args.by_position else classifier.class_names)
+    model = classifier.model.to(device)
+    with image_progress("evaluating", total=loader.num_images) as on_images:
+        amp_dtype = getattr(torch, args.amp) if args.amp else None
+        result = evaluate(model, loader, device=device, amp_dtype=amp_dtype, on_images=on_images)
+
+    print(f"{args.model} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
+    print(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%  loss {result.loss:.4f}")
+    print(f"{result.images} images, {result.images_per_second:.1f} images/s on {device}, {result.skipped} unreadable")
+    names = classifier.class_names or loader.class_names
+    if args.csv:
+        rows = (
+            (name, correct, total, f"{correct / total:.4f}")
+            for name, (correct, total) in zip(names, result.per_class.tolist(), strict=True)
+            if total
+        )
+        write_csv(args.csv, ("class", "correct", "total", "accuracy"), rows)
+    if args.json:
+        facts = {
+            "model": args.model,
+            "weights": args.weights,
+            "data": args.data,
+            "split": args.split,
+            "img_size": list(config.size),
+            "eval_transform": config.eval_transform,
+            "device": str(device),
+            **{key: getattr(result, key) for key in ("top1", "top5", "loss", "images", "skipped", "seconds")},
+            "images_per_second": result.images_per_second,
+            "skipped_images": [image._asdict() for image in loader.skipped],
+        }
+        write_json(args.json, facts)
+    return 0

@@ -1,0 +1,58 @@
+"""Write a model to a file that runs without this library, and compare the file's output with the model's."""
+
+import argparse
+from pathlib import Path
+
+HELP = "model → ONNX or torch.export file, checked"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a model of `inline models`")
+    parser.add_argument("--format", choices=("onnx", "pt2"), default="onnx", help="default: onnx")
+    parser.add_argument("--weights", metavar="F", help="safetensors or official .pth (default: random weights)")
+    parser.add_argument("--pretrained", action="store_true", help="the published weights")
+    parser.add_argument("--num-classes", type=int, help="of the weights, where it is not the published 1000")
+    parser.add_argument("--img-size", nargs=2, type=int, metavar=("H", "W"), help="default: the model's own")
+    parser.add_argument("--dynamic-batch", action="store_true", help="any number of images")
+    parser.add_argument("--dynamic-size", action="store_true", help="any size, from one that is printed")
+    parser.add_argument("--output", type=Path, metavar="F", help="default: NAME.onnx or NAME.pt2 in this directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.weights and args.pretrained:
+        raise ValueError("--weights and --pretrained are two sources of weights; give one of them")
+
+    import torch
+
+    from inline_attention.export import TOLERANCE, export_model
+    from inline_attention.models import create_model
+    from inline_attention.models._base import VisionModel, to_pair
+
+    options = {} if args.num_classes is None else dict(num_classes=args.num_classes)
+    torch.manual_seed(0)
+    model = create_model(args.name, pretrained=args.pretrained, **options)
+    if not isinstance(model, VisionModel):
+        raise ValueError(f"{args.name} is a model of timm, not one of this library; `inline models` lists those")
+    if args.weights:
+        from inline_attention.models.weights import load_weights
+
+        load_weights(model, args.weights)
+    img_size = to_pair(args.img_size) if args.img_size else None
+    if img_size is not None and not args.dynamic_size:
+        model.set_input_size(img_size)
+    exported = export_model(
+        model.eval(),
+        args.output or Path(f"{args.name}.{args.format}"),
+        format=args.format,
+        img_size=img_size,
+        dynamic_batch=args.dynamic_batch,
+        dynamic_size=args.dynamic_size,
+    )
+    if not (args.weights or args.pretrained):
+        print("weights: random; --weights or --pretrained exports trained ones")
+    print(f"written: {exported.path}")
+    print(f"covers:  {exported.covers}")
+    for check in exported.checks:
+        verdict = "ok" if check.passed else f"FAILED (over {TOLERANCE:g})"
+        print(f"check:   {' × '.join(map(str, check.shape))}: max |file − model| = {check.difference:.2e} {verdict}")
+    return 0 if all(check.passed for check in exported.checks) else 1

@@ -1,0 +1,54 @@
+"""List the registered models: input, parameters, multiply-accumulates, published ImageNet top-1, attention by stage."""
+
+import argparse
+
+HELP = "table of the models"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pattern", nargs="?", default="*", help="which, such as 'inline_swin*' (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    import json
+
+    from inline_attention.models import list_models
+    from inline_attention.models.published import PUBLISHED
+    from inline_attention.models.summary import SUMMARIES
+
+    names = list_models(args.pattern)
+    if not names:
+        raise ValueError(f"no model matches {args.pattern!r}; `inline models` without a pattern lists them all")
+    if args.json:
+        facts = [
+            dict(name=n, top1=PUBLISHED[n].top1, weights=bool(PUBLISHED[n].url), **SUMMARIES[n]._asdict())
+            for n in names
+        ]
+        print(json.dumps(facts, indent=2))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(header_style="bold", caption_justify="left")
+    for heading in ("model", "input", "params", "MACs", "top-1", "attention"):
+        table.add_column(heading, justify="left" if heading in ("model", "attention") else "right", no_wrap=True)
+    for name in names:
+        summary, published = SUMMARIES[name], PUBLISHED[name]
+        table.add_row(
+            name,
+            str(summary.img_size),
+            f"{summary.params / 1e6:.2f}M",
+            f"{summary.macs / 1e9:.2f}G",
+            "–" if published.top1 is None else f"{published.top1:.1f}",
+            summary.attention,
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        "top-1: ImageNet-1k, as published, not measured here.\n"
+        "attention by stage: I InLine, S softmax; I:2 is a stage whose first 2 blocks are InLine, the others softmax.",
+        soft_wrap=True,
+        highlight=False,
+    )

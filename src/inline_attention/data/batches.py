@@ -1,0 +1,254 @@
+"""Batches of uint8 images as the workers make them, and the feeds they come from."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from inline_attention.data.config import DataConfig
+from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data.order import epoch_order, rank_positions, replacement
+from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
+from inline_attention.data.skipped import SkippedImage
+from inline_attention.data.sources import Source
+from inline_attention.data.transforms import BoxErasing, ErasedBox, Transform, eval_transform, train_transform
+
+_MAX_REPLACEMENTS = 100  # in a row; the limit on unreadable images stops the run long before
+
+
+class SampleKey(NamedTuple):
+    epoch: int
+    sample: int
+    copy: int  # which of the copies of repeated augmentation
+
+
+class Sample(NamedTuple):
+    pixels: Tensor  # (C, H, W) uint8
+    target: int
+    sample_id: int
+    erased: ErasedBox | None = None
+
+
+@dataclass
+class RawBatch:
+    """What a worker hands over: pixels before normalisation, and what random erasing will do to them."""
+
+    images: Tensor  # (B, C, H, W) uint8
+    targets: Tensor  # (B,) int64
+    sample_ids: Tensor  # (B,) int64
+    boxes: Tensor | None = None  # (B, 4) int64: top, left, height, width; None where nothing is erased
+    noise: Tensor | None = None  # float32, the values of all boxes one after the other
+    skipped: Sequence[SkippedImage] = ()
+    replaced: int = 0
+
+    def pin_memory(self) -> "RawBatch":  # called by DataLoader
+        return replace(
+            self,
+            images=self.images.pin_memory(),
+            targets=self.targets.pin_memory(),
+            sample_ids=self.sample_ids.pin_memory(),
+            boxes=None if self.boxes is None else self.boxes.pin_memory(),
+            noise=None if self.noise is None else self.noise.pin_memory(),
+        )
+
+
+def collate(
+    samples: Sequence[Sample],
+    *,
+    shape: tuple[int, int, int],
+    skipped: Sequence[SkippedImage] = (),
+    replaced: int = 0,
+) -> RawBatch:
+    """`shape` (C, H, W) is that of one image: there may be none."""
+    batch = RawBatch(
+        images=torch.stack([s.pixels for s in samples]) if samples else torch.empty((0, *shape), dtype=torch.uint8),
+        targets=torch.tensor([s.target for s in samples], dtype=torch.int64),
+        sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
+        skipped=skipped,
+        replaced=replaced,
+    )
+    erased = [s.erased for s in samples]
+    if any(erased):
+        batch.boxes = torch.tensor([(0, 0, 0, 0) if e is None else e.box for e in erased])
+        batch.noise = torch.cat([e.noise.flatten() for e in erased if e is not None])
+    return batch
+
+
+class Augment:
+    """The training transform of one image, with randomness from the seed it is given and nothing else."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._transform = train_transform(config)
+        self._erasing = BoxErasing(config.random_erase) if config.augment and config.random_erase else None
+
+    def __call__(self, image: Image.Image, *, seed: int) -> tuple[Tensor, ErasedBox | None]:
+        seed_generators(seed)
+        pixels = self._transform(image)
+        return pixels, None if self._erasing is None else self._erasing(pixels)
+
+
+def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image.Image, int]:
+    """The decoded image and its label; UnreadableImage says why not."""
+    try:
+        file, label = source.read(index)
+    except UnreadableImage:
+        raise
+    except Exception as error:  # the file has gone, or the archive around it is damaged: zip, tar and zlib errors
+        raise UnreadableImage(f"{type(error).__name__}: {error}") from error
+    with file:
+        return decode_image(file, in_chans=config.in_chans, exif_rotation=config.exif_rotation), label
+
+
+class TrainSamples(Dataset[RawBatch]):
+    """Augmented samples; an unreadable one is replaced, so that the batch keeps its shape."""
+
+    def __init__(self, source: Source, *, config: DataConfig, seed: int) -> None:
+        self._source, self._config, self._seed = source, config, seed
+        self._augment = Augment(config)
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> RawBatch:
+        skipped: list[SkippedImage] = []
+        with restored_generators():
+            found = [self._sample(key, skipped) for key in keys]
+        samples = [sample for sample in found if sample is not None]
+        replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
+        return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced)
+
+    def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> Sample | None:
+        seed = derive_seed("augment", self._seed, key.epoch, key.sample, key.copy)
+        shown, total = key.sample, len(self._source)
+        for attempt in range(_MAX_REPLACEMENTS):
+            try:
+                image, label = load_image(self._source, shown, config=self._config)
+            except UnreadableImage as error:
+                skipped.append(SkippedImage(self._source.path(shown), str(error)))
+                shown = replacement(key.sample, seed=self._seed, epoch=key.epoch, attempt=attempt, num_samples=total)
+            else:
+                pixels, erased = self._augment(image, seed=seed)
+                return Sample(pixels, label, shown, erased)
+        return None
+
+
+class EvalSamples(Dataset[RawBatch]):
+    """Samples with the evaluation transform; an unreadable one is left out of its batch."""
+
+    def __init__(self, source: Source, *, config: DataConfig) -> None:
+        self._source, self._config = source, config
+        self._transform: Transform = eval_transform(config)
+
+    def __getitems__(self, indices: Sequence[int]) -> RawBatch:
+        samples: list[Sample] = []
+        skipped: list[SkippedImage] = []
+        for index in indices:
+            try:
+                image, label = load_image(self._source, index, config=self._config)
+            except UnreadableImage as error:
+                skipped.append(SkippedImage(self._source.path(index), str(error)))
+            else:
+                samples.append(Sample(self._transform(image), label, index))
+        return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped)
+
+
+class TrainPlan:
+    """The keys of this rank's batches of an epoch: a function of (seed, epoch), cut into ranks afterwards."""
+
+    def __init__(self, num_samples: int, *, config: DataConfig, seed: int, rank: int, world_size: int) -> None:
+        self._num_samples, self._seed, self._repeats = num_samples, seed, config.repeats
+        self._positions = rank_positions(config.batch_size, rank=rank, world_size=world_size)
+        self._global_batch = config.batch_size * world_size
+        self.steps = num_samples // self._global_batch
+        if config.mixes and config.batch_size % 2:
+            raise ValueError(
+                f"data.batch_size is {config.batch_size}; mixup mixes pairs and needs an even number "
+                "(or set data.mixup and data.cutmix to 0)"
+            )
+        if self.steps == 0:
+            raise ValueError(
+                f"a batch of {config.batch_size} on {world_size} rank(s) needs {self._global_batch} images, "
+                f"the training split has {num_samples}; lower data.batch_size"
+            )
+
+    def __call__(self, epoch: int, start_step: int) -> Iterator[list[SampleKey]]:
+        order = epoch_order(self._num_samples, seed=self._seed, epoch=epoch, repeats=self._repeats)
+        for step in range(start_step, self.steps):
+            rows = order[step * self._global_batch + self._positions]
+            yield [SampleKey(epoch, int(sample), int(copy)) for sample, copy in rows]
+
+
+class EvalPlan:
+    """Every image once over all ranks: rank r has r, r + R, …; the last batch is short."""
+
+    def __init__(self, num_samples: int, *, batch_size: int, rank: int, world_size: int) -> None:
+        self.indices = range(rank, num_samples, world_size)
+        self._batch_size = batch_size
+        self.max_batches = -(-len(range(0, num_samples, world_size)) // batch_size)  # of rank 0, which has the most
+
+    def __call__(self, epoch: int, start_step: int) -> Iterator[list[int]]:
+        for start in range(start_step * self._batch_size, len(self.indices), self._batch_size):
+            yield list(self.indices[start : start + self._batch_size])
+
+
+class Feed(Protocol):
+    """Where a loader gets its raw batches."""
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]: ...
+
+    def to(self, device: torch.device) -> None:
+        """Pixels kept in memory move to the device; a feed without any has nothing to do."""
+
+
+class _PlannedKeys:
+    """A batch sampler whose epoch and first step are set before each iteration."""
+
+    def __init__(self, plan: Callable[[int, int], Iterable[Sequence[object]]]) -> None:
+        self._plan = plan
+        self.position = (0, 0)
+
+    def __iter__(self) -> Iterator[Sequence[object]]:
+        return iter(self._plan(*self.position))
+
+
+class WorkerFeed:
+    """Batches decoded and transformed as they are needed, in worker processes."""
+
+    def __init__(
+        self,
+        samples: Dataset[RawBatch],
+        plan: Callable[[int, int], Iterable[Sequence[object]]],
+        *,
+        config: DataConfig,
+        workers: int,
+        keep_workers: bool,
+    ) -> None:
+        self._keys = _PlannedKeys(plan)
+        self._loader = DataLoader(
+            samples,
+            batch_sampler=self._keys,  # type: ignore[arg-type]  # anything that iterates over batches of keys will do
+            collate_fn=as_it_is,
+            persistent_workers=keep_workers and workers > 0,
+            generator=torch.Generator(),  # otherwise starting an epoch would draw from the global generator
+            **loader_arguments(config, workers=workers),
+        )
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
+        self._keys.position = (epoch, start_step)
+        return iter(self._loader)
+
+    def to(self, device: torch.device) -> None:
+        pass
+
+
+def loader_arguments(config: DataConfig, *, workers: int) -> dict[str, Any]:
+    return {
+        "num_workers": workers,
+        "prefetch_factor": config.prefetch if workers else None,
+        "pin_memory": torch.cuda.is_available() if config.pin_memory is None else config.pin_memory,
+    }
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch

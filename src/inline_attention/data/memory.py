@@ -1,0 +1,161 @@
+"""Small data sets in memory: decoded once, kept as uint8."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from inline_attention.data.batches import (
+    EvalPlan,
+    EvalSamples,
+    RawBatch,
+    SampleKey,
+    WorkerFeed,
+    as_it_is,
+    load_image,
+)
+from inline_attention.data.config import DataConfig
+from inline_attention.data.decode import UnreadableImage
+from inline_attention.data.order import replacement
+from inline_attention.data.skipped import SkippedImage
+from inline_attention.data.sources import Source
+
+_READ_BATCH = 64  # images that a worker hands over at a time while the memory is filled
+
+
+class DecodedSource:
+    """A source whose images are decoded already, at their own sizes: what is augmented is the same pixels."""
+
+    def __init__(self, source: Source, *, config: DataConfig, workers: int) -> None:
+        self._source = source
+        self.class_names, self.named = source.class_names, source.named
+        loader = DataLoader(
+            _Decode(source, config), batch_size=_READ_BATCH, collate_fn=as_it_is, num_workers=workers,
+            generator=torch.Generator(),
+        )  # fmt: skip
+        decoded = [item for batch in loader for item in batch]
+        arrays = [item[0] for item in decoded if not isinstance(item, str)]
+        self._shapes = np.array([(0, 0, 0) if isinstance(item, str) else item[0].shape for item in decoded])
+        self._labels = np.array([-1 if isinstance(item, str) else item[1] for item in decoded])
+        self._reasons = {index: item for index, item in enumerate(decoded) if isinstance(item, str)}
+        self.skipped = [SkippedImage(source.path(index), reason) for index, reason in self._reasons.items()]
+        self._starts = np.concatenate([[0], np.cumsum(self._shapes.prod(axis=1))])
+        self._pixels = np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        if index in self._reasons:
+            raise UnreadableImage(self._reasons[index])
+        pixels = self._pixels[self._starts[index] : self._starts[index + 1]].reshape(self._shapes[index])
+        return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), int(self._labels[index])
+
+    def path(self, index: int) -> str:
+        return self._source.path(index)
+
+
+class _Decode(Dataset[object]):
+    """(H, W, C) uint8 pixels and label, or the reason why not, of each image."""
+
+    def __init__(self, source: Source, config: DataConfig) -> None:
+        self._source, self._config = source, config
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int] | str:
+        try:
+            image, label = load_image(self._source, index, config=self._config)
+        except UnreadableImage as error:
+            return str(error)
+        pixels = np.asarray(image)
+        return pixels.reshape(*pixels.shape[:2], -1), label
+
+
+class PixelStore:
+    """Images of a source after the evaluation transform, as one tensor (N, C, H, W) uint8, on any device."""
+
+    def __init__(self, source: Source, samples: Sequence[int], *, config: DataConfig, workers: int) -> None:
+        plan = EvalPlan(len(samples), batch_size=_READ_BATCH, rank=0, world_size=1)
+        feed = WorkerFeed(
+            EvalSamples(source, config=config),
+            lambda epoch, step: ([samples[row] for row in rows] for rows in plan(epoch, step)),
+            config=replace(config, pin_memory=False),
+            workers=workers,
+            keep_workers=False,
+        )
+        self.samples = np.asarray(samples)  # ascending
+        self.readable = np.zeros(len(samples), dtype=bool)
+        self.skipped: list[SkippedImage] = []
+        self._images = torch.zeros((len(samples), config.in_chans, *config.size), dtype=torch.uint8)
+        self._targets = torch.zeros(len(samples), dtype=torch.int64)
+        for batch in feed.batches(0, 0):
+            rows = np.searchsorted(self.samples, batch.sample_ids.numpy())
+            self._images[rows], self._targets[rows] = batch.images, batch.targets
+            self.readable[rows] = True
+            self.skipped.extend(batch.skipped)
+
+    def __getitem__(self, rows: np.ndarray) -> RawBatch:
+        places, ids = (self._on_device(numbers) for numbers in (rows, self.samples[rows]))
+        return RawBatch(self._images[places], self._targets[places], ids)
+
+    def _on_device(self, numbers: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(numbers)
+        if self._images.is_cuda:  # from pinned memory, or the host would wait for the device
+            tensor = tensor.pin_memory().to(self._images.device, non_blocking=True)
+        return tensor.to(self._images.device)
+
+    def to(self, device: torch.device) -> None:
+        self._images, self._targets = self._images.to(device), self._targets.to(device)
+
+
+class TrainMemoryFeed:
+    """Training batches without augmentation, from memory."""
+
+    def __init__(self, store: PixelStore, plan: Callable[[int, int], Iterator[list[SampleKey]]], *, seed: int) -> None:
+        self._store, self._plan, self._seed = store, plan, seed
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
+        if not self._store.readable.any():
+            raise ValueError("none of the training images can be read")
+        for keys in self._plan(epoch, start_step):
+            rows = np.array([self._readable_row(key) for key in keys])
+            batch = self._store[rows]
+            batch.replaced = int((rows != [key.sample for key in keys]).sum())
+            yield batch
+
+    def _readable_row(self, key: SampleKey) -> int:
+        row, attempt = key.sample, 0
+        while not self._store.readable[row]:
+            row = replacement(
+                key.sample,
+                seed=self._seed,
+                epoch=key.epoch,
+                attempt=attempt,
+                num_samples=len(self._store.samples),
+            )
+            attempt += 1
+        return row
+
+    def to(self, device: torch.device) -> None:
+        self._store.to(device)
+
+
+class EvalMemoryFeed:
+    """Evaluation batches from memory."""
+
+    def __init__(self, store: PixelStore, *, batch_size: int) -> None:
+        self._store, self._batch_size = store, batch_size
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
+        rows = np.flatnonzero(self._store.readable)
+        for start in range(start_step * self._batch_size, len(rows), self._batch_size):
+            yield self._store[rows[start : start + self._batch_size]]
+
+    def to(self, device: torch.device) -> None:
+        self._store.to(device)

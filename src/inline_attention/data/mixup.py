@@ -1,0 +1,38 @@
+"""Mixup and cutmix with randomness from (seed, epoch, step)."""
+
+from timm.data.mixup import Mixup as TimmMixup
+from timm.data.mixup import mixup_target
+from torch import Tensor
+
+from inline_attention.data.config import DataConfig
+from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
+
+
+class Mixup:
+    """timm's batch-wise mixup and cutmix.
+
+    Every rank draws the same mixing weight and the same box at a step; with the loader's division into ranks
+    (`order.rank_positions`) R ranks mix the pairs that one rank would. Without either, targets become
+    one-hot.
+    """
+
+    def __init__(self, config: DataConfig, *, num_classes: int, label_smoothing: float = 0.0, seed: int = 0) -> None:
+        self._num_classes, self._label_smoothing, self._seed = num_classes, label_smoothing, seed
+        self._mix = None
+        if config.mixes:
+            self._mix = TimmMixup(
+                mixup_alpha=config.mixup,
+                cutmix_alpha=config.cutmix,
+                prob=config.mixup_prob,
+                switch_prob=config.mixup_switch,
+                label_smoothing=label_smoothing,
+                num_classes=num_classes,
+            )
+
+    def __call__(self, images: Tensor, targets: Tensor, *, epoch: int, step: int) -> tuple[Tensor, Tensor]:
+        """(B, C, H, W) and (B,) to the images, mixed in place, and smoothed soft targets (B, num_classes)."""
+        if self._mix is None:
+            return images, mixup_target(targets, self._num_classes, smoothing=self._label_smoothing)
+        with restored_generators():
+            seed_generators(derive_seed("mixup", self._seed, epoch, step))
+            return self._mix(images, targets)

@@ -1,0 +1,415 @@
+"""Where images come from: random access to encoded images and their labels, before any decoding.
+
+A source knows its class names and finds what is wrong with the data when it is opened: every error here is
+raised before anything starts. Streams (WebDataset, TensorFlow datasets) have no random access and are in
+`streams`.
+"""
+
+import io
+import os
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from PIL import Image
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.utils.misc import natural_key
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+from inline_attention.data.config import DataConfig
+
+IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
+
+
+class Source(Protocol):
+    """Random access to images. `named` says whether the class names are the data's own or mere numbers."""
+
+    class_names: list[str]
+    named: bool
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
+        """The encoded (or already decoded) image and its label."""
+
+    def path(self, index: int) -> str:
+        """What to call the image in a message."""
+
+
+def open_source(config: DataConfig, split: str) -> Source:
+    """Open one split of a data set with random access; ValueError says what is wrong with it."""
+    if config.path == "digits":
+        return DigitsSource(split)
+    if config.path.startswith("hfds/"):
+        return HuggingFaceSource(config.path.removeprefix("hfds/"), split, config=config)
+    root = Path(config.path)
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise ValueError(
+            f"data path {config.path!r} {what}; expected a folder with the splits "
+            f"{config.train_split!r} and {config.val_split!r}, or digits, hfds/NAME, wds/FOLDER, tfds/NAME"
+        )
+    folder, archive, tar = root / split, root / f"{split}.zip", root / f"{split}.tar"
+    if archive.is_file():
+        return ZipSource(archive, root / f"{split}_map.txt", names_from=root / f"{config.train_split}_map.txt")
+    if tar.is_file() or any(folder.glob("*.tar")):
+        return TarSource(tar if tar.is_file() else folder)
+    if folder.is_dir():
+        return FolderSource(folder)
+    there = sorted({p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)})
+    raise ValueError(
+        f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
+        "Name the splits with data.train_split and data.val_split."
+    )
+
+
+def _is_split(path: Path) -> bool:
+    return (path.is_dir() or path.suffix in (".zip", ".tar")) and not path.name.startswith(".")
+
+
+def check_same_classes(train: Source, val: Source, *, train_split: str, val_split: str) -> None:
+    if train.class_names == val.class_names or not (train.named and val.named):
+        return
+    only_train = sorted(set(train.class_names) - set(val.class_names), key=natural_key)
+    only_val = sorted(set(val.class_names) - set(train.class_names), key=natural_key)
+    raise ValueError(
+        f"splits {train_split!r} and {val_split!r} have different classes: "
+        f"only in {train_split!r}: {_some(only_train)}; only in {val_split!r}: {_some(only_val)}"
+    )
+
+
+class PackedStrings(Sequence[str]):
+    """Many strings in two arrays. A list of a million str is copied into every worker, object by object, as
+    reference counts touch its pages; arrays stay shared."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = [os.fsencode(string) for string in strings]
+        self._ends = np.cumsum([0, *map(len, encoded)])
+        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # slices are not needed
+        return os.fsdecode(self._bytes[self._ends[index] : self._ends[index + 1]].tobytes())
+
+
+class FolderSource:
+    """ImageNet layout: one folder a class, images at any depth below it; classes in timm's natural order."""
+
+    named = True
+
+    def __init__(self, folder: Path) -> None:
+        self.class_names = sorted(
+            (entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")),
+            key=natural_key,
+        )
+        if not self.class_names:
+            raise ValueError(f"no images in {str(folder)!r}: expected one folder a class with images in it")
+        samples = make_dataset(
+            str(folder),
+            class_to_idx={name: label for label, name in enumerate(self.class_names)},
+            extensions=IMAGE_EXTENSIONS,
+            allow_empty=True,
+        )
+        if not samples:
+            raise ValueError(f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
+        self._root = folder
+        self._labels = np.array([label for _, label in samples])
+        _check_every_class_has_images(self._labels, self.class_names, where=f"folder {str(folder)!r}")
+        start = len(os.path.join(folder, ""))
+        self._paths = PackedStrings(path[start:] for path, _ in samples)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int) -> tuple[BinaryIO, int]:
+        return open(self.path(index), "rb"), int(self._labels[index])
+
+    def path(self, index: int) -> str:
+        return os.path.join(self._root, self._paths[index])
+
+
+class FilesSource:
+    """A list of image files without labels."""
+
+    named = False
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.class_names: list[str] = []
+        self._paths = PackedStrings(map(str, paths))
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, index: int) -> tuple[BinaryIO, int]:
+        return open(self.path(index), "rb"), 0
+
+    def path(self, index: int) -> str:
+        return self._paths[index]
+
+
+class ZipSource:
+    """The official code's layout: `train.zip` beside `train_map.txt` with "relative/path<TAB>label" lines.
+
+    The class names are the folders in `names_from` (the training split's map; the official val.zip has no
+    folders) where every label has exactly one, the labels' numbers otherwise.
+    """
+
+    def __init__(self, archive: Path, map_file: Path, *, names_from: Path) -> None:
+        named_by = names_from if names_from.is_file() else map_file
+        paths, labels = _read_map(named_by)
+        count = int(labels.max()) + 1
+        self.class_names, self.named = _folder_names(paths, labels, count=count)
+        if named_by == names_from:
+            _check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
+        if named_by != map_file:
+            paths, labels = _read_map(map_file, num_classes=count)
+        try:
+            with zipfile.ZipFile(archive) as opened:
+                members = {member.filename: member for member in opened.infolist()}
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{str(archive)!r} is not a readable zip file: {error}") from error
+        missing = [path for path in paths if path not in members]
+        if missing:
+            what = f"{len(missing)} of {len(paths)} images of the map are not in {str(archive)!r}"
+            raise ValueError(f"{what}: {_some(missing)}")
+        chosen = [members[path] for path in paths]
+        readable = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        if any(member.compress_type not in readable or member.flag_bits & 1 for member in chosen):
+            raise ValueError(f"{str(archive)!r} is encrypted or neither stored nor deflated; pack it again")
+        # Arrays instead of a ZipFile in each worker, which would hold an object for every image.
+        self._offsets = np.array([member.header_offset for member in chosen])
+        self._sizes = np.array([member.compress_size for member in chosen])
+        self._checksums = np.array([member.CRC for member in chosen])
+        self._deflated = np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in chosen])
+        self._paths, self._labels, self._archive = PackedStrings(paths), labels, str(archive)
+        self._opened: tuple[int, BinaryIO] | None = None
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int) -> tuple[BinaryIO, int]:
+        # A file handle must not be shared between processes: they would move each other's position.
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), open(self._archive, "rb"))  # noqa: SIM115  # for the life of the process
+        file = self._opened[1]
+        file.seek(self._offsets[index])
+        name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # the local header has its own lengths
+        file.seek(name_length + extra_length, os.SEEK_CUR)
+        content = file.read(self._sizes[index])
+        if self._deflated[index]:
+            content = zlib.decompress(content, wbits=-zlib.MAX_WBITS)
+        if zlib.crc32(content) != self._checksums[index]:
+            raise OSError("wrong checksum: the archive is damaged here")
+        return io.BytesIO(content), int(self._labels[index])
+
+    def path(self, index: int) -> str:
+        return f"{self._archive}:{self._paths[index]}"
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_opened": None}
+
+
+class TarSource:
+    """A tar file, or a folder of them (one a class), through timm's reader."""
+
+    named = True
+
+    def __init__(self, root: Path) -> None:
+        try:
+            # Not cached: a tar file opened before the workers start would share its position among them.
+            self._reader = ReaderImageInTar(str(root), cache_tarfiles=False, cache_tarinfo=False)
+        except tarfile.TarError as error:
+            raise ValueError(f"{str(root)!r} is not a readable tar file: {error}") from error
+        except ValueError as error:  # timm unpacks an empty list
+            raise ValueError(f"no images in {str(root)!r}; known in tar files: .png, .jpg, .jpeg") from error
+        self._root = root
+        self.class_names = sorted(self._reader.class_name_to_idx, key=self._reader.class_name_to_idx.__getitem__)
+        # timm leaves equal names in different tar files in the file system's order; ranks must agree on one.
+        names = [(tar or "", member.name) for member, tar, _ in self._reader.samples]
+        self._order = np.array(sorted(range(len(names)), key=names.__getitem__))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def read(self, index: int) -> tuple[BinaryIO, int]:
+        file, label = self._reader[self._order[index]]
+        return file, int(label)
+
+    def path(self, index: int) -> str:
+        member, tar, _ = self._reader.samples[self._order[index]]
+        return f"{self._root / tar if tar else self._root}:{member.name}"
+
+
+class HuggingFaceSource:
+    """A Hugging Face data set (a name on the hub, or a local folder) through timm's reader."""
+
+    def __init__(self, name: str, split: str, *, config: DataConfig) -> None:
+        if find_spec("datasets") is None:
+            raise ImportError(f"data path 'hfds/{name}' needs the package `datasets`: pip install datasets")
+        # Not through timm's create_reader, which turns the name to lower case and would miss a local path.
+        from timm.data.readers.reader_hfds import ReaderHfds
+
+        image_key, label_key = config.input_key or "image", config.target_key or "label"
+        try:
+            self._reader = ReaderHfds(name, split=split, input_key=image_key, target_key=label_key)
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"split {split!r} of 'hfds/{name}' cannot be read ({error}); taken were the image column "
+                f"{image_key!r} (data.input_key) and the label column {label_key!r} (data.target_key)"
+            ) from error
+        if len(self._reader) == 0:
+            raise ValueError(f"no images in split {split!r} of 'hfds/{name}'")
+        first = self._reader.dataset[0]
+        for key, option in ((image_key, "input_key"), (label_key, "target_key")):
+            if first.get(key) is None:  # timm's reader adds an empty column where there is no such image column
+                there = ", ".join(column for column, value in first.items() if value is not None)
+                raise ValueError(f"no column {key!r} in 'hfds/{name}' (data.{option}); there is {there}")
+        names = getattr(self._reader.dataset.features[label_key], "names", None)  # timm's only look at "label"
+        labels = np.array(self._reader.dataset[label_key])
+        self.named = names is not None
+        self.class_names = names or [str(i) for i in range(config.num_classes or int(labels.max()) + 1)]
+        count = len(self.class_names)
+        if labels.min() < 0 or labels.max() >= count:
+            raise ValueError(
+                f"labels of split {split!r} of 'hfds/{name}' run from {labels.min()} to {labels.max()}; "
+                f"expected 0 to {count - 1} (a split without public labels cannot be used)"
+            )
+        self._name = f"hfds/{name}[{split}]"
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def read(self, index: int) -> tuple[BinaryIO, int]:
+        file, label = self._reader[index]
+        return file, int(label)
+
+    def path(self, index: int) -> str:
+        return f"{self._name}:{index}"
+
+
+class DigitsSource:
+    """scikit-learn's digits: 1,797 handwritten digits, 8×8 greyscale; a held-out quarter is the split "val".
+
+    The division is fixed (the same for every seed) and keeps the share of every class.
+    """
+
+    named = True
+
+    def __init__(self, split: str) -> None:
+        try:
+            from sklearn.datasets import load_digits
+            from sklearn.model_selection import train_test_split
+        except ImportError as error:
+            raise ImportError(
+                "the embedded data set needs scikit-learn: pip install 'inline-attention[train]'"
+            ) from error
+        if split not in ("train", "val"):
+            raise ValueError(f"no split {split!r} in 'digits'; there is train, val")
+        digits = load_digits()
+        pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
+        parts = train_test_split(np.arange(len(pixels)), test_size=0.25, stratify=digits.target, random_state=0)
+        self._rows = parts[0] if split == "train" else parts[1]
+        self._pixels, self._labels = pixels[self._rows], digits.target[self._rows]
+        self.class_names = [str(name) for name in digits.target_names]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self._pixels[index]), int(self._labels[index])
+
+    def path(self, index: int) -> str:
+        return f"digits:{self._rows[index]}"
+
+
+class RelabelledSource:
+    """A source with the labels of a model's classes, which may be more than the data's."""
+
+    named = True
+
+    def __init__(self, source: Source, class_names: list[str]) -> None:
+        self._source = source
+        self._label_map = label_map(source.class_names, named=source.named, model_classes=class_names)
+        self.class_names = class_names
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
+        file, label = self._source.read(index)
+        return file, int(self._label_map[label])
+
+    def path(self, index: int) -> str:
+        return self._source.path(index)
+
+
+def label_map(data_classes: list[str], *, named: bool, model_classes: list[str]) -> np.ndarray:
+    """(number of data classes,) int64: the model's label of every class of the data, matched by name."""
+    if not named:
+        if len(data_classes) > len(model_classes):
+            raise ValueError(f"the data have {len(data_classes)} classes, the model {len(model_classes)}")
+        return np.arange(len(data_classes))
+    positions = {name: label for label, name in enumerate(model_classes)}
+    unknown = [name for name in data_classes if name not in positions]
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} of the {len(data_classes)} classes of the data are not among the model's "
+            f"{len(model_classes)}: {_some(unknown)}; the model knows {_some(model_classes)}"
+        )
+    return np.array([positions[name] for name in data_classes])
+
+
+def _read_map(map_file: Path, *, num_classes: int | None = None) -> tuple[list[str], np.ndarray]:
+    if not map_file.is_file():
+        raise ValueError(f"{str(map_file)!r} is missing: the zip layout needs it, with 'path<TAB>label' lines")
+    paths, labels = [], []
+    with open(map_file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            path, tab, label = line.rstrip("\r\n").rpartition("\t")
+            if not tab or not path or not label.strip().lstrip("-").isdigit():
+                raise ValueError(f"{str(map_file)!r} line {number} is {line.rstrip()!r}; expected 'path<TAB>label'")
+            if int(label) < 0 or (num_classes is not None and int(label) >= num_classes):
+                allowed = "0 or more" if num_classes is None else f"0 to {num_classes - 1}"
+                raise ValueError(f"label {int(label)} in {str(map_file)!r} line {number} is out of range; "
+                                 f"expected {allowed}")  # fmt: skip
+            paths.append(path)
+            labels.append(int(label))
+    if not paths:
+        raise ValueError(f"no images in {str(map_file)!r}: the map is empty")
+    return paths, np.array(labels)
+
+
+def _folder_names(paths: list[str], labels: np.ndarray, *, count: int) -> tuple[list[str], bool]:
+    folders: list[set[str]] = [set() for _ in range(count)]
+    for path, label in zip(paths, labels, strict=True):
+        folders[label].add(path.rpartition("/")[0].rpartition("/")[2])
+    names = [next(iter(found)) if len(found) == 1 else "" for found in folders]
+    if all(names) and len(set(names)) == count:
+        return names, True
+    return [str(label) for label in range(count)], False
+
+
+def _check_every_class_has_images(labels: np.ndarray, class_names: list[str], *, where: str) -> None:
+    counts = np.bincount(labels, minlength=len(class_names))
+    empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
+    if empty:
+        raise ValueError(f"{len(empty)} class(es) without images in {where}: {_some(empty)}; remove or fill them")
+
+
+def _some(names: Sequence[str], count: int = 5) -> str:
+    """The first few, for a message."""
+    if not names:
+        return "none"
+    return ", ".join(repr(name) for name in names[:count]) + (
+        f" and {len(names) - count} more" if len(names) > count else ""
+    )

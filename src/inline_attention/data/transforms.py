@@ -1,0 +1,130 @@
+"""From a decoded image to a uint8 tensor (C, H, W). Normalising and erasing are left to the device."""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from timm.data import auto_augment, create_transform
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+from torchvision.transforms import Compose
+
+from inline_attention.data.config import DataConfig
+
+Transform = Callable[[Image.Image], Tensor]  # PIL image -> (C, H, W) uint8
+
+# The published evaluation resizes BOTH sides to int(size·256/224) and cuts out the centre: timm's "squash".
+_PUBLISHED_CROP = 224 / 256
+
+
+def train_transform(config: DataConfig) -> Transform:
+    """Random crop, flip and RandAugment (or colour jitter), drawn from the global generators."""
+    if not config.augment:
+        return eval_transform(config)
+    try:
+        transform = create_transform(
+            config.size,
+            is_training=True,
+            use_prefetcher=True,  # leaves the result uint8
+            scale=(config.scale[0], config.scale[1]),
+            ratio=(config.ratio[0], config.ratio[1]),
+            hflip=config.hflip,
+            color_jitter=config.color_jitter,
+            auto_augment=config.auto_augment,
+            interpolation=config.interpolation,
+            mean=config.statistics[0],  # the colour of what RandAugment moves into the picture
+        )
+    except (AssertionError, KeyError) as error:
+        raise ValueError(
+            f"data.auto_augment is {config.auto_augment!r}, which timm does not understand ({error}); "
+            "expected a policy such as rand-m9-mstd0.5-inc1, or null"
+        ) from error
+    for operation in _augment_operations(transform):
+        if operation.aug_fn is auto_augment.posterize:
+            operation.aug_fn = _posterize
+    return transform
+
+
+def _augment_operations(transform: Compose) -> Iterator[auto_augment.AugmentOp]:
+    for step in transform.transforms:
+        if isinstance(step, auto_augment.AutoAugment):
+            yield from chain.from_iterable(step.policy)
+        elif isinstance(step, auto_augment.RandAugment | auto_augment.AugMixAugment):
+            yield from step.ops
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **arguments: object) -> Image.Image:
+    """timm's, and black at 0 bits (the strongest magnitude), which newer Pillow releases refuse."""
+    if bits_to_keep == 0:
+        return Image.new(image.mode, image.size)
+    return auto_augment.posterize(image, bits_to_keep, **arguments)
+
+
+def eval_transform(config: DataConfig) -> Transform:
+    """What `config.eval_transform` names.
+
+    "published": both sides to int(size·256/224), centre crop.
+    "timm": short side to size/crop_pct, centre crop.
+    "resize": both sides to size.
+    """
+    return create_transform(
+        config.size,
+        is_training=False,
+        use_prefetcher=True,
+        interpolation="bilinear" if config.interpolation == "random" else config.interpolation,
+        crop_mode="center" if config.eval_transform == "timm" else "squash",
+        crop_pct={"published": _PUBLISHED_CROP, "timm": config.crop_pct, "resize": 1.0}[config.eval_transform],
+    )
+
+
+class ErasedBox(NamedTuple):
+    """A rectangle that random erasing fills with noise."""
+
+    box: tuple[int, int, int, int]  # top, left, height, width
+    noise: Tensor  # (C, height, width)
+
+
+class BoxErasing:
+    """timm's random erasing in "pixel" mode, giving the rectangle instead of applying it.
+
+    Erasing belongs after normalisation, which happens on the device; drawing belongs to the sample. So a
+    worker draws rectangle and noise, and a batch carries them, packed, to the device.
+    """
+
+    def __init__(self, probability: float) -> None:
+        self._probability = probability
+        self._erasing = RandomErasing(1.0, mode="pixel", device="cpu")
+
+    def __call__(self, image: Tensor) -> ErasedBox | None:
+        if random.random() >= self._probability:
+            return None
+        canvas = torch.full(image.shape, torch.nan)  # (C, H, W)
+        self._erasing(canvas)
+        erased = ~canvas[0].isnan()
+        rows, columns = erased.any(1).nonzero(), erased.any(0).nonzero()
+        if len(rows) == 0:  # no rectangle fitted
+            return None
+        top, left = int(rows[0]), int(columns[0])
+        height, width = len(rows), len(columns)
+        return ErasedBox((top, left, height, width), canvas[:, top : top + height, left : left + width])
+
+
+def erase_(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
+    """Fill `boxes` (B, 4) int64 (top, left, height, width; height 0: none) of `images` (B, C, H, W) in place.
+
+    `noise` holds the values of all boxes, flattened in the order of images, channels, rows, columns.
+    """
+    _, channels, rows, columns = images.shape
+    sizes = channels * boxes[:, 2] * boxes[:, 3]
+    # For every value of the noise: its image, its number in that image's box, and from these its place. The length is
+    # given, so the host does not wait for the sum of the sizes.
+    image = torch.arange(len(boxes), device=boxes.device).repeat_interleave(sizes, output_size=len(noise))
+    number = torch.arange(len(noise), device=noise.device) - (sizes.cumsum(0) - sizes)[image]
+    top, left, height, width = boxes[image].unbind(1)
+    channel, row, column = number // (height * width), number // width % height, number % width
+    places = ((image * channels + channel) * rows + top + row) * columns + left + column
+    images.view(-1).index_copy_(0, places, noise)
+    return images

@@ -1,0 +1,84 @@
+"""Versions and hardware: what a bug report, a benchmark and a run's log need to say about where they come from."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from inline_attention._version import __version__
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "triton",
+    "numpy",
+    "pillow",
+    "safetensors",
+    "huggingface_hub",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "scikit-learn",
+    "segmentation-models-pytorch",
+    "tensorboard",
+)
+
+
+def describe_environment() -> dict[str, str]:
+    """Names → values, in the order to print them."""
+    facts = {
+        "inline-attention": f"{__version__}{_commit()}",
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+    }
+    facts |= {name: _version(name) for name in PACKAGES}
+    facts["torch built for CUDA"] = torch.version.cuda or "no"
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(i)
+            facts[f"gpu {i}"] = (
+                f"{device.name}, {device.total_memory / 2**30:.0f} GiB, capability {device.major}.{device.minor}"
+            )
+        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    else:
+        facts["gpu"] = "mps" if torch.backends.mps.is_available() else "none"
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """Of a checkout that this file is in; nothing for an installed package."""
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / ".git").exists():
+        return ""
+    commit = _output("git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return f" ({commit})" if commit else ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _output(*command: str) -> str:
+    """The first line that a command prints; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().partition("\n")[0]

@@ -1,0 +1,170 @@
+"""Models as files: `torch.export` programs (.pt2) and ONNX, each checked against the model it was made from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inline_attention.models._base import PyramidModel, VisionModel
+from inline_attention.models.cswin import StripeAttention
+from inline_attention.models.pvt import ReducedSoftmaxAttention
+from inline_attention.models.swin import SwinBlock
+
+Format = Literal["onnx", "pt2"]
+FORMATS: tuple[Format, ...] = ("onnx", "pt2")
+OPSET = 20
+# Another runtime sums in another order; more than this is a wrong graph.
+TOLERANCE = 1e-4
+
+
+class Check(NamedTuple):
+    """The file's output against the model's, for one input."""
+
+    shape: tuple[int, ...]  # of the input
+    difference: float  # largest, absolute
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= TOLERANCE  # False for NaN
+
+
+class Exported(NamedTuple):
+    path: Path
+    covers: str  # which inputs, in words
+    checks: list[Check]
+
+
+def minimum_size(model: VisionModel) -> int:
+    """The smallest side that a file with dynamic sizes covers.
+
+    A graph has one path. Where a model attends in windows or stripes it is that of maps with more than one of them a
+    side; where softmax attention reduces the map of its keys, that of maps with at least one key.
+    """
+    smallest = 32
+    for i, stage in enumerate(model.stages if isinstance(model, PyramidModel) else []):
+        stride = 4 * 2**i
+        for module in stage.modules():
+            if isinstance(module, SwinBlock) and module.window is not None:
+                smallest = max(smallest, max(module.window) * stride + 1)
+            elif isinstance(module, StripeAttention) and module.stripe is not None:
+                smallest = max(smallest, module.stripe * stride + 1)
+            elif isinstance(module, ReducedSoftmaxAttention):
+                smallest = max(smallest, module.reduction * stride)
+    return smallest
+
+
+def _example(model: VisionModel, img_size: tuple[int, int], *, batch: int) -> Tensor:
+    reference = next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, model.in_chans, *img_size, generator=generator)
+    return x.to(device=reference.device, dtype=reference.dtype)
+
+
+def export_model(
+    model: VisionModel,
+    path: str | Path,
+    *,
+    format: Format = "onnx",
+    img_size: tuple[int, int] | None = None,
+    dynamic_batch: bool = False,
+    dynamic_size: bool = False,
+) -> Exported:
+    """Writes a model to a file and checks what the file computes.
+
+    Args:
+        model: in eval mode.
+        path: of the file to write.
+        format: "onnx" (needs the `export` extra) or "pt2", which `torch.export.load` reads.
+        img_size: (height, width) of the input. Default: the model's. With `dynamic_size` it is the size that the graph
+            is traced at, and no side may be smaller than `minimum_size`.
+        dynamic_batch: any number of images.
+        dynamic_size: any height and width, from `minimum_size` on.
+
+    Returns:
+        The path, the inputs it covers, and the largest difference from the model: at the exported size, and at another
+        batch and other sizes where these are dynamic.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}; expected one of {', '.join(FORMATS)}")
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() before exporting it")
+    if format == "onnx":
+        for package in ("onnxscript", "onnxruntime"):
+            _require(package)
+    path = Path(path)
+    height, width = img_size or model.img_size
+    covers = f"{'any number of' if dynamic_batch else '1'} × {model.in_chans} × "
+    if dynamic_size:
+        smallest = minimum_size(model)
+        if img_size is not None and min(img_size) < smallest:
+            raise ValueError(
+                f"img_size={img_size}: a graph of this model with dynamic sizes begins at {smallest}, where every map "
+                "has more than one window; export smaller sizes one by one, without dynamic sizes"
+            )
+        height, width = max(height, smallest), max(width, smallest)
+        covers += f"any height and width of at least {smallest}"
+    else:
+        covers += f"{height} × {width}"
+    # A size of one is a constant to the tracer, and equal sizes are equal for ever.
+    traced = (height, width + 32) if dynamic_size else (height, width)
+    example = _example(model, traced, batch=2 if dynamic_batch else 1)
+    dynamic: dict[int, Any] = {}
+    if dynamic_batch:
+        dynamic[0] = torch.export.Dim.DYNAMIC
+    if dynamic_size:
+        dynamic[2] = dynamic[3] = torch.export.Dim.DYNAMIC
+    with torch.no_grad():
+        program = torch.export.export(model, (example,), dynamic_shapes=(dynamic,))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if format == "pt2":
+        torch.export.save(program, path)
+        run = _load_pt2(path)
+    else:
+        _save_onnx(program, path)
+        run = _load_onnx(path)
+
+    inputs = [_example(model, (height, width), batch=1)]
+    if dynamic_batch:
+        inputs.append(_example(model, (height, width), batch=3))
+    if dynamic_size:
+        # No multiple of any stride, and neither side that of the trace.
+        inputs.append(_example(model, (height + 37, width + 75), batch=1))
+    checks = []
+    for x in inputs:
+        with torch.no_grad():
+            difference = (run(x).to(x.device) - model(x)).abs().max().item()
+        checks.append(Check(tuple(x.shape), difference))
+    return Exported(path, covers, checks)
+
+
+def _load_pt2(path: Path) -> Callable[[Tensor], Tensor]:
+    return torch.export.load(path).module()
+
+
+def _save_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+    onnx_program = torch.onnx.export(
+        program, dynamo=True, opset_version=OPSET, input_names=["image"], output_names=["output"], verbose=False
+    )
+    assert onnx_program is not None
+    onnx_program.save(path)
+
+
+def _load_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+    session = _require("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(x: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: x.cpu().numpy()})[0])
+
+    return run
+
+
+def _require(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"ONNX files need {name}: pip install 'inline-attention[export]'") from error

@@ -1,0 +1,149 @@
+"""The commands that show and export models, and how errors reach the shell."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inline_attention import __version__, list_models
+from inline_attention.cli import COMMANDS, main
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"inline-attention {__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"    {command} " in out for command in COMMANDS)
+
+
+def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "s3cret")
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert __version__ in out
+    assert all(f"\n{name} " in out for name in ("torch", "timm", "triton", "onnxruntime", "cpu"))
+    assert "s3cret" not in out
+    assert str(Path.home()) not in out
+    assert str(Path.cwd()) not in out
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["inline-attention"].startswith(__version__)
+
+
+def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in list_models())
+    assert main(["models", "*swin_base*", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in facts] == list_models("*swin_base*")
+    assert facts[0] == dict(
+        name="inline_swin_base",
+        top1=84.1,
+        weights=True,
+        img_size=224,
+        attention="I I I:2 S",
+        params=88_350_120,
+        macs=facts[0]["macs"],
+    )
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "inline_pvt_tiny", "--img-size", "64", "96"]) == 0
+    out = capsys.readouterr().out
+    assert "inline_pvt_tiny at 64×96" in out
+    assert "16 × 24 × 64" in out
+    assert "12.03M" in out
+    assert main(["info", "inline_pvt_tiny", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)
+    assert [stage["name"] for stage in stages] == ["stem", "stage 1", "stage 2", "stage 3", "stage 4", "head"]
+    assert stages[1]["shape"] == [56, 56, 64]
+
+
+def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    arguments = ["export", "inline_deit_tiny", "--format", "pt2", "--img-size", "32", "48", "--output", str(path)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert path.exists()
+    assert "covers:  1 × 3 × 32 × 48" in out
+    assert "weights: random" in out
+    assert "max |file − model| = 0.00e+00 ok" in out
+
+
+def test_export_fails_loudly(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inline_attention.export.TOLERANCE", -1.0)
+    arguments = ["export", "inline_deit_tiny", "--format", "pt2", "--img-size", "32", "32"]
+    assert main([*arguments, "--output", str(tmp_path / "m.pt2")]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["models", "vgg*"], "inline models: no model matches 'vgg*'"),
+        (["info", "inline_swin"], "inline info: there is no model 'inline_swin'; did you mean"),
+        (["info", "resnet18"], "resnet18 is a model of timm, not one of this library"),
+        (
+            ["info", "inline_deit_tiny", "--img-size", "0", "3"],
+            "img_size=[0, 3]; expected a positive integer or a pair",
+        ),
+        (["export", "inline_deit_tiny", "--weights", "none.safetensors"], "none.safetensors"),
+        (["export", "inline_deit_tiny", "--weights", "x", "--pretrained"], "two sources of weights"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_wrong_arguments_exit_2() -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["export", "inline_deit_tiny", "--format", "tflite"])
+    assert done.value.code == 2
+
+
+WITHOUT_EXTRAS = """
+import sys
+from importlib.machinery import PathFinder
+MISSING = {"triton", "onnx", "onnxscript", "onnxruntime", "sklearn", "matplotlib", "tensorboard"}
+find_spec = PathFinder.find_spec
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] in MISSING else find_spec(name, path, target)
+PathFinder.find_spec = find_others
+import torch, inline_attention
+from inline_attention.cli import main
+x = torch.randn(1, 9, 8, requires_grad=True)
+inline_attention.InLineAttention(8, 2)(x, (3, 3)).sum().backward()
+assert x.grad is not None
+model = inline_attention.create_model("inline_pvt_tiny", depths=(1, 1, 1, 1), num_classes=2)
+model(torch.randn(1, 3, 32, 32)).sum().backward()
+assert main(["models"]) == 0
+assert main(["env"]) == 0
+assert main(["info", "inline_deit_tiny"]) == 0
+assert main(["export", "inline_deit_tiny", "--output", sys.argv[1]]) == 2
+"""
+
+
+def test_without_triton_and_other_extras(tmp_path: Path) -> None:
+    """What macOS, Windows and a plain install have: everything but the extras works, and says what is missing."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, str(tmp_path / "m.onnx")], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'inline-attention[export]'" in done.stderr

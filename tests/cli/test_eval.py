@@ -1,0 +1,96 @@
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from inline_attention.cli import main
+from inline_attention.data import DataConfig, open_eval_data
+from inline_attention.training.classifier import load_classifier
+from inline_attention.training.evaluate import evaluate
+
+
+def command(weights: object, *more: object, data: object = "digits") -> list[str]:
+    options = ("--weights", weights, "--data", data, "--device", "cpu", "--workers", 0, *more)
+    return ["eval", "inline_deit_tiny", *map(str, options)]
+
+
+def test_digits(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    csv_file, json_file = tmp_path / "classes.csv", tmp_path / "result.json"
+    assert main(command(weights, "--csv", csv_file, "--json", json_file)) == 0
+    config = DataConfig(img_size=8, in_chans=1, mean=[0.3], std=[0.4], eval_transform="resize", workers=0)
+    expected = evaluate(load_classifier("inline_deit_tiny", str(weights)).model, open_eval_data(config), device="cpu")
+    result = json.loads(json_file.read_text())
+    assert result["top1"] == expected.top1  # also: the preparation of images came from the file
+    assert result["top5"] == expected.top5
+    assert result["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert (result["images"], result["skipped"], result["img_size"]) == (450, 0, [8, 8])
+    output = capsys.readouterr()
+    assert f"top-1 {expected.top1:.3f}%" in output.out
+    assert "450 images" in output.out
+    assert "evaluating: 450/450" in output.err  # no terminal: plain lines
+    rows = list(csv.DictReader(csv_file.open()))
+    assert [row["class"] for row in rows] == [str(digit) for digit in range(10)]
+    assert [[int(row["correct"]), int(row["total"])] for row in rows] == expected.per_class.tolist()
+
+
+def test_classes_are_matched_by_name(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("7", "3"):  # two of the model's ten classes
+        (tmp_path / "data" / "val" / name).mkdir(parents=True)
+        for number in range(3):
+            image = Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8))
+            image.save(tmp_path / "data" / "val" / name / f"{number}.png")
+    csv_file = tmp_path / "classes.csv"
+    assert main(command(weights, "--csv", csv_file, data=tmp_path / "data")) == 0
+    assert [(row["class"], row["total"]) for row in csv.DictReader(csv_file.open())] == [("3", "3"), ("7", "3")]
+    assert main(command(weights, "--by-position", data=tmp_path / "data")) == 2
+    assert "the model has 10 outputs, the data 2 classes" in capsys.readouterr().err
+    (tmp_path / "data" / "val" / "3").rename(tmp_path / "data" / "val" / "three")
+    assert main(command(weights, data=tmp_path / "data")) == 2
+    assert "1 of the 2 classes of the data are not among the model's 10: 'three'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "expected"), [((12,), [12, 12]), ((8, 16), [8, 16])])
+def test_other_resolutions(weights: Path, tmp_path: Path, size: tuple[int, ...], expected: list[int]) -> None:
+    assert main(command(weights, "--img-size", *size, "--json", tmp_path / "result.json")) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["images"], result["img_size"]) == (450, expected)
+
+
+def test_unreadable_images_are_listed(weights: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "val" / "1"
+    folder.mkdir(parents=True)
+    for number in range(3):
+        Image.new("L", (8, 8)).save(folder / f"{number}.png")
+    (folder / "1.png").write_bytes(b"")
+    assert main(command(weights, "--json", tmp_path / "result.json", data=tmp_path / "data")) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["images"], result["skipped"]) == (2, 1)
+    assert result["skipped_images"] == [{"path": str(folder / "1.png"), "reason": "empty file (0 bytes)"}]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--data", "/no/such/place"), "data path '/no/such/place' does not exist"),
+        (("--split", "test"), "no split 'test' in 'digits'"),
+        (("--img-size", 1, 2, 3), "--img-size is 1 2 3; expected a side, or height and width"),
+        (("--device", "tpu9"), "device 'tpu9' cannot be used"),
+        (("--batch-size", 0), "data.batch_size is 0"),
+    ],
+)
+def test_errors(weights: Path, more: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(weights, *more)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_weights_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path / "gone.safetensors")) == 2
+    assert "gone.safetensors" in capsys.readouterr().err
+    assert main(["eval", "inline_deit_small", *command(weights)[2:]]) == 2
+    assert "holds weights of inline_deit_tiny, not of inline_deit_small" in capsys.readouterr().err

@@ -1,0 +1,302 @@
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from inline_attention.data import DataConfig, open_data, open_eval_data
+from inline_attention.data.batches import load_image
+from inline_attention.data.sources import FolderSource, PackedStrings, open_source
+
+MakeFolder = Callable[..., Path]
+
+
+def config(path: object, **options: object) -> DataConfig:
+    return DataConfig(path=str(path), img_size=8, batch_size=2, workers=0, **options)
+
+
+def test_packed_strings() -> None:
+    strings = ["a", "", "n01440764/ü.png", "last"]
+    packed = PackedStrings(strings)
+    assert list(packed) == strings
+    assert len(packed) == 4
+
+
+# Folders
+
+
+def test_folder(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"class10": 3, "class2": 1, "class1": 2}, val={"class1": 1, "class2": 1, "class10": 1})
+    nested = root / "train" / "class1" / "more" / "deep.PNG"
+    nested.parent.mkdir()
+    Image.new("RGB", (9, 9)).save(nested)
+    (root / "train" / "class1" / "notes.txt").write_text("not an image, and not taken for one")
+    (root / "train" / ".hidden").mkdir()
+    source = open_source(config(root), "train")
+    assert source.class_names == ["class1", "class2", "class10"]  # natural order
+    labels = {source.path(i): load_image(source, i, config=config(root))[1] for i in range(len(source))}
+    images = [path for path in (root / "train").rglob("*") if path.suffix.lower() == ".png"]
+    assert labels == {str(path): source.class_names.index(path.relative_to(root / "train").parts[0]) for path in images}
+
+
+def test_splits_are_named(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 2}, validation={"a": 3}, test={"a": 1})
+    assert open_data(config(root, val_split="validation")).val.num_images == 3
+    assert open_data(config(root, val_split="test")).val.num_images == 1
+    with pytest.raises(ValueError, match=r"no split 'val' in .*; there is test, train, validation\. Name the splits"):
+        open_data(config(root))
+
+
+def test_path_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'/no/such/place' does not exist; expected a folder with the splits 'train'"):
+        open_data(config("/no/such/place"))
+    file = tmp_path / "file.zip"
+    file.touch()
+    with pytest.raises(ValueError, match=r"file\.zip' is not a folder"):
+        open_data(config(file))
+
+
+def test_no_images(make_folder: MakeFolder, tmp_path: Path) -> None:
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no images in .*train.*: expected one folder a class"):
+        open_data(config(tmp_path / "images"))
+    make_folder(train={"cat": 0, "dog": 0})
+    with pytest.raises(ValueError, match=r"no images in the class folders of .*train'; known: \.jpg"):
+        open_data(config(tmp_path / "images"))
+
+
+def test_empty_class_folder(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 2, "dog": 0, "fox": 0}, val={"cat": 1, "dog": 1, "fox": 1})
+    with pytest.raises(ValueError, match=r"2 class\(es\) without images in folder '.*train': 'dog', 'fox'; remove"):
+        open_data(config(root))
+
+
+def test_different_classes(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 2, "dog": 2}, val={"cat": 2, "wolf": 2})
+    message = r"'train' and 'val' have different classes: only in 'train': 'dog'; only in 'val': 'wolf'"
+    with pytest.raises(ValueError, match=message):
+        open_data(config(root))
+
+
+def test_batch_larger_than_data(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 3}, val={"cat": 1})
+    with pytest.raises(ValueError, match=r"a batch of 2 on 2 rank\(s\) needs 4 images, the training split has 3"):
+        open_data(config(root), world_size=2)
+
+
+# Labels of a model
+
+
+def test_labels_follow_the_model(make_folder: MakeFolder) -> None:
+    root = make_folder(val={"cat": 1, "wolf": 2})
+    loader = open_eval_data(config(root), class_names=["wolf", "fox", "cat"])
+    targets = [int(target) for batch in loader for target in batch.targets]
+    assert targets == [2, 0, 0]
+    assert loader.class_names == ["wolf", "fox", "cat"]
+    with pytest.raises(
+        ValueError, match=r"1 of the 2 classes of the data are not among the model's 2: 'wolf'; .*'dog'"
+    ):
+        open_eval_data(config(root), class_names=["cat", "dog"])
+
+
+# The zip layout
+
+
+def make_zip(
+    root: Path, split: str, lines: list[str], *, members: list[str] | None = None, method: int = zipfile.ZIP_STORED
+) -> None:
+    """`split`.zip with the members named in the lines (or these), each with its own grey, and the map."""
+    root.mkdir(exist_ok=True)
+    (root / f"{split}_map.txt").write_text("".join(line + "\n" for line in lines))
+    with zipfile.ZipFile(root / f"{split}.zip", "w", compression=method) as archive:
+        for number, member in enumerate(members or [line.split("\t")[0] for line in lines]):
+            with archive.open(member, "w") as file:
+                Image.new("RGB", (8, 8), (number, number, number)).save(file, "PNG")
+
+
+TRAIN_LINES = ["n02/x.JPEG\t1", "n01/a.JPEG\t0", "n01/b.JPEG\t0", "n02/y.JPEG\t1"]
+
+
+@pytest.mark.parametrize(("workers", "method"), [(0, zipfile.ZIP_STORED), (2, zipfile.ZIP_DEFLATED)])
+def test_zip(tmp_path: Path, workers: int, method: int) -> None:
+    make_zip(tmp_path / "zip", "train", TRAIN_LINES, method=method)
+    make_zip(tmp_path / "zip", "val", ["val_1.JPEG\t1", "val_2.JPEG\t0", "val_3.JPEG\t1"])
+    options = config(tmp_path / "zip", augment=False, mean=[0.0] * 3, std=[1.0] * 3)
+    options.workers = workers
+    data = open_data(options)
+    assert data.class_names == ["n01", "n02"]
+    seen = [
+        (round(float(image.mean()) * 255), int(target))
+        for batch in data.train.epoch(0)
+        for image, target in zip(batch.images, batch.targets, strict=True)
+    ]
+    assert sorted(seen) == [(0, 1), (1, 0), (2, 0), (3, 1)]  # each grey with its own label
+    assert [target for batch in data.val for target in batch.targets.tolist()] == [1, 0, 1]
+
+
+def test_zip_without_folders_numbers_its_classes(tmp_path: Path) -> None:
+    make_zip(tmp_path / "zip", "val", ["1.JPEG\t0", "2.JPEG\t2", "3.JPEG\t1"])
+    assert open_eval_data(config(tmp_path / "zip")).class_names == ["0", "1", "2"]
+    loader = open_eval_data(config(tmp_path / "zip"), class_names=["a", "b", "c", "d"])
+    assert [target for batch in loader for target in batch.targets.tolist()] == [0, 2, 1]
+    with pytest.raises(ValueError, match="the data have 3 classes, the model 2"):
+        open_eval_data(config(tmp_path / "zip"), class_names=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("split", "line", "message"),
+    [
+        ("train", "n01/a.JPEG 0", r"train_map\.txt' line 5 is 'n01/a\.JPEG 0'; expected 'path<TAB>label'"),
+        ("train", "n01/a.JPEG\tcat", r"train_map\.txt' line 5 is .*cat'; expected 'path<TAB>label'"),
+        ("train", "n01/a.JPEG\t-1", r"label -1 in .*train_map\.txt' line 5 is out of range"),
+        ("train", "n04/a.JPEG\t3", r"1 class\(es\) without images in .*train_map\.txt': '2'"),
+        ("val", "a.JPEG\t2", r"label 2 in .*val_map\.txt' line 5 is out of range; expected 0 to 1"),
+        ("val", "gone.JPEG\t0", r"1 of 5 images of the map are not in .*val\.zip': 'gone\.JPEG'"),
+    ],
+)
+def test_zip_errors(tmp_path: Path, split: str, line: str, message: str) -> None:
+    members = [entry.split("\t")[0] for entry in TRAIN_LINES]
+    for name in ("train", "val"):
+        make_zip(tmp_path / "zip", name, TRAIN_LINES + ([line] if name == split else []), members=[*members, "a.JPEG"])
+    with pytest.raises(ValueError, match=message):
+        open_data(config(tmp_path / "zip"))
+
+
+def test_damage_inside_a_zip_is_an_unreadable_image(tmp_path: Path) -> None:
+    make_zip(tmp_path / "zip", "val", TRAIN_LINES)
+    archive = tmp_path / "zip" / "val.zip"
+    content = archive.read_bytes()
+    start = content.index(b"IDAT")
+    archive.write_bytes(content[:start] + b"XXXX" + content[start + 4 :])
+    loader = open_eval_data(config(tmp_path / "zip"))
+    assert sum(len(batch.images) for batch in loader) == 3
+    (skipped,) = loader.skipped
+    assert skipped.path.endswith("val.zip:n02/x.JPEG")
+    assert "wrong checksum" in skipped.reason
+
+
+def test_zip_of_another_kind(tmp_path: Path) -> None:
+    make_zip(tmp_path / "zip", "val", TRAIN_LINES, method=zipfile.ZIP_BZIP2)
+    with pytest.raises(ValueError, match=r"val\.zip' is encrypted or neither stored nor deflated"):
+        open_eval_data(config(tmp_path / "zip"))
+
+
+def test_zip_is_damaged_or_incomplete(tmp_path: Path) -> None:
+    root = tmp_path / "zip"
+    make_zip(root, "val", TRAIN_LINES)
+    (root / "val.zip").write_bytes(b"PK no")
+    with pytest.raises(ValueError, match=r"val\.zip' is not a readable zip file"):
+        open_eval_data(config(root))
+    (root / "val_map.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"no images in .*val_map\.txt': the map is empty"):
+        open_eval_data(config(root))
+    (root / "val_map.txt").unlink()
+    with pytest.raises(ValueError, match=r"val_map\.txt' is missing: the zip layout needs it"):
+        open_eval_data(config(root))
+
+
+# Tar files and Hugging Face data sets, through timm
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tar(make_folder: MakeFolder, tmp_path: Path, workers: int) -> None:
+    import tarfile
+
+    root = make_folder(train={"cat": 4, "dog": 3}, val={"cat": 1, "dog": 2})
+    (tmp_path / "tars" / "val").mkdir(parents=True)
+    with tarfile.open(tmp_path / "tars" / "train.tar", "w") as tar:  # one tar with class folders
+        tar.add(root / "train", arcname=".")
+    for name in ("cat", "dog"):  # a tar for each class
+        with tarfile.open(tmp_path / "tars" / "val" / f"{name}.tar", "w") as tar:
+            for path in sorted((root / "val" / name).iterdir()):
+                tar.add(path, arcname=path.name)
+    options = {"augment": False, "interpolation": "bilinear"}
+    packed, plain = config(tmp_path / "tars", **options), config(root, **options)
+    packed.workers = workers
+    from_tar, from_folder = open_data(packed, seed=1), open_data(plain, seed=1)
+    assert from_tar.class_names == from_folder.class_names == ["cat", "dog"]
+    for loaders in ((from_tar.train.epoch(0), from_folder.train.epoch(0)), (from_tar.val, from_folder.val)):
+        for a, b in zip(*loaders, strict=True):
+            assert (a.images == b.images).all()
+            assert (a.targets == b.targets).all()
+
+
+def test_tar_errors(tmp_path: Path) -> None:
+    import tarfile
+
+    root = tmp_path / "tars"
+    root.mkdir()
+    (root / "val.tar").write_bytes(b"this is no tar file")
+    with pytest.raises(ValueError, match=r"val\.tar' is not a readable tar file"):
+        open_eval_data(config(root))
+    with tarfile.open(root / "val.tar", "w"):
+        pass
+    with pytest.raises(ValueError, match=r"no images in .*val\.tar'"):
+        open_eval_data(config(root))
+
+
+def test_hugging_face_data_set(make_folder: MakeFolder) -> None:
+    pytest.importorskip("datasets")
+    root = make_folder(train={"cat": 4, "dog": 2}, validation={"cat": 1, "dog": 2})
+    data = open_data(config(f"hfds/{root}", val_split="validation", augment=False), seed=3)
+    folder = open_data(config(root, val_split="validation", augment=False), seed=3)
+    assert data.class_names == ["cat", "dog"]
+    for a, b in zip(data.val, folder.val, strict=True):
+        assert (a.images == b.images).all()
+        assert (a.targets == b.targets).all()
+    assert data.train.steps_per_epoch == 3
+    with pytest.raises(ValueError, match=r"split 'nothing' of 'hfds/.*cannot be read .*Unknown split"):
+        open_data(config(f"hfds/{root}", val_split="nothing"))
+    with pytest.raises(ValueError, match=r"no column 'picture' in .* \(data\.input_key\); there is image, label"):
+        open_data(config(f"hfds/{root}", val_split="validation", input_key="picture"))
+
+
+def test_hugging_face_labels_that_are_bare_numbers(tmp_path: Path) -> None:
+    """Under another name than "label"; a split may lack the last ones."""
+    pytest.importorskip("datasets")
+    for split, labels in (("train", [0, 1, 2, 1]), ("validation", [0, 1])):
+        (tmp_path / split).mkdir()
+        for number in range(len(labels)):
+            Image.new("RGB", (8, 8)).save(tmp_path / split / f"{number}.png")
+        lines = [f"{number}.png,{label}\n" for number, label in enumerate(labels)]
+        (tmp_path / split / "metadata.csv").write_text("file_name,fine\n" + "".join(lines))
+    data = open_data(config(f"hfds/{tmp_path}", target_key="fine", val_split="validation"))
+    assert data.class_names == data.val.class_names == ["0", "1", "2"]
+    assert [target for batch in data.val for target in batch.targets.tolist()] == [0, 1]
+    with pytest.raises(ValueError, match=r"split 'train' of .* run from 0 to 2; expected 0 to 1"):
+        open_data(config(f"hfds/{tmp_path}", target_key="fine", val_split="validation", num_classes=2))
+
+
+# The embedded data set
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_digits(in_chans: int) -> None:
+    data = open_data(DataConfig(img_size=8, in_chans=in_chans, batch_size=64, workers=0, augment=False))
+    assert data.class_names == [str(digit) for digit in range(10)]
+    assert data.num_classes == 10
+    assert data.val.num_images == 450  # a quarter of 1797
+    assert data.train.steps_per_epoch == 1347 // 64
+    batch = next(data.train.epoch(0))
+    assert batch.images.shape == (64, in_chans, 8, 8)
+    assert len(data.mean) == len(data.std) == in_chans
+
+
+def test_digits_splits_are_disjoint_and_whole() -> None:
+    train, val = (open_source(DataConfig(), split) for split in ("train", "val"))
+    rows = [{source.path(index) for index in range(len(source))} for source in (train, val)]
+    assert not rows[0] & rows[1]
+    assert len(rows[0] | rows[1]) == 1797
+    counts = np.bincount([val.read(index)[1] for index in range(len(val))])
+    assert counts.min() >= 43  # every digit is held out in its share
+
+
+def test_folder_source_reads_the_right_file(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 3, "b": 2})
+    source = FolderSource(root / "train")
+    for index in range(len(source)):
+        file, _ = source.read(index)
+        with file, Image.open(source.path(index)) as expected:
+            assert (np.asarray(Image.open(file)) == np.asarray(expected)).all()

@@ -1,0 +1,91 @@
+"""Windows of any size over maps of any size, against loops over their tokens."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from inline_attention.layers.embed import PatchEmbed, resize_map
+from inline_attention.layers.windows import WindowPlan, to_windows, window_regions
+
+SIZES = [(4, 4), (5, 7), (1, 6), (7, 3)]
+WINDOWS = [None, (2, 2), (3, 2), (4, 4), (9, 9), (1, 5)]
+
+any_cut = pytest.mark.parametrize(("size", "window", "shifted"), list(itertools.product(SIZES, WINDOWS, [False, True])))
+
+
+def members(size: tuple[int, int], window: tuple[int, int] | None, shifted: bool) -> list[list[list[tuple | None]]]:
+    """The positions of the map in each window, row by row; None for padding."""
+    sides, steps, padded = [], [], []
+    for length, side in zip(size, window or size, strict=True):
+        side = min(side, length)
+        sides.append(side)
+        steps.append(side // 2 if shifted and side < length else 0)
+        padded.append(-(-length // side) * side)
+    found = []
+    for top, left in itertools.product(range(0, padded[0], sides[0]), range(0, padded[1], sides[1])):
+        rows = []
+        for i, j in itertools.product(range(sides[0]), range(sides[1])):
+            y, x = (top + i + steps[0]) % padded[0], (left + j + steps[1]) % padded[1]
+            rows.append((y, x) if y < size[0] and x < size[1] else None)
+        found.append(rows)
+    return found
+
+
+@any_cut
+def test_windows_hold_their_tokens(size: tuple[int, int], window: tuple[int, int] | None, shifted: bool) -> None:
+    x = torch.randn(2, *size, 3)
+    plan = WindowPlan.fit(size, window, shifted=shifted)
+    cut = to_windows(x, plan)
+    expected = members(size, window, shifted)
+    assert cut.tokens.shape == (2 * len(expected), len(expected[0]), 3)
+    tokens = cut.tokens.unflatten(0, (2, -1))
+    mask = torch.ones(tokens.shape[:3], dtype=torch.bool)
+    if cut.token_mask is not None:
+        mask = cut.token_mask.unflatten(0, (2, -1))
+    for w, rows in enumerate(expected):
+        for n, position in enumerate(rows):
+            assert (mask[:, w, n] == (position is not None)).all()
+            value = torch.zeros(2, 3) if position is None else x[:, position[0], position[1]]
+            assert torch.equal(tokens[:, w, n], value)
+    assert torch.equal(plan.merge(cut.tokens, batch=2), x)
+
+
+@any_cut
+def test_regions_are_neighbours_of_the_map(
+    size: tuple[int, int], window: tuple[int, int] | None, shifted: bool
+) -> None:
+    """Tokens of one window share a region exactly where the shift did not wrap one of them around."""
+    plan = WindowPlan.fit(size, window, shifted=shifted)
+    regions = window_regions(plan, torch.device("cpu"))
+    for w, rows in enumerate(members(size, window, shifted)):
+        for (i, a), (j, b) in itertools.combinations(enumerate(rows), 2):
+            if a is None or b is None:
+                continue
+            # Neighbours stay as far apart in the window as they are on the map.
+            width = plan.window[1]
+            offset = (j // width - i // width, j % width - i % width)
+            assert (regions[w, i] == regions[w, j]) == (offset == (b[0] - a[0], b[1] - a[1]))
+
+
+@pytest.mark.parametrize("size", [(8, 8), (9, 14), (3, 5)])
+@pytest.mark.parametrize("patch", [2, 4])
+def test_patch_embed_is_a_strided_convolution(size: tuple[int, int], patch: int) -> None:
+    embed = PatchEmbed(patch, 3, 6).double()
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    padded = torch.nn.functional.pad(x, (0, -size[1] % patch, 0, -size[0] % patch))
+    expected = embed.proj(padded).permute(0, 2, 3, 1)
+    torch.testing.assert_close(embed(x), expected, atol=1e-12, rtol=0)
+    channels_last = x.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(embed(channels_last), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_resize_map(mode: str) -> None:
+    x = torch.randn(1, 4, 6, 3)
+    assert resize_map(x, (4, 6), mode=mode) is x
+    expected: Tensor = torch.nn.functional.interpolate(
+        x.permute(0, 3, 1, 2), size=(7, 5), mode=mode, align_corners=False, antialias=False
+    )
+    assert torch.equal(resize_map(x, (7, 5), mode=mode), expected.permute(0, 2, 3, 1))

@@ -1,0 +1,56 @@
+"""The wheel works like the checkout, and the checkout like a torch.hub repository."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import inline_attention
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str, cwd: Path, **env: str) -> str:
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_wheel(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    package = ROOT / "src" / "inline_attention"
+    expected = {
+        str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == expected
+
+    site = tmp_path / "site"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel),
+        cwd=tmp_path,
+    )
+    where = "import inline_attention; print(inline_attention.__file__)"
+    assert run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).startswith(str(site))
+    listing = run(str(site / "bin" / "inline"), "models", cwd=tmp_path, PYTHONPATH=str(site))
+    assert all(name in listing for name in inline_attention.list_models())
+
+
+def test_torch_hub() -> None:
+    model = torch.hub.load(str(ROOT), "inline_deit_tiny", source="local", depth=1, num_classes=3)
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 3)

@@ -78,7 +78,7 @@ def test_run_folder(tmp_path: Path) -> None:
     assert summary["val_top1"] == evaluations[-1]["val_top1"]
     assert summary["best_top1"] == max(max(r["val_top1"], r["ema_top1"]) for r in evaluations)
     assert [record["update"] for record in _runs.metrics(folder)] == [2, 4, 5, 6, 8, 10]
-    assert json.loads((folder / "environment.json").read_text())[0]["packages"]["torch"] in torch.__version__
+    assert json.loads((folder / "environment.json").read_text())[0]["torch"] in torch.__version__
     with safetensors.safe_open(folder / "checkpoints" / "best.safetensors", framework="pt") as file:
         metadata = file.metadata()
     assert metadata["architecture"] == "inline_deit_tiny"

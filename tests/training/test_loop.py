@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import _runs
 import numpy as np
 import pytest
 import safetensors
 import torch
+import training_runs as _runs
 from PIL import Image
 from torch.overrides import TorchFunctionMode
 

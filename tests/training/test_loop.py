@@ -219,6 +219,17 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
         run(tmp_path / "new", "data.batch_size=64", data=str(folder_of_images))
 
 
+def test_unreadable_images_are_counted_once(folder_of_images: Path, tmp_path: Path) -> None:
+    for name in ("train/class0/broken.png", "train/class1/empty.png", "val/class2/broken.png"):
+        (folder_of_images / name).write_bytes(b"" if "empty" in name else b"no image")
+    settings = ("data.batch_size=8", "schedule.epochs=3", "data.in_memory=false", "data.max_broken=5")
+    outcome = run(tmp_path / "run", *settings, data=str(folder_of_images))
+    assert outcome.summary["skipped_images"] == 3
+    assert _runs.metrics(tmp_path / "run", "eval")[0]["val_images"] == 15
+    with pytest.raises(ValueError, match=r"more than the limit of 1.*raise data.max_broken"):
+        run(tmp_path / "strict", *settings, "data.max_broken=1", data=str(folder_of_images))
+
+
 def test_starting_from_weights(folder_of_images: Path, tmp_path: Path) -> None:
     """A run on ten classes gives its weights to one on three."""
     run(tmp_path / "ten", "schedule.epochs=1", "data.batch_size=64")

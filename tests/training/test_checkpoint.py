@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import _runs
 import pytest
 import safetensors.torch
 import torch
+import training_runs as _runs
 
 from inline_attention.training.checkpoint import Checkpoints, Progress, find_damage, restore
 from inline_attention.training.config import OptimConfig

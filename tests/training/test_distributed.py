@@ -9,10 +9,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import _runs
 import pytest
 import torch
 import torch.distributed as dist
+import training_runs as _runs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from inline_attention.training.distributed import unused_part

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import _runs
 import numpy as np
 import pytest
 import safetensors
 import torch
+import training_runs as _runs
 from PIL import Image
 from torch.overrides import TorchFunctionMode
 
@@ -78,7 +78,7 @@ def test_run_folder(tmp_path: Path) -> None:
     assert summary["val_top1"] == evaluations[-1]["val_top1"]
     assert summary["best_top1"] == max(max(r["val_top1"], r["ema_top1"]) for r in evaluations)
     assert [record["update"] for record in _runs.metrics(folder)] == [2, 4, 5, 6, 8, 10]
-    assert json.loads((folder / "environment.json").read_text())[0]["packages"]["torch"] in torch.__version__
+    assert json.loads((folder / "environment.json").read_text())[0]["torch"] in torch.__version__
     with safetensors.safe_open(folder / "checkpoints" / "best.safetensors", framework="pt") as file:
         metadata = file.metadata()
     assert metadata["architecture"] == "inline_deit_tiny"
@@ -217,6 +217,17 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
         run(tmp_path / "new", *small, "optim.accumulate=4", data=str(folder_of_images))
     with pytest.raises(ValueError, match=r"a batch of 64 on 1 rank.* lower data.batch_size"):
         run(tmp_path / "new", "data.batch_size=64", data=str(folder_of_images))
+
+
+def test_unreadable_images_are_counted_once(folder_of_images: Path, tmp_path: Path) -> None:
+    for name in ("train/class0/broken.png", "train/class1/empty.png", "val/class2/broken.png"):
+        (folder_of_images / name).write_bytes(b"" if "empty" in name else b"no image")
+    settings = ("data.batch_size=8", "schedule.epochs=3", "data.in_memory=false", "data.max_broken=5")
+    outcome = run(tmp_path / "run", *settings, data=str(folder_of_images))
+    assert outcome.summary["skipped_images"] == 3
+    assert _runs.metrics(tmp_path / "run", "eval")[0]["val_images"] == 15
+    with pytest.raises(ValueError, match=r"more than the limit of 1.*raise data.max_broken"):
+        run(tmp_path / "strict", *settings, "data.max_broken=1", data=str(folder_of_images))
 
 
 def test_starting_from_weights(folder_of_images: Path, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 import json
 from pathlib import Path
 
-import _runs
 import numpy as np
 import pytest
 import torch
+import training_runs as _runs
 from PIL import Image
 
 from inline_attention.training import plots

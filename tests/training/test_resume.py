@@ -8,9 +8,9 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import _runs
 import pytest
 import torch
+import training_runs as _runs
 
 from inline_attention.training.checkpoint import find_damage
 

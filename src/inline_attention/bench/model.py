@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from inline_attention.layers import InLineAttention
 from inline_attention.models import create_model
+from inline_attention.ops.attention import Backend
 from inline_attention.optimize import MODES, optimize
 
 from .record import table
@@ -51,16 +52,20 @@ class FreeAttention(nn.Module):
         return self.proj(q + k + v)
 
 
-def build_fused(name: str, img_size: int) -> nn.Module:
-    return create_model(name, img_size=img_size)
-
-
-def build_reference(name: str, img_size: int) -> nn.Module:
+def _build_inline(name: str, img_size: int, backend: Backend) -> nn.Module:
     model = create_model(name, img_size=img_size)
     for module in model.modules():
         if isinstance(module, InLineAttention):
-            module.backend = "reference"
+            module.backend = backend
     return model
+
+
+def build_fused(name: str, img_size: int) -> nn.Module:
+    return _build_inline(name, img_size, "triton" if torch.cuda.is_available() else "auto")
+
+
+def build_reference(name: str, img_size: int) -> nn.Module:
+    return _build_inline(name, img_size, "reference")
 
 
 def build_peer(name: str, img_size: int) -> nn.Module:

@@ -117,7 +117,7 @@ def inline_attention(
             part in the local residual.
         token_mask: (B, N) bool, True for a token that is present. Absent tokens count in no sum, are zero to the
             local residual, and their outputs are zero (where queries and keys are the same tokens).
-        backend: "triton", fused kernels on a GPU; "reference", plain PyTorch; "auto", the first that can.
+        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU, experimental; "auto", the reference.
 
     Returns:
         (B, Nq, heads, d) in q's dtype.

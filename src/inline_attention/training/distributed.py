@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from inline_attention.optimize import optimize
+
 Value = TypeVar("Value")
 
 JOIN_SECONDS = 300  # torch's own limit for joining a store
@@ -148,7 +150,7 @@ def spread(model: nn.Module, *, strategy: str, ranks: Ranks, compile: bool = Fal
     sharded = strategy == "fsdp" and ranks.world_size > 1
     if compile:
         for module in blocks(model) if sharded else [model]:
-            module.compile()
+            optimize(module.train())
     if ranks.world_size == 1:
         return model
     if not sharded:

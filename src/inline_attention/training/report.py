@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,7 +79,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("update", "epoch")}
         if self.board is not None:
             for key, value in numbers.items():
-                self.board.add_scalar(f"{record['kind']}/{key}", value, record["update"])
+                self._tolerating(partial(self.board.add_scalar, f"{record['kind']}/{key}", value, record["update"]))
         if self.wandb is not None:
             self.wandb.log({f"{record['kind']}/{k}": v for k, v in numbers.items()}, step=record["update"])
         line = "  ".join(form(self.latest[key]) for key, form in _FORMATS.items() if self.latest.get(key) is not None)
@@ -129,7 +130,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
         self._tolerating(write)
 
-    def _tolerating(self, write: Any) -> None:
+    def _tolerating(self, write: Callable[[], object]) -> None:
         """A full disk costs lines of the report, never the run."""
         try:
             write()

@@ -1,17 +1,14 @@
 """The folder of a run: whose it is, what goes on from it, and the small files that describe it."""
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from inline_attention.environment import describe_environment
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import find_damage
 from inline_attention.training.config import TrainConfig, change, load_config, read_yaml
@@ -94,20 +91,13 @@ def take_folder(plan: Plan, ranks: Ranks) -> None:
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config))
     path = plan.folder / ENVIRONMENT
     starts = json.loads(path.read_text()) if path.exists() else []
-    cuda = ranks.device.type == "cuda"
     starts.append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": sys.argv,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": {
-                name: _version(name) for name in ("inline-attention", "torch", "torchvision", "timm", "numpy")
-            },
-            "device": torch.cuda.get_device_name(ranks.device) if cuda else ranks.device.type,
-            "cuda": torch.version.cuda if cuda else None,
+            "device": str(ranks.device),
             "world_size": ranks.world_size,
-            "threads": torch.get_num_threads(),
+            **describe_environment(),
         }
     )
     write_atomically(path, json.dumps(starts, indent=1))
@@ -147,10 +137,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

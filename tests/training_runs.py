@@ -15,9 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-import unittest.mock
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -148,9 +146,18 @@ def run_until_killed(argv: list[str], log: Path, output: Path) -> None:
         raise SystemExit(status)
 
 
-def without_pictures() -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def without_pictures() -> Iterator[None]:
     """As if matplotlib were not installed: pictures take longer than these runs."""
-    return unittest.mock.patch.dict(sys.modules, {"inline_attention.training.plots": None})
+    plots = "inline_attention.training.plots"
+    before = sys.modules.get(plots)
+    sys.modules[plots] = None  # type: ignore[assignment]  # what makes an import fail
+    try:
+        yield
+    finally:
+        del sys.modules[plots]
+        if before is not None:
+            sys.modules[plots] = before
 
 
 def _run(argv: list[str], log: Path | None) -> None:

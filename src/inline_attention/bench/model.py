@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from inline_attention.layers import InLineAttention
 from inline_attention.models import create_model
 from inline_attention.ops.attention import Backend
-from inline_attention.ops.attention import Backend
 from inline_attention.optimize import MODES, optimize
 
 from .record import table

@@ -43,7 +43,7 @@ def test_counterparts_exist(name: str) -> None:
     assert timm.is_model(bench.COUNTERPARTS[name])
 
 
-@pytest.mark.parametrize("contender", bench.CONTENDERS)
+@pytest.mark.parametrize("contender", [name for name in bench.CONTENDERS if name != "fused"])
 @pytest.mark.parametrize("training", [False, True])
 def test_every_contender_is_measured(contender: str, training: bool) -> None:
     setting = bench.Setting("inline_deit_tiny", 32, 2, training)
@@ -53,10 +53,12 @@ def test_every_contender_is_measured(contender: str, training: bool) -> None:
     assert measured.images_per_second == 2 / measured.timing.median
 
 
-def test_reference_contender_uses_the_reference() -> None:
-    attentions = [m for m in bench.build_reference("inline_deit_tiny", 32).modules() if isinstance(m, InLineAttention)]
+@pytest.mark.parametrize(("contender", "backend"), [("fused", "triton"), ("reference", "reference")])
+def test_contenders_run_the_backend_they_are_named_after(contender: str, backend: str) -> None:
+    model = bench.CONTENDERS[contender].build("inline_swin_tiny", 32)
+    attentions = [module for module in model.modules() if isinstance(module, InLineAttention)]
     assert attentions
-    assert {attention.backend for attention in attentions} == {"reference"}
+    assert {attention.backend for attention in attentions} == {backend}
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_swin_tiny"])
@@ -158,12 +160,12 @@ def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], argument
 def test_sweep_writes_record_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
     sizes = ["--img-size", "32", "48", "--batch", "2", "--infer"]
-    names = ["--contenders", "fused,peer", "--modes", "eager"]
+    names = ["--contenders", "reference,peer", "--modes", "eager"]
     files = ["--json", str(record), "--picture", str(picture)]
     assert main(["bench", "sweep", *sizes, *names, *files, "--device", "cpu", "--quick"]) == 0
     content = json.loads(record.read_text())
     assert {(r["img_size"], r["contender"]) for r in content["results"]} == {
-        (size, name) for size in (32, 48) for name in ("fused", "peer")
+        (size, name) for size in (32, 48) for name in ("reference", "peer")
     }
     assert {"torch", "device", "dtype", "float32 products", "compile modes", "date"} <= content["facts"].keys()
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -23,8 +23,8 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
 
     Args:
         mode: of `torch.compile`. Default: "reduce-overhead", which replays CUDA graphs, for a model in `eval()` on a
-            GPU; "default" otherwise. "max-autotune" also times several kernels for each matrix product: minutes of
-            compilation for a few per cent. For training, "max-autotune-no-cudagraphs" does so without graphs.
+            GPU; "default" otherwise. "max-autotune" also times several kernels for each matrix product, and
+            compiles longer for it. For training, "max-autotune-no-cudagraphs" does so without graphs.
 
     With CUDA graphs each input size keeps the memory of a graph of its own, and an output is valid until the next
     call: `clone()` it to keep it longer (PyTorch raises an error otherwise). Where sizes vary freely, pass "default".

@@ -16,7 +16,7 @@ def resize_map(x: Tensor, size: Grid, *, mode: str) -> Tensor:
 class PatchEmbed(nn.Module):
     """Patches of an image or of a feature map, projected: a convolution whose stride is its kernel.
 
-    Computed as a matrix product, an order of magnitude faster than the convolution on a GPU; the parameters are those
+    Computed as a matrix product, for which GPUs have better kernels than for the convolution; the parameters are those
     of the convolution. Sides that are no multiple of the patch are zero-padded at the bottom and right.
 
     (B, in_chans, H, W), of any strides → (B, ceil(H / patch), ceil(W / patch), dim)

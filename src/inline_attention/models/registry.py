@@ -1,5 +1,6 @@
 """How a model is built: timm's builder and registry, with the published weights behind our own reader."""
 
+import difflib
 import fnmatch
 from typing import Any, TypeVar
 
@@ -85,8 +86,6 @@ def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Mo
 
 
 def _suggestion(name: str) -> str:
-    import difflib
-
     close = difflib.get_close_matches(name, list_models(), n=3)
     return f"did you mean {' or '.join(close)}?" if close else "`inline models` lists them"
 

@@ -86,7 +86,7 @@ def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, height: int, width
                 height, width)  # fmt: skip
 
 
-def _common(plan: Plan, q: Tensor, mask: Tensor | None, sequences: Tensor | None, feature_map: str) -> dict[str, Any]:
+def _common(plan: Plan, mask: Tensor | None, sequences: Tensor | None, feature_map: str) -> dict[str, Any]:
     return dict(
         MAP=feature_map,
         D=plan.head_dim,
@@ -167,7 +167,7 @@ def run_forward(
     means = torch.empty((kept, 2, channels), dtype=torch.float32, device=q.device)
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     count = _count(token_mask)
-    common = _common(plan, q, token_mask, sequences, feature_map)
+    common = _common(plan, token_mask, sequences, feature_map)
     products = _products(q.dtype)
     centre = q.dtype == torch.float32
     mask_q = token_mask is not None and plan.queries == plan.tokens
@@ -242,7 +242,7 @@ def run_backward(
     )
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     count = _count(token_mask)
-    common = _common(plan, q, token_mask, sequences, feature_map)
+    common = _common(plan, token_mask, sequences, feature_map)
     products = _products(q.dtype)
     mask_q = token_mask is not None and plan.queries == plan.tokens
     strides = _strides(packed, q, k, v, g, dq, dk, dv)

@@ -100,7 +100,7 @@ class EmaConfig:
 @dataclass(frozen=True)
 class RunConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
-    compile: bool = False  # `inline_attention.optimize`: minutes of compilation first, then faster steps
+    compile: bool = False  # `inline_attention.optimize`: it compiles at the first step
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied
 

@@ -99,7 +99,7 @@ def _common(plan: Plan, mask: Tensor | None, sequences: Tensor | None, feature_m
 
 
 def _products(dtype: torch.dtype) -> dict[str, Any]:
-    """In what the tensor cores multiply: half-precision numbers would overflow in float16, and fit in tf32."""
+    """In what matrices are multiplied: float16 numbers fit in tf32, and a state that is too large for float16 too."""
     if dtype == torch.bfloat16:
         return dict(DOT=tl.bfloat16, PRECISION="tf32")
     return dict(DOT=tl.float32, PRECISION="ieee" if dtype == torch.float32 else "tf32")

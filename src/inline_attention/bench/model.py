@@ -32,8 +32,7 @@ COUNTERPARTS = {
     "inline_cswin_small": "softmax_cswin_small",
     "inline_cswin_base": "softmax_cswin_base",
 }
-INFERENCE_MODES = ("default", "max-autotune")
-TRAINING_MODES = ("default", "max-autotune-no-cudagraphs")
+COMPILE_MODES = ("reduce-overhead", "max-autotune")
 EAGER = "eager"
 PEERS = ("peer", "peer_sdpa")
 
@@ -213,7 +212,7 @@ def run_setting(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
     """Every contender in every mode, built first, then timed in turn."""
-    modes = modes or (TRAINING_MODES if setting.training else INFERENCE_MODES)
+    modes = modes or COMPILE_MODES
     if device.type == "cpu":
         modes = [mode for mode in modes if mode in (EAGER, "default")] or ["default"]
     images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)

@@ -160,14 +160,15 @@ def state_kernel(
     p_part += BC * BC
     tl.store(p_part + o_c, b_k_sum)
     tl.store(p_part + BC + o_c, b_v_sum)
-    tl.store(p_part + 2 * BC + o_c, b_dk_sum)
-    tl.store(p_part + 3 * BC + o_c, b_dv_sum)
+    if CENTRE:
+        tl.store(p_part + 2 * BC + o_c, b_dk_sum)
+        tl.store(p_part + 3 * BC + o_c, b_dv_sum)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
     p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, C,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, CENTRE: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The state from its parts. Grid (B·blocks, BC / BR): a program sums BR rows of S"""
@@ -189,8 +190,11 @@ def finish_kernel(
     p_part += BC * BC
     b_k_sum = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP)
     b_v_sum = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP)
-    b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP)
-    b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP)
+    b_dk_sum = b_k_sum
+    b_dv_sum = b_v_sum
+    if CENTRE:
+        b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP)
+        b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP)
     b_s = covariance(b_kv, b_dk_sum, b_dv_sum, count, scale)
     tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s, mask=m_head)
     p_means += i_b * 2 * C + c

@@ -118,6 +118,16 @@ def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
+    """b_x·b_y + b_base, in this order: of a plain sum Triton makes a product that starts from b_base (BC,), and loses
+    the digits that the base's size hides"""
+    b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
+    return tl.fma(
+        b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base[None, :], b_product.shape)
+    )
+
+
+@triton.jit
 def accumulate(
     p_k, p_v, p_mask, stride_k, stride_v, t_begin, t_end, o_c, m_c, b_k0, b_v0,
     MAP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,

@@ -117,9 +117,28 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys: pytest.Capt
         (("--weights", weights, "--images", images / "gone.png"), "does not exist"),
         ((VIT, "--weights", weights), "holds weights of inline_deit_tiny"),
         (("resnet18",), "has no attention that is known here"),
+        (("--weights", weights, "--images", images / "bad.png"), "there are no images"),
     ):
         assert analyze("rank", *arguments, "--out", tmp_path / "out") == 2
         assert message in capsys.readouterr().err
+    assert analyze("maps", "--weights", weights, "--head", 2, "--out", tmp_path / "out") == 2
+    assert "head 2 is not in every layer; expected 0 to 1" in capsys.readouterr().err
+
+
+def test_trained_with_another_attention(tmp_path: Path) -> None:
+    """A run with attention=focused in its recipe, and the analysis of what it saved."""
+    settings = (
+        "model.kwargs.attention=focused",
+        "model.kwargs.depth=1",
+        "schedule.epochs=1",
+        "schedule.warmup_epochs=0",
+    )
+    assert main(["train", "quickstart", *settings, "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
+    file = tmp_path / "run" / "checkpoints" / "best.safetensors"
+    common = ("--weights", file, "--data", "digits", "--workers", 0, "--max-images", 4)
+    assert analyze("rank", *common, "--out", tmp_path) == 0
+    model = read(tmp_path / "rank.json")["models"][0]
+    assert (model["model"], model["attention"], model["images"]) == ("inline_deit_tiny", "focused", 4)
 
 
 def test_model_with_arguments() -> None:

@@ -134,6 +134,7 @@ def draw_locality(results: Mapping[str, LocalityResult]) -> Figure:
         colour, place = COLOURS[i % len(COLOURS)], range(1, len(result.layers) + 1)
         axes.plot(place, result.share, marker="o", color=colour, label=label)
         axes.plot(place, result.chance, linestyle=":", color=colour, linewidth=1.5)
+        axes.plot(place, result.uniform, linestyle="-.", color=colour, linewidth=0.8)
         if any(len(heads) > 1 for heads in result.by_head):
             low, high = (np.array([f(heads) for heads in result.by_head]) for f in (np.min, np.max))
             axes.fill_between(place, low, high, color=colour, alpha=0.12, linewidth=0)
@@ -144,8 +145,9 @@ def draw_locality(results: Mapping[str, LocalityResult]) -> Figure:
     axes.legend(fontsize=8)
     _caption(
         figure,
-        f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N. "
-        f"Local terms left out.\n{_images_and_divergence(results)}",
+        f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N; dash-dotted: "
+        "what weights of 1/N give, as borders have fewer neighbours. Local terms left out. "
+        + _images_and_divergence(results),
     )
     return _with_grid(figure)
 

@@ -19,6 +19,7 @@ from inline_attention.ops import (
 )
 from inline_attention.ops.attention import Backend
 from inline_attention.ops.feature_maps import get_feature_map
+from inline_attention.ops.tracing import is_exporting
 
 from .local import TAPS, LocalKernel, LocalTerm
 
@@ -322,7 +323,7 @@ class SoftmaxAttention(Attention):
         phi = get_feature_map(self.feature_map).apply
         q, k, v = (x.transpose(1, 2) for x in (phi(q), phi(k), v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).transpose(1, 2)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
             out = out.clone(memory_format=torch.contiguous_format)
         return out

@@ -9,10 +9,12 @@ from .blocks import (
     add_local,
     feature_map,
     feature_map_backward,
+    gradient_pointers,
     load_map_row,
     load_neighbours,
     load_rows,
     locate,
+    operand,
     present,
     same_head,
     state_offsets,
@@ -92,7 +94,7 @@ def write_query_grads(
     """dq = φ'(q)·(g·Sᵀ) for tokens t + o_t where m_t; zeros for absent ones"""
     m_here = present(p_mask, t, o_t, m_t, MASK_Q)
     b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_c, m_c)
-    b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
+    b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
     if MAP != "identity":
         b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
         b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
@@ -109,9 +111,9 @@ def write_key_grads(
     m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
     b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_c, m_c).to(tl.float32)
     b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_c, m_c).to(tl.float32) - b_v_mean[None, :]
-    b_dk = feature_map_backward(b_k, tl.dot(b_v.to(DOT), b_dst, input_precision=PRECISION), MAP)
+    b_dk = feature_map_backward(b_k, tl.dot(operand(b_v, DOT, PRECISION), b_dst, input_precision=PRECISION), MAP)
     b_k = feature_map(b_k, MAP) - b_k_mean[None, :]
-    b_dv = tl.dot(b_k.to(DOT), b_ds, input_precision=PRECISION) + b_g_mean[None, :]
+    b_dv = tl.dot(operand(b_k, DOT, PRECISION), b_ds, input_precision=PRECISION) + b_g_mean[None, :]
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
         b_dv = tl.where(m_here[:, None], b_dv, 0.0)
@@ -158,13 +160,13 @@ def write_grads_run(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_dq, p_dk, p_dv, p_dw,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_d0, p_d1, p_d2, p_dw,
     Nq, N, H, W, prefix, scale, blocks, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     BT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+    MASK_Q: tl.constexpr, PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -178,6 +180,7 @@ def backward_kernel(
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_g += i_b * stride_gb + start * stride_g + c
+    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT)
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c
@@ -187,7 +190,7 @@ def backward_kernel(
     if HAS_MASK:
         count = tl.load(p_count + i_b)
 
-    b_ds, _, b_g_sum = accumulate(
+    b_ds, _, b_g_sum, _, _ = accumulate(
         p_q, p_g, p_mask, stride_q, stride_g, 0, Nq, o_c, m_c, 0, 0, MAP, BN, BC, DOT, PRECISION, False, MASK_Q
     )
     if MAP == "exp":
@@ -195,10 +198,10 @@ def backward_kernel(
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     b_ds = tl.where(m_head, b_ds * (tl.cast(scale, tl.float32) / count), 0.0)
     b_g_mean = b_g_sum / count
-    b_dst = tl.trans(b_ds).to(DOT)
-    b_ds = b_ds.to(DOT)
+    b_ds = operand(b_ds, DOT, PRECISION)
+    b_dst = tl.trans(b_ds)
     b_st = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
-    b_st = tl.trans(b_st).to(DOT)
+    b_st = tl.trans(operand(b_st, DOT, PRECISION))
     p_means += i_b * 2 * C + c
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
@@ -257,7 +260,7 @@ def grad_state_kernel(
         length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
         t_begin = tl.minimum(i_p * length, Nq)
         t_end = tl.minimum(t_begin + length, Nq)
-    b_ds, _, b_g_sum = accumulate(
+    b_ds, _, b_g_sum, _, _ = accumulate(
         p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_c, m_c, 0, 0,
         MAP, BN, BC, DOT, PRECISION, False, MASK_Q,
     )  # fmt: skip
@@ -313,13 +316,13 @@ def grad_finish_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_dq, p_dk, p_dv,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_d0, p_d1, p_d2,
     Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -334,6 +337,7 @@ def grad_kernel(
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_g += i_b * stride_gb + start * stride_g + c
+    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT)
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c
@@ -341,8 +345,8 @@ def grad_kernel(
         p_mask += i_b * N
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     o_s = i_b * C * D + c * D + state_offsets(o_c, o_c, D)
-    b_st = tl.trans(tl.load(p_s + o_s, mask=m_head, other=0.0)).to(DOT)
-    b_ds = tl.load(p_ds + o_s, mask=m_head, other=0.0).to(DOT)
+    b_st = tl.trans(operand(tl.load(p_s + o_s, mask=m_head, other=0.0), DOT, PRECISION))
+    b_ds = operand(tl.load(p_ds + o_s, mask=m_head, other=0.0), DOT, PRECISION)
     b_dst = tl.trans(b_ds)
     p_means += i_b * 2 * C + c
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)

@@ -5,9 +5,10 @@ of a block are computed with the rest and masked away: every kernel here is boun
 
 Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Shapes in comments are of blocks.
 - tokens: a sample's rows, `stride` elements apart, channels next to each other; prefix tokens first, then the map.
-- pivot: the mean of a sample's first tokens. Sums of float32 inputs are taken of what is left without it: float32
-  is exact only as long as the mean does not swamp the spread. Products of half-precision numbers have the digits to
-  spare, if only their sum is not left to the tensor cores for too long (CHUNK).
+- pivot: the mean of a sample's first tokens. The covariance of float32 inputs is taken of what is left without it:
+  float32 is exact only as long as the mean does not swamp the spread. Products of half-precision numbers have the
+  digits to spare, if only their sum is not left to the tensor cores for too long (CHUNK). A pivot is used where it is
+  computed, never stored: in another layout of the same block its last digits can differ.
 - state: covariance S, mean of φ(k), mean of v, as in `reference.State`; φ is used less φ(0), which S does not see.
 """
 
@@ -80,10 +81,37 @@ def present(p_mask, t, o_t, m_t, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
+def gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT: tl.constexpr):
+    """Where the gradients of q, k and v begin: in one, two or three tensors whose tokens hold them side by side.
+
+    The tensors are arguments of the kernels, and not views of them for q, k and v: what a kernel writes through a
+    view, torch.compile copies.
+    """
+    if LAYOUT == "qkv":
+        return p_d0, p_d0 + C, p_d0 + 2 * C
+    elif LAYOUT == "q,kv":
+        return p_d0, p_d1, p_d1 + C
+    elif LAYOUT == "qk,v":
+        return p_d0, p_d0 + C, p_d1
+    else:
+        return p_d0, p_d1, p_d2
+
+
+@triton.jit
 def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr):
     """Step i over a tile BW columns wide that begins at (y, x): tokens from its first one on, and which are in it"""
     o = i + tl.arange(0, BN)
     return o // BW * W + o % BW, (y + o // BW < y_end) & (x + o % BW < W)
+
+
+@triton.jit
+def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """b_x as a factor of a product in DOT, rounded to nearest: tensor cores cut the digits off that tf32 has not"""
+    b_x = b_x.to(DOT)
+    if (tl.float32 == DOT) and (PRECISION == "tf32"):
+        b_rounded = ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        b_x = tl.where(b_x == b_x, b_rounded, b_x)
+    return b_x
 
 
 @triton.jit
@@ -92,13 +120,15 @@ def accumulate(
     MAP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Σ k vᵀ (BC, BC), Σ k and Σ v (BC,) over tokens, k = φ(k) − b_k0 and v = v − b_v0"""
+    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BC, BC); Σ φ(k), Σ v, and with the pivots taken off, (BC,) each"""
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BC, BC], tl.float32)
     # Column sums as products with ones: no reduction across threads inside the loop.
     b_ones = tl.full([16, BN], 1.0, DOT)
     b_k_sum = tl.zeros([16, BC], tl.float32)
     b_v_sum = tl.zeros([16, BC], tl.float32)
+    b_dk_sum = tl.zeros([16, BC], tl.float32)
+    b_dv_sum = tl.zeros([16, BC], tl.float32)
     for chunk in range(t_begin, t_end, CHUNK):
         b_chunk = tl.zeros([BC, BC], tl.float32)
         for t in range(chunk, tl.minimum(chunk + CHUNK, t_end), BN):
@@ -107,17 +137,32 @@ def accumulate(
             b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_c, m_c)
             if MAP != "identity":
                 b_k = feature_map(b_k.to(tl.float32), MAP)
+            b_k = operand(b_k, DOT, PRECISION)
+            b_v = operand(b_v, DOT, PRECISION)
+            b_k_sum = tl.dot(b_ones, b_k, b_k_sum, input_precision=PRECISION)
+            b_v_sum = tl.dot(b_ones, b_v, b_v_sum, input_precision=PRECISION)
             if CENTRE:
                 b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
                 b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-            b_k = b_k.to(DOT)
-            b_v = b_v.to(DOT)
+                b_dk_sum = tl.dot(b_ones, b_k, b_dk_sum, input_precision=PRECISION)
+                b_dv_sum = tl.dot(b_ones, b_v, b_dv_sum, input_precision=PRECISION)
             b_chunk = tl.dot(tl.trans(b_k), b_v, b_chunk, input_precision=PRECISION)
-            b_k_sum = tl.dot(b_ones, b_k, b_k_sum, input_precision=PRECISION)
-            b_v_sum = tl.dot(b_ones, b_v, b_v_sum, input_precision=PRECISION)
         b_kv += b_chunk
     # Every row of a sum is the sum.
-    return b_kv, tl.sum(b_k_sum, 0) / 16, tl.sum(b_v_sum, 0) / 16
+    b_k_sum = tl.max(b_k_sum, 0)
+    b_v_sum = tl.max(b_v_sum, 0)
+    if CENTRE:
+        return b_kv, b_k_sum, b_v_sum, tl.max(b_dk_sum, 0), tl.max(b_dv_sum, 0)
+    else:
+        return b_kv, b_k_sum, b_v_sum, b_k_sum, b_v_sum
+
+
+@triton.jit
+def covariance(b_kv, b_dk_sum, b_dv_sum, count, scale):
+    """The state from sums: b_dk_sum over rows (R, 1), b_dv_sum over columns (1, X)"""
+    # Division as `/` is good to two units in the last place only; scale comes in double precision from torch.compile.
+    b_s = tl.div_rn(b_kv, count) - tl.div_rn(b_dk_sum, count) * tl.div_rn(b_dv_sum, count)
+    return b_s * tl.cast(scale, tl.float32)
 
 
 @triton.jit
@@ -134,13 +179,10 @@ def state_offsets(o_r, o_c, D: tl.constexpr):
 
 @triton.jit
 def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr):
-    """Σ over parts of what stands at offsets o (R, X), where m: (R, X)"""
+    """Σ over up to BP parts of what stands at offsets o (R, X), where m: (R, X)"""
     o_p = tl.arange(0, BP)
-    b_sum = tl.zeros(o.shape, tl.float32)
-    for p in range(0, parts, BP):
-        offset = tl.cast(p + o_p, tl.int64)[:, None, None] * part_size + o[None, :, :]
-        b_sum += tl.sum(tl.load(p_part + offset, mask=(p + o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
-    return b_sum
+    p = p_part + tl.cast(o_p, tl.int64)[:, None, None] * part_size + o[None, :, :]
+    return tl.sum(tl.load(p, mask=(o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
 
 
 @triton.jit

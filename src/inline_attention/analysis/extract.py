@@ -40,7 +40,7 @@ class LayerAttention:
     kind: str  # "inline", "linear", "softmax", …
     grid: Grid  # (height, width) of the tokens that attend to each other: the map, or a window of it
     num_prefix_tokens: int
-    q: Tensor  # (S, N, heads, d), before φ
+    q: Tensor  # (S, N, heads, d), as the attention compares them; φ of linear attentions is yet to come
     k: Tensor  # (S, keys, heads, d)
     v: Tensor  # (S, keys, heads, d)
     output: Tensor  # (S, N, C), what the module returned
@@ -216,6 +216,12 @@ class LayerAttention:
 def layer_names(model: nn.Module) -> list[str]:
     """The attention modules of a model whose weights can be written out, in order."""
     return [name for name, module in model.named_modules() if _recorder(module) is not None]
+
+
+def attention_kinds(model: nn.Module) -> list[str]:
+    """The different attentions of a model, in the order of its layers."""
+    modules = (model.get_submodule(name) for name in layer_names(model))
+    return list(dict.fromkeys(m.kind if isinstance(m, Attention) else SoftmaxAttention.kind for m in modules))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,12 +24,12 @@ Progress = Callable[[str], AbstractContextManager[Callable[[int], None]]]
 class Subject:
     """A model and the images it is looked at with."""
 
-    label: str
     model: nn.Module
     batches: Callable[[], Batches]  # anew each time
     mean: tuple[float, ...]  # that the images were normalised with, by channel
     std: tuple[float, ...]
-    facts: dict[str, Any] = field(default_factory=dict)  # for the record: name, weights, …
+    facts: dict[str, Any]  # for the record: model, weights, attention, images, …
+    label: str = ""
 
     def images(self) -> Iterable[Tensor]:
         return (images for images, _ in self.batches())
@@ -38,6 +38,18 @@ class Subject:
         """An image (C, H, W) as it can be shown: (H, W) or (H, W, 3) in 0 … 1"""
         pixels = image.cpu().numpy().transpose(1, 2, 0) * np.array(self.std) + np.array(self.mean)
         return np.clip(pixels, 0, 1).squeeze()
+
+
+def label_subjects(subjects: Sequence[Subject], labels: Sequence[str] | None) -> list[Subject]:
+    """With the labels given, or with their models' names, told apart by attention or by number where two are equal."""
+    if labels is not None and len(labels) != len(subjects):
+        raise ValueError(f"there are {len(subjects)} models and {len(labels)} labels")
+    names = list(labels or (subject.facts["model"] for subject in subjects))
+    if len(set(names)) < len(names):
+        names = [f"{name} ({subject.facts['attention']})" for name, subject in zip(names, subjects, strict=True)]
+    if len(set(names)) < len(names):
+        names = [f"{name} #{i}" for i, name in enumerate(names, start=1)]
+    return [replace(subject, label=name) for subject, name in zip(subjects, names, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from inline_attention.analysis.suite import Analysis, Batches, Settings, Subject
+    from inline_attention.analysis.suite import Analysis, Settings, Subject
+    from inline_attention.data import EvalLoader
 
 HELP = "injectivity, confusion, locality, maps, masking and rank of attention"
 DEFAULT_MODEL = "inline_deit_tiny"
@@ -31,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--images", nargs="+", metavar="F", help="image files or folders")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for what is written")
     parser.add_argument("--split", default="val", help="of --data (default: val)")
-    parser.add_argument("--max-images", type=int, metavar="N", help="look at the first N")
+    parser.add_argument("--max-images", type=int, metavar="N", help="look at N, evenly spaced in --data")
     parser.add_argument("--img-size", type=int, nargs="+", metavar="N", help="side, or height and width")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
@@ -87,7 +88,10 @@ def read_settings(args: argparse.Namespace) -> "Settings":
 
 def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Subject"]:
     """The models, each with a loader of the images as it wants them."""
-    from inline_attention.analysis.suite import Subject
+    from functools import partial
+
+    from inline_attention.analysis.extract import attention_kinds
+    from inline_attention.analysis.suite import Subject, label_subjects
     from inline_attention.cli._output import parse_size
     from inline_attention.cli.predict import find_images
     from inline_attention.data import open_eval_data, open_files
@@ -110,7 +114,8 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
         if args.data:
             config.path, config.val_split = args.data, args.split
             # Classes are those the model knows by name; an untrained one knows none.
-            loader = open_eval_data(config, class_names=classifier.class_names if file else None)
+            class_names = classifier.class_names if file else None
+            loader = open_eval_data(config, class_names=class_names, max_images=args.max_images)
         else:
             paths = find_images(args.images) if args.images else sample_photographs()
             config.workers, config.max_broken = config.workers or 0, len(paths)
@@ -124,35 +129,28 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
             img_size="×".join(map(str, config.size)),
             images=count,
         )
-        labelled = bool(args.data and file)
-        batches = BatchesOf(loader, count, labelled=labelled)
+        batches = partial(first_batches, loader, count, labelled=bool(args.data and file))
         mean, std = config.statistics
-        subjects.append(Subject("", classifier.model.to(device).eval(), batches, mean, std, facts))
-    return with_labels(subjects, args.labels)
+        subjects.append(Subject(classifier.model.to(device).eval(), batches, mean, std, facts))
+    return label_subjects(subjects, args.labels)
 
 
-class BatchesOf:
-    """The first images of a loader and their labels, where those mean something; anew at every call."""
-
-    def __init__(self, loader: Any, count: int, *, labelled: bool) -> None:
-        self._loader, self._count, self._labelled = loader, count, labelled
-
-    def __call__(self) -> "Batches":
-        return self._batches()
-
-    def _batches(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor | None"]]:
-        left = self._count
-        for batch in self._loader:
-            images, targets = batch.images[:left], batch.targets[:left]
-            left -= len(images)
-            if len(images):  # all of a batch may be unreadable
-                yield images, targets if self._labelled else None
-            if left <= 0:
-                return
+def first_batches(
+    loader: "EvalLoader", count: int, *, labelled: bool
+) -> Iterator[tuple["torch.Tensor", "torch.Tensor | None"]]:
+    """`count` images of a loader, and their labels where those mean something."""
+    left = count
+    for batch in loader:
+        images, targets = batch.images[:left], batch.targets[:left]
+        left -= len(images)
+        if len(images):  # all of a batch may be unreadable
+            yield images, targets if labelled else None
+        if left <= 0:
+            return
 
 
 def parse_model(spec: str | None) -> tuple[str | None, dict[str, Any]]:
-    """ "name,key=value,…" → the name and the arguments; values are YAML"""
+    """NAME,key=value,… → the name and the arguments; values are YAML"""
     import yaml
 
     if spec is None:
@@ -167,27 +165,6 @@ def parse_model(spec: str | None) -> tuple[str | None, dict[str, Any]]:
     return name, arguments
 
 
-def attention_kinds(model: Any) -> list[str]:
-    """The different attentions of a model, in the order of its layers."""
-    from inline_attention.analysis.extract import layer_names
-
-    return list(dict.fromkeys(getattr(model.get_submodule(name), "kind", "softmax") for name in layer_names(model)))
-
-
-def with_labels(subjects: Sequence["Subject"], labels: Sequence[str] | None) -> list["Subject"]:
-    """Names, told apart by their attention or by a number where two are equal."""
-    from dataclasses import replace
-
-    if labels is not None and len(labels) != len(subjects):
-        raise ValueError(f"there are {len(subjects)} models and {len(labels)} labels")
-    names = list(labels or (subject.facts["model"] for subject in subjects))
-    if len(set(names)) < len(names):
-        names = [f"{name} ({subject.facts['attention']})" for name, subject in zip(names, subjects, strict=True)]
-    if len(set(names)) < len(names):
-        names = [f"{name} #{i}" for i, name in enumerate(names, start=1)]
-    return [replace(subject, label=name) for subject, name in zip(subjects, names, strict=True)]
-
-
 def write(analysis: "Analysis", subjects: Sequence["Subject"], out: Path) -> None:
     """NAME.json, NAME.csv, NAME.png and NAME.svg"""
     from inline_attention.analysis.plots import save
@@ -199,10 +176,9 @@ def write(analysis: "Analysis", subjects: Sequence["Subject"], out: Path) -> Non
         content.update(to_plain(analysis.results["plane"]))
     else:
         content["models"] = [
-            dict(label=subject.label, **subject.facts, summary=analysis.summaries[subject.label],
-                 result=analysis.results[subject.label])
-            for subject in subjects
-        ]  # fmt: skip
+            dict(label=s.label, **s.facts, summary=analysis.summaries[s.label], result=analysis.results[s.label])
+            for s in subjects
+        ]
     write_json(str(out / f"{analysis.name}.json"), to_plain(content))
     write_csv(str(out / f"{analysis.name}.csv"), *analysis.table)
     save(analysis.figure, out / analysis.name)

@@ -334,7 +334,7 @@ def test_masks() -> None:
 def test_masking_conditions_and_small_maps() -> None:
     """Layers whose map is not larger than the window are left alone, and the result says which were masked."""
     model = create_small("inline_swin_tiny")
-    result = measure_masking(model, [(image(), None)], sides=(3,), seed=3)
+    result = measure_masking(model, [(image(), None)], sides=(3, 17), seed=3)  # 17: larger than any map
     assert [str(o.condition) for o in result.outcomes] == [
         "none",
         "local 9, taps zeroed",
@@ -347,6 +347,7 @@ def test_masking_conditions_and_small_maps() -> None:
     # Maps of 16, 8 and 4; the last stage attends in softmax windows of 2×2.
     assert all(not name.startswith("stages.3") for name in result.masked_layers[9])
     assert any(name.startswith("stages.2") for name in result.masked_layers[9])
+    assert 17**2 not in result.masked_layers
     same = measure_masking(model, [(image(), None)], sides=(3,), seed=3)
     assert same.outcomes == result.outcomes
     reduced = measure_masking(create_small("softmax_pvt_tiny"), [(image(), None)], sides=(3,))

@@ -42,6 +42,7 @@ class LocalityResult:
             images=self.images,
             mean_share=float(self.share.mean()),
             mean_over_chance=float(over_chance.mean()),
+            mean_over_uniform=float((self.share / self.uniform).mean()),
             first_layer_over_chance=float(over_chance[0]),
             last_layer_over_chance=float(over_chance[-1]),
             diverged_rows=self.diverged_rows,

@@ -139,6 +139,8 @@ def measure_masking(
     Args:
         sides: of the windows, odd; as many random tokens as each window has.
         seed: of the random tokens, which are drawn anew for every query, layer and batch.
+
+    Layers whose map is no larger than a window are left alone; a window that fits no layer has no outcome.
     """
     if any(side < 1 or side % 2 == 0 for side in sides):
         raise ValueError(f"sides={tuple(sides)}; expected odd numbers")
@@ -170,6 +172,7 @@ def measure_masking(
     outcomes = [
         Outcome(m.condition, t.agree / images, t.correct / images if labelled else None, t.change / images)
         for m, t in zip(maskers, tallies, strict=True)
+        if m.masked or m.condition.what == "none"  # a window that no map is larger than masked nothing
     ]
     masked, skipped = ({k: v for m in maskers for k, v in getattr(m, name).items()} for name in ("masked", "skipped"))
     top1 = unmasked.correct / images if labelled else None

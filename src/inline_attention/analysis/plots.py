@@ -172,7 +172,9 @@ def draw_maps(
     axes = figure.subplots(len(lines), columns, squeeze=False)
     for line, (picture, label, query, maps) in zip(axes, lines, strict=True):
         line[0].imshow(picture, cmap="gray", vmin=0, vmax=1)
-        line[0].plot(query[1] * picture.shape[1] - 0.5, query[0] * picture.shape[0] - 0.5, "r+", ms=14, mew=2.5)
+        at = (query[1] * picture.shape[1] - 0.5, query[0] * picture.shape[0] - 0.5)
+        for colour, width in (("white", 5), ("red", 2.5)):  # visible on any picture
+            line[0].plot(*at, "+", color=colour, markersize=12 + width, markeredgewidth=width)
         line[0].set_ylabel(label, fontsize=8)
         for place, (layer, weights) in zip(line[1:], maps, strict=False):
             _draw_map(figure, place, layer, weights.mean(0) if head is None else weights[head])

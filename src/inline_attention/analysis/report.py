@@ -105,8 +105,9 @@ def html_report(
             f'<img alt="{section.analysis}" src="data:image/png;base64,{picture}">',
             _table(section.summaries),
         ]
-        if section.parameters:
-            words = ", ".join(f"{key} = {_cell(value)}" for key, value in section.parameters.items())
+        given = {key: value for key, value in section.parameters.items() if value is not None}
+        if given:
+            words = ", ".join(f"{key} = {_cell(value)}" for key, value in given.items())
             parts.append(f'<p class="small">{words}</p>')
         parts.append("</section>")
     return "\n".join([*parts, "</body></html>", ""])

@@ -90,6 +90,8 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
     """The models, each with a loader of the images as it wants them."""
     from functools import partial
 
+    import torch
+
     from inline_attention.analysis.extract import attention_kinds
     from inline_attention.analysis.suite import Subject, label_subjects
     from inline_attention.cli._output import parse_size
@@ -107,6 +109,7 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
         raise ValueError(f"--max-images is {args.max_images}; expected at least 1")
     subjects = []
     for spec, file in zip(models, weights, strict=True):
+        torch.manual_seed(0)  # untrained models are the same in every run
         name, arguments = parse_model(spec)
         classifier = load_classifier(name, file, img_size=parse_size(args.img_size), arguments=arguments)
         config = classifier.data

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from inline_attention.cli import main
 from inline_attention.cli.analyze import parse_model
@@ -94,6 +96,21 @@ def test_timm_on_the_sample_photographs(tmp_path: Path) -> None:
     assert model["result"]["tokens"] == [5, 5]
 
 
+def test_weights_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of timm's own names: what it holds is what is analysed."""
+    name, arguments = parse_model(VIT)
+    model = timm.create_model(name, **arguments)
+    for block in model.blocks:  # keys without a direction: every row is uniform, and the rank is 1
+        torch.nn.init.zeros_(block.attn.qkv.weight[16:32])
+        torch.nn.init.zeros_(block.attn.qkv.bias[16:32])
+    save_file(model.state_dict(), tmp_path / "vit.safetensors")
+    assert analyze("rank", VIT, "--weights", tmp_path / "vit.safetensors", "--out", tmp_path) == 0
+    assert read(tmp_path / "rank.json")["models"][0]["summary"]["mean_numerical"] == 1
+    other = VIT.replace("depth=2", "depth=1")
+    assert analyze("rank", other, "--weights", tmp_path / "vit.safetensors", "--out", tmp_path) == 2
+    assert "does not fit VisionTransformer" in capsys.readouterr().err
+
+
 def test_parameters_and_limits(weights: Path, tmp_path: Path) -> None:
     common = ("--weights", weights, "--data", "digits", "--workers", 0, "--max-images", 5, "--batch-size", 3)
     assert analyze("confusion", *common, "--tau", 0.5, "--rho", 0, "--layers", -1, "--out", tmp_path) == 0
@@ -121,6 +138,8 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys: pytest.Capt
     ):
         assert analyze("rank", *arguments, "--out", tmp_path / "out") == 2
         assert message in capsys.readouterr().err
+    assert analyze("maps", "--weights", weights, "--images", images / "bad.png", "--out", tmp_path / "out") == 2
+    assert "there are no images" in capsys.readouterr().err
     assert analyze("maps", "--weights", weights, "--head", 2, "--out", tmp_path / "out") == 2
     assert "head 2 is not in every layer; expected 0 to 1" in capsys.readouterr().err
 

@@ -79,8 +79,7 @@ class Analysis:
 
 def analyse(name: str, subjects: Sequence[Subject], settings: Settings, *, progress: Progress) -> Analysis:
     """Run one of `ANALYSES`; all but injectivity need subjects."""
-    from . import plots
-
+    plots = _plots()
     if name == "injectivity":
         return _injectivity()
     if name == "maps":
@@ -117,9 +116,17 @@ _MEASURES = {
 }
 
 
-def _injectivity() -> Analysis:
-    from . import plots
+def _plots() -> Any:
+    """The module of pictures, whose matplotlib is optional."""
+    try:
+        from . import plots
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'inline-attention[train]'") from error
+    return plots
 
+
+def _injectivity() -> Analysis:
+    plots = _plots()
     result = injectivity.measure_injectivity()
     summaries = {
         f"φ = {panel.feature_map}, {kind}": dict(
@@ -136,8 +143,7 @@ def _injectivity() -> Analysis:
 
 
 def _maps(subjects: Sequence[Subject], settings: Settings, progress: Progress) -> Analysis:
-    from . import plots
-
+    plots = _plots()
     parameters: dict[str, Any] = dict(query=settings.query, layers=settings.layers)
     results: dict[str, list[maps.MapsResult]] = {}
     panels: list[tuple[int, np.ndarray, str, maps.MapsResult]] = []
@@ -148,6 +154,8 @@ def _maps(subjects: Sequence[Subject], settings: Settings, progress: Progress) -
                 found.append(maps.attention_maps(subject.model, image, **parameters))
                 panels.append((number, subject.picture(image), subject.label, found[-1]))
                 on_images(1)
+        if not found:
+            raise ValueError("there are no images to draw maps of")
     heads = min(len(layer.weights) for found in results.values() for layer in found[0].layers)
     if settings.head is not None and not 0 <= settings.head < heads:
         raise ValueError(f"head {settings.head} is not in every layer; expected 0 to {heads - 1}")

@@ -159,7 +159,20 @@ def test_written_out(kind: str) -> None:
         torch.testing.assert_close(module.weights(q, k, rows=slice(2, 5)), weights[:, :, 2:5])
 
 
-@pytest.mark.parametrize("kind", sorted(set(ATTENTIONS)))
+@pytest.mark.parametrize("kind", sorted(ATTENTIONS))
+def test_absent_tokens_make_a_smaller_map(kind: str) -> None:
+    """The last row of the map is padding: the output of the map without it."""
+    module = build(kind)
+    if kind == "focused":
+        nn.init.zeros_(module.position_map)  # positions are resized to a smaller map
+    present = torch.arange(N) < PREFIX + 8
+    x = tokens().masked_fill(~present[:, None], 1e3)
+    with torch.no_grad():
+        out = module(x, GRID, token_mask=present.expand(2, -1))
+        torch.testing.assert_close(out[:, present], module(x[:, present], (2, 4)), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", sorted(ATTENTIONS))
 def test_masked_for_one_query(kind: str) -> None:
     """As if the tokens were absent: the row of a module that never saw them."""
     module: Attention = build(kind)

@@ -8,7 +8,7 @@ from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data
 from inline_attention.data.batches import load_image
-from inline_attention.data.sources import FolderSource, PackedStrings, open_source
+from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource, open_source
 
 MakeFolder = Callable[..., Path]
 
@@ -300,3 +300,18 @@ def test_folder_source_reads_the_right_file(make_folder: MakeFolder) -> None:
         file, _ = source.read(index)
         with file, Image.open(source.path(index)) as expected:
             assert (np.asarray(Image.open(file)) == np.asarray(expected)).all()
+
+
+def test_a_few_images_are_taken_from_everywhere(make_folder: MakeFolder) -> None:
+    root = make_folder(val={f"c{label}": 5 for label in range(4)})
+    source = SpreadSource(open_source(config(root), "val"), 8)
+    assert len(source) == 8
+    labels = []
+    for index in range(8):
+        file, label = source.read(index)
+        file.close()
+        labels.append(label)
+    assert labels == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({source.path(i) for i in range(8)}) == 8
+    assert open_eval_data(config(root), max_images=8).num_images == 8
+    assert open_eval_data(config(root), max_images=99).num_images == 20

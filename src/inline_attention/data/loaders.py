@@ -24,6 +24,7 @@ from inline_attention.data.sources import (
     FilesSource,
     RelabelledSource,
     Source,
+    SpreadSource,
     check_same_classes,
     open_source,
 )
@@ -222,14 +223,24 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
 
 
 def open_eval_data(
-    config: DataConfig, *, class_names: list[str] | None = None, rank: int = 0, world_size: int = 1
+    config: DataConfig,
+    *,
+    class_names: list[str] | None = None,
+    max_images: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> EvalLoader:
-    """Open `config.val_split` alone. With a model's `class_names`, labels follow them, by name."""
+    """Open `config.val_split` alone. With a model's `class_names`, labels follow them, by name.
+
+    `max_images` takes that many, evenly spaced, so that all classes have their share; streams give all they have.
+    """
     config.validate()
     if not is_stream(config.path):
         source = open_source(config, config.val_split)
         if class_names is not None:
             source = RelabelledSource(source, class_names)
+        if max_images is not None and max_images < len(source):
+            source = SpreadSource(source, max_images)
         return _eval_loader(source, config=config, rank=rank, world_size=world_size)
     stream = Stream(config, config.val_split, training=False, rank=rank, world_size=world_size)
     samples = StreamSamples(stream, model_classes=class_names)

@@ -330,6 +330,26 @@ class DigitsSource:
         return f"digits:{self._rows[index]}"
 
 
+class SpreadSource:
+    """A few images of another source, evenly spaced."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self.class_names, self.named = source.class_names, source.named
+        self._source, self._count = source, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _index(self, index: int) -> int:
+        return index * len(self._source) // self._count
+
+    def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
+        return self._source.read(self._index(index))
+
+    def path(self, index: int) -> str:
+        return self._source.path(self._index(index))
+
+
 class RelabelledSource:
     """A source with the labels of a model's classes, which may be more than the data's."""
 

@@ -1,0 +1,88 @@
+"""The models that the page looks into: one for each attention, with weights or without."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from inline_attention.data import DataConfig
+from inline_attention.models import create_model
+from inline_attention.models.weights import read_metadata
+from inline_attention.training.classifier import ARCHITECTURE, load_classifier
+
+# DeiT-T with each of the three attentions: a registered name and what differs from it.
+DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax_deit_tiny", {}),
+    "linear": ("inline_deit_tiny", {"attention": "linear"}),
+    "inline": ("inline_deit_tiny", {}),
+}
+# Trained weights that come with the library would stand here, one file for each attention.
+DEFAULT_WEIGHTS: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Subject:
+    kind: str  # the attention of its first block
+    name: str  # as it is registered
+    model: nn.Module
+    data: DataConfig  # its image size and normalisation
+    weights: str | None  # the file's name; None: random
+
+
+def load_subjects(weights: Sequence[str] = DEFAULT_WEIGHTS, *, device: torch.device) -> list[Subject]:
+    """A model for each file, and random ones of the same architecture for those of the three attentions that lack one.
+
+    Files must be safetensors that say how their model was built, as `inline train` writes them.
+    """
+    given: dict[str, Subject] = {}
+    for file in weights:
+        subject = _load(file)
+        if subject.kind in given:
+            raise ValueError(
+                f"{given[subject.kind].weights} and {subject.weights} both have {subject.kind} attention; "
+                "expected one file for each attention"
+            )
+        given[subject.kind] = subject
+    like = next(iter(given.values()), None)
+    subjects = {kind: given.pop(kind, None) or _random(kind, like) for kind in DEIT_TINY}
+    subjects |= given  # other attentions than the three
+    for subject in subjects.values():
+        subject.model.to(device).eval().requires_grad_(False)
+    return list(subjects.values())
+
+
+def _load(file: str) -> Subject:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {file!r}; expected weights that `inline train` wrote")
+    name = read_metadata(path).get(ARCHITECTURE) if path.suffix == ".safetensors" else None
+    if name is None:
+        raise ValueError(
+            f"{file} does not say which model it belongs to: expected a safetensors file of this library "
+            "(`inline convert` makes one of an official checkpoint)"
+        )
+    classifier = load_classifier(name, str(path))
+    return Subject(_kind(classifier.model), name, classifier.model, classifier.data, path.name)
+
+
+def _random(kind: str, like: Subject | None) -> Subject:
+    """Seeded, so that the page shows the same every time."""
+    if like is None:
+        name, arguments = DEIT_TINY[kind]
+    else:
+        config: dict[str, Any] = like.model.config  # type: ignore[assignment]  # what create_model was called with
+        kept = {key: value for key, value in config.items() if key not in ("feature_map", "local_residual")}
+        name, arguments = like.name, {**kept, "attention": kind}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = create_model(name, **arguments)
+    data = DataConfig(img_size=list(model.img_size), in_chans=model.in_chans) if like is None else like.data
+    return Subject(kind, name, model, data, None)
+
+
+def _kind(model: nn.Module) -> str:
+    attention: list[list[str]] = model.attention  # type: ignore[assignment]  # VisionModel: names by stage
+    return attention[0][0]

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import FEATURE_MAPS, inline_attention_projected, linear_attention, local_residual
+from inline_attention.ops import (
+    FEATURE_MAPS,
+    attention_matrix,
+    inline_attention_projected,
+    linear_attention,
+    local_residual,
+)
 from inline_attention.ops.attention import Backend
 from inline_attention.ops.feature_maps import get_feature_map
 
-from .local import TAPS, LocalKernel
+from .local import TAPS, LocalKernel, LocalTerm
 
 Grid = tuple[int, int]
 
@@ -66,6 +72,7 @@ class Attention(nn.Module):
         proj_drop: dropout after the output projection.
     """
 
+    kind: ClassVar[str]  # the name that models know it by
     # Which of the model-wide choices (feature_map, local_residual) this attention follows.
     follows: ClassVar[tuple[str, ...]] = ()
 
@@ -171,15 +178,49 @@ class Attention(nn.Module):
         """
         projections = self.project(x, grid)
         local_weight = self.local_weight(x, token_mean, token_mask)
-        out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight).flatten(2)
+        return self.merge(self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight))
+
+    def merge(self, out: Tensor) -> Tensor:
+        """Heads (B, N, heads, d), local terms included, through the output projection → (B, N, C)"""
+        out = out.flatten(2)
         if self.position is not None and self.position.bias is not None:
             out = out + self.position.bias
         return self.proj_drop(self.proj(out))
+
+    # The same attention written out, O(N²): for analysis and tests, never on a model's path.
+
+    def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of `project` as `weights` takes them, (B, N, heads, d) each."""
+        return unstack(projections)
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        """The matrix of each head, whose product with v is the attention without local terms: chosen rows of it.
+
+        Args:
+            q, k: of `operands`, all tokens.
+            rows: the queries wanted.
+            mask: bool, broadcasts to the result; False where a token is as if absent for a query.
+
+        Returns:
+            (B, heads, rows, N)
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how its weights are written out")
+
+    def normalise(self, out: Tensor) -> Tensor:
+        """What happens to weights @ v, (B, N, heads, d), before the local terms are added; mostly nothing."""
+        return out
+
+    def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
+        """All that is added to the weights' product with v; `local_weight` as the method of that name gives it."""
+        if local_weight is None:
+            return []
+        return [LocalTerm(local_weight.flatten(1, 2).unflatten(2, (3, 3)))]
 
 
 class InLineAttention(Attention):
     """InLine attention, by default with its local residual. See `Attention` for the arguments."""
 
+    kind = "inline"
     follows = ("feature_map", "local_residual")
     backend: Backend = "auto"  # of `inline_attention`; set it on a module to have another
 
@@ -205,10 +246,15 @@ class InLineAttention(Attention):
             backend=self.backend,
         )
 
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        options: dict[str, Any] = dict(kind="inline", feature_map=self.feature_map, scale=self.scale)
+        return attention_matrix(q[:, rows], k, pair_mask=mask, **options)
+
 
 class LinearAttention(Attention):
     """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default."""
 
+    kind = "linear"
     follows = ("feature_map", "local_residual")
 
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:
@@ -217,15 +263,32 @@ class LinearAttention(Attention):
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         return linear_attention(q, k, v, feature_map=self.feature_map, token_mask=token_mask)
 
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        return attention_matrix(q[:, rows], k, kind="linear", feature_map=self.feature_map, pair_mask=mask)
+
 
 class SoftmaxAttention(Attention):
     """Softmax attention through PyTorch's scaled_dot_product_attention. φ, if any, is applied to q and k before it."""
+
+    kind = "softmax"
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         mask = None if token_mask is None else token_mask[:, None, None, :]
         phi = get_feature_map(self.feature_map).apply
         out = softmax_rows(phi(q), phi(k), v, mask=mask, scale=self.scale)
         return out if token_mask is None else out.masked_fill(~token_mask[:, :, None, None], 0)
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        rows: slice = slice(None),
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        options: dict[str, Any] = dict(kind="softmax", feature_map=self.feature_map, scale=self.scale)
+        return attention_matrix(q[:, rows], k, pair_mask=mask, bias=bias, **options)
 
 
 def softmax_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,6 +1,7 @@
-"""The kernel generator of the local residual."""
+"""The kernel generator of the local residual, and how an attention's local terms are described."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,3 +54,12 @@ class LocalKernel(nn.Module):
     def forward(self, token_mean: Tensor) -> Tensor:
         x = token_mean.unflatten(1, (self.num_heads, -1))
         return self.fc2(F.gelu(self.fc1(x))).unflatten(2, (-1, TAPS))
+
+
+class LocalTerm(NamedTuple):
+    """What an attention adds to its output besides its weights: a correlation of v with a small kernel per channel."""
+
+    weight: Tensor  # (B or 1, C, height, width), odd sides; zeros beyond the border
+    bias: Tensor | None = None  # (C,), where the kernel applies
+    on_map: bool = True  # on the token map, prefix tokens left out; else along the row of all tokens
+    regions: Tensor | None = None  # (groups, N): taps reach the same region alone; groups split the channels evenly

@@ -335,6 +335,8 @@ def attention_matrix(
     feature_map: str = "identity",
     scale: float | None = None,
     token_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The weights themselves, O(N²): for analysis and for tests, never on a model's path.
 
@@ -345,6 +347,9 @@ def attention_matrix(
         scale: s of inline and softmax, default d^-1/2.
         token_mask: (B, N), True for a token that is present. Columns of absent tokens are zero, and so are their rows
             where queries and keys are the same tokens.
+        pair_mask: bool, broadcasts to (B, heads, Nq, N), False where a token is absent for one query: its row is
+            computed over the tokens that remain to it, and is zero where none does.
+        bias: added to softmax's scaled scores, broadcasts to them.
 
     Returns:
         (B, heads, Nq, N), at least float32. InLine's weights may be negative.
@@ -353,14 +358,17 @@ def attention_matrix(
     phi = get_feature_map(feature_map).apply
     s = _default_scale(q, scale)
     dtype = reference.accumulation_dtype(q.dtype)
-    present = None
+    present = pair_mask
     if token_mask is not None:
         _check_token_mask(token_mask, k)
-        present = token_mask[:, None, None, :]
+        tokens = token_mask[:, None, None, :]
+        present = tokens if present is None else present & tokens
+    if bias is not None and kind != "softmax":
+        raise ValueError(f"kind={kind!r} has no scores to add a bias to; only softmax has")
     with reference.without_autocast(q.device):
         scores = phi(q.to(dtype)).transpose(1, 2) @ phi(k.to(dtype)).permute(0, 2, 3, 1)  # (B, heads, Nq, N)
         if kind == "softmax":
-            scores = s * scores
+            scores = s * scores if bias is None else s * scores + bias
             matrix = (scores if present is None else scores.masked_fill(~present, -math.inf)).softmax(-1)
         elif kind in ("inline", "linear"):
             count: Tensor | int = k.shape[1]
@@ -376,6 +384,6 @@ def attention_matrix(
             raise ValueError(f"kind={kind!r} is unknown; expected 'inline', 'linear' or 'softmax'")
         if present is not None:
             matrix = matrix.masked_fill(~present, 0)
-            if q.shape[1] == k.shape[1]:
-                matrix = matrix.masked_fill(~present.mT, 0)
+        if token_mask is not None and q.shape[1] == k.shape[1]:
+            matrix = matrix.masked_fill(~token_mask[:, None, :, None], 0)
         return matrix

@@ -15,12 +15,14 @@ from inline_attention.environment import describe_environment
 from . import cost
 from .gate import Gate
 from .http import Request, RequestError, Response
+from .maps import Maps
 from .pictures import FORMATS, MAX_BYTES, MAX_PIXELS, BadPicture, Picture, PictureStore, decode_picture
 from .subjects import Subject
 
 CONTENT_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
 PHOTOS = {"china": "Temple, danielbuechele, CC BY 2.0", "flower": "Flower, vultilion, CC BY 2.0"}
 PICTURES = "/pictures/"  # and a picture's name
+MAX_HEADS = 1024
 
 Handler = Callable[[Request], Response]
 
@@ -50,10 +52,12 @@ class App:
         self._pictures = PictureStore(sample_photos())
         self._gate = Gate(waiting=16)
         self._uploads = Gate(running=4, waiting=16)  # how many files are in memory at once
+        self._maps = Maps(subjects, device=device)
         self._stopwatch = cost.Stopwatch(device, self._gate)
         self._handlers: dict[tuple[str, str], Handler] = {
             ("GET", "/api/setup"): self._setup,
             ("POST", "/api/pictures"): self._add_picture,
+            ("POST", "/api/map"): self._map,
             ("GET", "/api/cost"): self._cost,
             ("POST", "/api/measure"): self._measure,
         }
@@ -70,21 +74,25 @@ class App:
             raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {request.path[:200]} here")
         return handler(request)
 
+    def close(self) -> None:
+        """Ends computations, for good."""
+        self._gate.close()
+
     def _setup(self, request: Request) -> Response:
         return Response.json(
             dict(
                 version=__version__,
                 limits=dict(bytes=MAX_BYTES, pixels=MAX_PIXELS, formats=FORMATS),
                 photos=[dict(picture=name, title=title) for name, title in PHOTOS.items()],
-                models=[self._describe(subject) for subject in self._subjects],
+                models=[
+                    dict(kind=s.kind, name=s.name, weights=s.weights, layers=self._maps.layer_count(i))
+                    for i, s in enumerate(self._subjects)
+                ],
             )
         )
 
-    def _describe(self, subject: Subject) -> dict[str, Any]:
-        return dict(kind=subject.kind, name=subject.name, weights=subject.weights)
-
-    def _picture(self, name: object) -> Picture:
-        picture = self._pictures.get(name) if isinstance(name, str) else None
+    def _picture(self, name: str) -> Picture:
+        picture = self._pictures.get(name)
         if picture is None:
             raise RequestError(HTTPStatus.NOT_FOUND, "the picture is no longer here; load it again")
         return picture
@@ -99,6 +107,21 @@ class App:
                     raise RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
         return Response.json(dict(picture=self._pictures.add(picture)), status=HTTPStatus.CREATED)
 
+    def _map(self, request: Request) -> Response:
+        body = request.json()
+        name = str(body.get("picture"))
+        picture = self._picture(name)
+        model = _integer(body, "model", len(self._subjects))
+        layer = _integer(body, "layer", self._maps.layer_count(model))
+        head = None if body.get("head") is None else _integer(body, "head", MAX_HEADS)
+        x, y = (_fraction(body, key) for key in ("x", "y"))
+        with self._gate.turn():
+            try:
+                found = self._maps.look(name, picture.image, model=model, layer=layer, head=head, x=x, y=y)
+            except ValueError as error:
+                raise RequestError(HTTPStatus.BAD_REQUEST, str(error)) from error
+        return Response.json(dataclasses.asdict(found))
+
     def _cost(self, request: Request) -> Response:
         with self._gate.turn():
             counts = cost.counts()
@@ -110,3 +133,17 @@ class App:
         events = self._stopwatch.measure()
         first = next(events)  # raises Busy while the status can still say so
         return Response.json_lines(itertools.chain([first], events))
+
+
+def _integer(body: dict[str, Any], key: str, count: int) -> int:
+    value = body.get(key)
+    if type(value) is not int or not 0 <= value < count:  # a bool is an int too
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"{key} is {value!r:.40}; expected a whole number below {count}")
+    return value
+
+
+def _fraction(body: dict[str, Any], key: str) -> float:
+    value = body.get(key)
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"{key} is {value!r:.40}; expected a number from 0 to 1")
+    return value

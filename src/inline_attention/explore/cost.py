@@ -4,14 +4,16 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
 from inline_attention.bench.timing import Timing, sample
 from inline_attention.models import create_model
+from inline_attention.models._base import VisionModel
 from inline_attention.models.profile import profile
 
 from .gate import Busy, Gate
@@ -32,12 +34,17 @@ class Counts:
     activation_bytes: int  # what training keeps of one image, with neither checkpointing nor a fused kernel
 
 
+def deit_tiny(kind: str) -> VisionModel:
+    name, arguments = DEIT_TINY[kind]
+    model = create_model(name, **arguments)
+    assert isinstance(model, VisionModel)
+    return model.eval()
+
+
 @functools.cache
 def count(kind: str, size: int) -> Counts:
-    name, arguments = DEIT_TINY[kind]
     with torch.device("meta"):
-        model = create_model(name, **arguments)
-    stages = profile(model, img_size=(size, size))
+        stages = profile(deit_tiny(kind), img_size=(size, size))
     (tokens,) = (stage.shape[0] for stage in stages if stage.name == "blocks")
     return Counts(kind, size, tokens, sum(s.macs for s in stages), sum(s.activation_bytes for s in stages))
 
@@ -53,44 +60,42 @@ class Stopwatch:
         self._device, self._gate = device, gate
         self._measuring = threading.Lock()
 
-    def measure(self, sizes: tuple[int, ...] = SIZES, *, seconds: float = MEASURE_SECONDS) -> Iterator[dict[str, Any]]:
-        """Progress, and each timing as it gets better. Whoever stops asking for more ends the measurement.
+    def measure(self, sizes: Sequence[int] = SIZES, *, seconds: float = MEASURE_SECONDS) -> Iterator[dict[str, Any]]:
+        """Progress, and each timing as it gets better. Whoever asks for no more ends the measurement.
 
-        The first value comes when the measurement has begun; `Busy` is raised in its place while another runs.
+        The first value comes before anything is measured; in its place `Busy` is raised while another measurement runs.
         """
         if not self._measuring.acquire(blocking=False):
-            raise Busy("somebody else is measuring now, and two measurements would disturb each other; try again soon")
+            raise Busy("somebody else is measuring, and two measurements would disturb each other; try again soon")
         try:
             total = len(sizes) * len(DEIT_TINY) * (ROUNDS + 1)
             yield dict(done=0, total=total)
-            yield from self._rounds(sizes, total=total, deadline=time.monotonic() + seconds)
+            deadline = time.monotonic() + seconds
+            for done, timing in enumerate(self._samples(sizes), start=1):
+                yield dict(done=done, total=total, **timing)
+                if time.monotonic() > deadline and done < total:
+                    yield dict(
+                        done=done, total=total, stopped=f"Stopped after {seconds:.0f} seconds, with what there is."
+                    )
+                    return
         finally:
             self._measuring.release()
 
-    def _rounds(self, sizes: tuple[int, ...], *, total: int, deadline: float) -> Iterator[dict[str, Any]]:
-        with self._gate.turn():
-            models = {kind: create_model(name, **arguments) for kind, (name, arguments) in DEIT_TINY.items()}
-        calls = {kind: model.to(self._device).eval() for kind, model in models.items()}
-        done = 0
+    def _samples(self, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The timing after each sample, empty until there are two. Others may compute between samples."""
+        models = {kind: deit_tiny(kind).to(self._device) for kind in DEIT_TINY}
         for size in sizes:
             image = torch.randn(1, 3, size, size, device=self._device)
+            calls = {kind: functools.partial(model, image) for kind, model in models.items()}
             repeats: dict[str, int] = {}
             samples: dict[str, list[float]] = {kind: [] for kind in calls}
-            for i in range(ROUNDS + 1):
-                for kind, model in calls.items():
-                    if time.monotonic() > deadline:
-                        yield dict(done=done, total=total, stopped="out of time: this machine needs longer than allowed")
-                        return
-                    with self._gate.turn(), torch.inference_mode():
-                        if i == 0:  # warm-up, and how many calls make a sample
-                            model(image)
-                            once = sample(lambda: model(image), device=self._device, repeats=1)
-                            repeats[kind] = max(1, math.ceil(SAMPLE_SECONDS / once))
-                        else:
-                            call = functools.partial(model, image)
-                            samples[kind].append(sample(call, device=self._device, repeats=repeats[kind]))
-                    done += 1
-                    progress: dict[str, Any] = dict(done=done, total=total)
-                    if len(samples[kind]) >= 2:
-                        progress |= dict(kind=kind, size=size, **asdict(Timing.of(samples[kind])))
-                    yield progress
+            for i, (kind, call) in product(range(ROUNDS + 1), calls.items()):
+                with self._gate.turn(), torch.inference_mode():
+                    if i == 0:  # warm-up, and how many calls make a sample
+                        call()
+                        once = sample(call, device=self._device, repeats=1)
+                        repeats[kind] = max(1, math.ceil(SAMPLE_SECONDS / once))
+                    else:
+                        samples[kind].append(sample(call, device=self._device, repeats=repeats[kind]))
+                enough = len(samples[kind]) >= 2
+                yield dict(kind=kind, size=size, **asdict(Timing.of(samples[kind]))) if enough else {}

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from inline_attention.data import DataConfig
 from inline_attention.models import create_model
+from inline_attention.models._base import VisionModel
 from inline_attention.models.weights import read_metadata
 from inline_attention.training.classifier import ARCHITECTURE, load_classifier
 
@@ -27,7 +27,7 @@ DEFAULT_WEIGHTS: tuple[str, ...] = ()
 class Subject:
     kind: str  # the attention of its first block
     name: str  # as it is registered
-    model: nn.Module
+    model: VisionModel
     data: DataConfig  # its image size and normalisation
     weights: str | None  # the file's name; None: random
 
@@ -47,11 +47,12 @@ def load_subjects(weights: Sequence[str] = DEFAULT_WEIGHTS, *, device: torch.dev
             )
         given[subject.kind] = subject
     like = next(iter(given.values()), None)
-    subjects = {kind: given.pop(kind, None) or _random(kind, like) for kind in DEIT_TINY}
-    subjects |= given  # other attentions than the three
-    for subject in subjects.values():
+    missing = {kind: _random(kind, like) for kind in DEIT_TINY if kind not in given}
+    others = [kind for kind in given if kind not in DEIT_TINY]
+    subjects = [(given | missing)[kind] for kind in (*DEIT_TINY, *others)]
+    for subject in subjects:
         subject.model.to(device).eval().requires_grad_(False)
-    return list(subjects.values())
+    return subjects
 
 
 def _load(file: str) -> Subject:
@@ -65,7 +66,9 @@ def _load(file: str) -> Subject:
             "(`inline convert` makes one of an official checkpoint)"
         )
     classifier = load_classifier(name, str(path))
-    return Subject(_kind(classifier.model), name, classifier.model, classifier.data, path.name)
+    model = classifier.model
+    assert isinstance(model, VisionModel)
+    return Subject(model.attention[0][0], name, model, classifier.data, path.name)
 
 
 def _random(kind: str, like: Subject | None) -> Subject:
@@ -73,16 +76,13 @@ def _random(kind: str, like: Subject | None) -> Subject:
     if like is None:
         name, arguments = DEIT_TINY[kind]
     else:
-        config: dict[str, Any] = like.model.config  # type: ignore[assignment]  # what create_model was called with
-        kept = {key: value for key, value in config.items() if key not in ("feature_map", "local_residual")}
-        name, arguments = like.name, {**kept, "attention": kind}
+        chosen = {
+            key: value for key, value in like.model.config.items() if key not in ("feature_map", "local_residual")
+        }
+        name, arguments = like.name, {**chosen, "attention": kind}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = create_model(name, **arguments)
+    assert isinstance(model, VisionModel)
     data = DataConfig(img_size=list(model.img_size), in_chans=model.in_chans) if like is None else like.data
     return Subject(kind, name, model, data, None)
-
-
-def _kind(model: nn.Module) -> str:
-    attention: list[list[str]] = model.attention  # type: ignore[assignment]  # VisionModel: names by stage
-    return attention[0][0]

@@ -69,7 +69,7 @@ function drawTable() {
 
 const WIDTH = 560;
 const HEIGHT = 400;
-const MARGIN = { left: 62, right: 84, top: 24, bottom: 44 };
+const MARGIN = { left: 66, right: 92, top: 34, bottom: 56 };
 
 function drawChart() {
   const { title, get } = METRICS[metric()];
@@ -94,9 +94,9 @@ function drawChart() {
     chart.append(svg("text", { x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" }, `${Number(tick.toPrecision(1))}`));
   }
   for (const size of sizes) {
-    chart.append(svg("text", { x: x(size), y: HEIGHT - MARGIN.bottom + 20, "text-anchor": "middle" }, `${size}`));
+    chart.append(svg("text", { x: x(size), y: HEIGHT - MARGIN.bottom + 24, "text-anchor": "middle" }, `${size}`));
   }
-  chart.append(svg("text", { x: MARGIN.left - 8, y: MARGIN.top - 10, "text-anchor": "end" }, title));
+  chart.append(svg("text", { x: MARGIN.left - 8, y: MARGIN.top - 14, "text-anchor": "end" }, title));
   chart.append(svg("text", { x: (MARGIN.left + WIDTH - MARGIN.right) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, "side of the image in pixels"));
   const labels = [];
   for (const kind of KINDS) {
@@ -113,7 +113,7 @@ function drawChart() {
   // Names beside the ends of lines, pushed apart where lines end together.
   labels.sort((p, q) => p.at - q.at);
   labels.forEach((label, i) => {
-    if (i > 0) label.at = Math.max(label.at, labels[i - 1].at + 17);
+    if (i > 0) label.at = Math.max(label.at, labels[i - 1].at + 20);
     chart.append(svg("text", { class: label.kind, x: label.x, y: label.at }, titleOf(label.kind)));
   });
 }

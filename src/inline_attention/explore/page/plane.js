@@ -267,8 +267,7 @@ function render() {
   const phi = KERNELS[state.kernel].make(state.affine);
   const rows = Object.fromEntries(KINDS.map((kind) => [kind, weights(kind, state.queries, state.keys, phi)]));
   drawBars(rows);
-  const merged = equalGroups(state.queries.map(phi), TOLERANCE);
-  for (const kind of KINDS) byId(`verdict-${kind}`).replaceChildren(...verdict(kind, rows[kind], merged));
+  for (const kind of KINDS) byId(`verdict-${kind}`).replaceChildren(...verdict(kind, rows[kind], phi));
 }
 
 function drawBars(rows) {
@@ -300,20 +299,27 @@ function drawBars(rows) {
 
 const listing = (group) => new Intl.ListFormat("en").format(group.map((i) => `q${SUBSCRIPTS[i]}`));
 
-function verdict(kind, rows, merged) {
-  const groups = equalGroups(rows, TOLERANCE);
-  const [i, j, difference] = closestPair(rows);
-  const largest = Math.max(...rows.flat().map(Math.abs));
+function verdict(kind, rows, phi) {
   const notes = [];
+  const groups = equalGroups(rows, TOLERANCE);
   if (groups.length === 0) {
+    const [i, j, difference] = closestPair(rows);
     notes.push(html("strong", { class: "good" }, "Tells all queries apart. "));
     notes.push(`The closest, ${listing([i, j])}, differ by ${number(difference, 3)}.`);
   } else {
     notes.push(html("strong", { class: "bad" }, `Same weights for ${groups.map(listing).join(", and for ")}. `));
-    const explained = groups.every((group) => merged.some((other) => group.every((query) => other.includes(query))));
-    if (kind !== "softmax" && explained) notes.push("φ itself maps them to one point. ");
-    else if (kind === "linear") notes.push("φ of them lie on one line, and the division cancels their lengths. ");
+    notes.push(reason(kind, groups, phi));
   }
-  if (!(largest < 10)) notes.push(html("strong", { class: "bad" }, `Divides by almost zero: weights of ${number(largest, 0)}.`));
+  const largest = Math.max(...rows.flat().map(Math.abs));
+  if (!(largest < 10)) notes.push(html("strong", { class: "bad" }, ` Divides by almost zero: weights of ${number(largest, 0)}.`));
   return notes;
+}
+
+/** Why these groups of queries have the same weights. */
+function reason(kind, groups, phi) {
+  const within = (others) => groups.every((group) => others.some((other) => group.every((i) => other.includes(i))));
+  if (within(equalGroups(state.queries, TOLERANCE))) return "They are the same point.";
+  if (kind !== "softmax" && within(equalGroups(state.queries.map(phi), TOLERANCE))) return "φ itself makes one point of them.";
+  if (kind === "linear") return "Their φ(q) lie on one line through the origin, and the division cancels their lengths.";
+  return kind === "softmax" ? "The keys lie on one line." : "The φ of the keys lie on one line.";
 }

@@ -21,14 +21,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from contextlib import closing
+
     import torch
 
     from inline_attention.cli._output import choose_device
     from inline_attention.explore import App, load_subjects, open_server
 
     device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    app = App(load_subjects(args.weights, device=device), device=device)
-    with open_server(app, host=args.host, port=args.port) as server:
+    subjects = load_subjects(args.weights, device=device)
+    with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
         print(f"{server.url} (Ctrl-C ends)", flush=True)
         if not server.is_local:
             print("everybody who reaches this machine can use the page", flush=True)

@@ -130,7 +130,7 @@ class App:
         return Response.json(dict(sizes=cost.SIZES, counts=counts, machine=machine))
 
     def _measure(self, request: Request) -> Response:
-        events = self._stopwatch.measure()
+        events = self._stopwatch.measure(cost.SIZES)
         first = next(events)  # raises Busy while the status can still say so
         return Response.json_lines(itertools.chain([first], events))
 

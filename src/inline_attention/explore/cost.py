@@ -60,7 +60,7 @@ class Stopwatch:
         self._device, self._gate = device, gate
         self._measuring = threading.Lock()
 
-    def measure(self, sizes: Sequence[int] = SIZES, *, seconds: float = MEASURE_SECONDS) -> Iterator[dict[str, Any]]:
+    def measure(self, sizes: Sequence[int], *, seconds: float = MEASURE_SECONDS) -> Iterator[dict[str, Any]]:
         """Progress, and each timing as it gets better. Whoever asks for no more ends the measurement.
 
         The first value comes before anything is measured; in its place `Busy` is raised while another measurement runs.
@@ -83,9 +83,11 @@ class Stopwatch:
 
     def _samples(self, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The timing after each sample, empty until there are two. Others may compute between samples."""
-        models = {kind: deit_tiny(kind).to(self._device) for kind in DEIT_TINY}
+        with self._gate.turn():
+            models = {kind: deit_tiny(kind).to(self._device) for kind in DEIT_TINY}
         for size in sizes:
-            image = torch.randn(1, 3, size, size, device=self._device)
+            with self._gate.turn():
+                image = torch.randn(1, 3, size, size, device=self._device)
             calls = {kind: functools.partial(model, image) for kind, model in models.items()}
             repeats: dict[str, int] = {}
             samples: dict[str, list[float]] = {kind: [] for kind in calls}

@@ -77,10 +77,6 @@ class ExploreServer(socketserver.ThreadingTCPServer):
     def url(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.server_address[1]}/"
 
-    def server_close(self) -> None:
-        super().server_close()
-        self.app.close()
-
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._connections.acquire(timeout=SILENT_SECONDS):  # the others wait in the system's queue meanwhile
             self.shutdown_request(request)

@@ -71,8 +71,6 @@ export function startPlane() {
   buildTable();
   buildControls();
   usePreset("collinear");
-  // Read by the test that compares these functions with the library's.
-  window.inlinePlane = { state, weights, KERNELS, KINDS };
 }
 
 function drawAxes() {

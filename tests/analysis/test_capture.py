@@ -10,8 +10,7 @@ from torch import nn
 
 from inline_attention.analysis import capture, layer_names, observe
 from inline_attention.analysis.neighbours import neighbours
-
-KINDS = ["inline", "linear", "softmax"]
+from inline_attention.layers import ATTENTIONS
 
 
 def small_timm(name: str) -> nn.Module:
@@ -42,7 +41,7 @@ def test_matrix_is_the_module(name: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(ATTENTIONS))
 def test_every_attention_in_every_family(family: str, kind: str) -> None:
     options: dict[str, Any] = dict(window_size=3) if family == "swin" else {}
     model = create_small(f"inline_{family}_tiny", attention=kind, **options)

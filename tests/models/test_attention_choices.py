@@ -1,6 +1,7 @@
 """Every family with every attention, and windows against loops over them."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,17 +9,14 @@ import torch
 from small import FAMILIES, create_small, image
 from torch import Tensor
 
-from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention
-from inline_attention.layers.attention import Attention, unstack
+from inline_attention import InLineAttention, SoftmaxAttention
+from inline_attention.layers import ATTENTIONS
+from inline_attention.layers.attention import LETTERS, Attention, unstack
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.swin import SwinBlock, WindowSoftmaxAttention
+from inline_attention.models.weights import load_model, load_weights, save_weights
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-KINDS: dict[str, type[Attention]] = {
-    "inline": InLineAttention,
-    "linear": LinearAttention,
-    "softmax": SoftmaxAttention,
-}
 
 
 def attentions(model: torch.nn.Module) -> list[Attention]:
@@ -33,15 +31,49 @@ def check_training(model: Any) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("kind", KINDS)
-def test_by_name_and_by_letter(family: str, kind: str) -> None:
-    name = f"inline_{family}_tiny"
-    model = create_small(name, attention=kind)
-    assert all(isinstance(attn, KINDS[kind]) for attn in attentions(model))
-    letters = kind[0].upper() * (1 if family == "deit" else 4)
-    by_letter = create_small(name, attention=letters)
-    assert torch.equal(by_letter(image()), model(image()))
+@pytest.mark.parametrize("kind", sorted(ATTENTIONS))
+def test_by_name(family: str, kind: str) -> None:
+    model = create_small(f"inline_{family}_tiny", attention=kind)
+    # Families have softmax attentions of their own.
+    expected = SoftmaxAttention if "softmax" in kind else ATTENTIONS[kind]
+    assert all(isinstance(attn, expected) and attn.kind == kind for attn in attentions(model))
     check_training(model)
+
+
+@every_family
+@pytest.mark.parametrize(("letter", "kind"), LETTERS.items())
+def test_by_letter(family: str, letter: str, kind: str) -> None:
+    name = f"inline_{family}_tiny"
+    model = create_small(name, attention=letter * (1 if family == "deit" else 4))
+    assert torch.equal(model(image()), create_small(name, attention=kind)(image()))
+
+
+@every_family
+def test_softmax_behind_a_map(family: str) -> None:
+    """φ before softmax changes the output where it changes q or k, in windows, stripes and reduced maps too."""
+    name = f"inline_{family}_tiny"
+    plain, mapped, none = (
+        create_small(name, attention=kind, feature_map=phi)
+        for kind, phi in (("softmax", "relu"), ("mapped_softmax", None), ("mapped_softmax", "identity"))
+    )
+    with torch.no_grad():
+        assert torch.equal(plain(image()), none(image()))  # softmax itself does not follow the feature map
+        assert not torch.allclose(plain(image()), mapped(image()))
+    check_training(create_small(name, attention="mapped_softmax", feature_map="relu_affine"))
+
+
+@every_family
+def test_learned_positions_fit_the_input_size(family: str, tmp_path: Path) -> None:
+    """Focused attention at another size: set for good, saved, loaded back, and loaded into a model of the old size."""
+    model = create_small(f"inline_{family}_tiny", attention="focused")
+    small_image = image(64, 32)
+    with torch.no_grad():
+        before = model(small_image)
+        model.set_input_size((64, 32))
+        torch.testing.assert_close(model(small_image), before, atol=1e-4, rtol=1e-4)
+        path = save_weights(model, tmp_path / "focused.safetensors")
+        torch.testing.assert_close(load_model(path).eval()(small_image), model(small_image))
+        load_weights(create_small(f"inline_{family}_tiny", attention="focused"), path)
 
 
 @every_family

@@ -26,6 +26,7 @@ from inline_attention.ops import attention_matrix
 from .neighbours import neighbours
 
 DEFAULT_CHUNK_BYTES = 64 * 2**20  # of weights at a time
+Matrix = Callable[[slice, slice, slice, Tensor | None], Tensor]  # of rows, samples, heads and a mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class LayerAttention:
     key_grid: Grid | None  # where the keys are a reduced map; None: keys and queries are the same tokens
     windows: WindowPlan | None  # how the map was cut
     stripes: bool  # heads attend in stripes of the map
-    matrix: Callable[[slice, Tensor | None], Tensor]  # `weights` without the token mask
+    matrix: Matrix  # `weights` without the token mask
     finish: Callable[[Tensor, Tensor], Tensor]  # (weights @ v, local terms), (S, N, heads, d) each → output (S, N, C)
 
     @property
@@ -61,8 +62,15 @@ class LayerAttention:
         return self.q.shape[2]
 
     @torch.no_grad()
-    def weights(self, rows: slice = slice(None), *, mask: Tensor | None = None) -> Tensor:
-        """Chosen rows of the attention matrices.
+    def weights(
+        self,
+        rows: slice = slice(None),
+        *,
+        samples: slice = slice(None),
+        heads: slice = slice(None),
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Chosen rows of the attention matrices, of chosen samples and heads.
 
         Args:
             rows: the queries, prefix tokens first.
@@ -72,10 +80,11 @@ class LayerAttention:
             (S, heads, rows, keys). Rows and columns of absent tokens are zero.
         """
         if self.token_mask is None:
-            return self.matrix(rows, mask)
-        present = self.token_mask[:, None, None, :]
-        weights = self.matrix(rows, present if mask is None else present & mask)
-        return weights.masked_fill(~self.token_mask[:, None, rows, None], 0)
+            return self.matrix(rows, samples, heads, mask)
+        token_mask = self.token_mask[samples]
+        present = token_mask[:, None, None, :]
+        weights = self.matrix(rows, samples, heads, present if mask is None else present & mask)
+        return weights.masked_fill(~token_mask[:, None, rows, None], 0)
 
     def row_chunks(self, max_bytes: int = DEFAULT_CHUNK_BYTES) -> Iterator[slice]:
         """All rows, in slices whose weights take no more than this (a single row may)."""
@@ -150,7 +159,7 @@ class LayerAttention:
             window, place = (positions == token).nonzero()[0].tolist()
             sample = image * len(positions) + window
         rows = slice(place, place + 1)
-        weights = self.weights(rows)[sample, :, 0]
+        weights = self.weights(rows, samples=slice(sample, sample + 1))[0, :, 0]
         if local:
             weights = weights + self.local_weights(rows, channel=channel)[sample, :, 0]
         if self.windows is None:
@@ -347,18 +356,27 @@ def _record_own(
     output: Tensor,
     token_mean: Tensor | None = None,
     token_mask: Tensor | None = None,
-    matrix: Callable[[Tensor, Tensor, slice, Tensor | None], Tensor] | None = None,
+    bias: Tensor | None = None,
+    regions: Tensor | None = None,
     local: Sequence[LocalTerm] = (),
     key_grid: Grid | None = None,
     stripes: bool = False,
 ) -> LayerAttention:
-    """`matrix` of q, k, rows and mask, and further `local` terms, where the module has more than `weights` tells."""
+    """Softmax attentions of the families add a `bias` (S or 1, heads, N, N) to their scores, or keep to `regions`
+    (heads, N) of the map, and may have further `local` terms."""
     q, k, v = module.operands(module.project(x, grid), grid)
     if token_mask is not None:
         v = v.masked_fill(~token_mask[:, :, None, None], 0)
     terms = module.local_terms(module.local_weight(x, token_mean, token_mask))
-    weights = matrix or (lambda q, k, rows, mask: module.weights(q, k, rows=rows, mask=mask))
     windows = context.windows.get(module)
+
+    def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+        if regions is not None:
+            together = regions[None, heads, rows, None] == regions[None, heads, None, :]
+            mask = together if mask is None else together & mask
+        options = {} if bias is None else dict(bias=_chosen(bias, samples)[:, heads, rows])
+        return module.weights(q[samples, :, heads], k[samples, :, heads], rows=rows, mask=mask, **options)
+
     return LayerAttention(
         name=name,
         kind=module.kind,
@@ -373,7 +391,7 @@ def _record_own(
         key_grid=key_grid,
         windows=None if windows is None or windows.counts == (1, 1) else windows,
         stripes=stripes,
-        matrix=lambda rows, mask: weights(q, k, rows, mask),
+        matrix=matrix,
         finish=lambda attended, added: module.merge(module.normalise(attended) + added),
     )
 
@@ -390,11 +408,7 @@ def _record_window(
     bias = module.position_bias(grid)[None]
     if regions is not None:
         bias = bias + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
-
-    def matrix(q: Tensor, k: Tensor, rows: slice, mask: Tensor | None) -> Tensor:
-        return module.weights(q, k, rows=rows, mask=mask, bias=bias[:, :, rows])
-
-    return _record_own(module, x, grid, matrix=matrix, **options)
+    return _record_own(module, x, grid, bias=bias, **options)
 
 
 def _record_stripes(module: StripeAttention, x: Tensor, grid: Grid, **options: Any) -> LayerAttention:
@@ -403,17 +417,13 @@ def _record_stripes(module: StripeAttention, x: Tensor, grid: Grid, **options: A
         regions = torch.zeros_like(position)[None]
     else:  # the first half of the heads in vertical stripes, the second in horizontal ones
         regions = torch.stack([position % grid[1] // module.stripe, position // grid[1] // module.stripe])
-    by_head = regions.repeat_interleave(module.num_heads // len(regions), 0)
-
-    def matrix(q: Tensor, k: Tensor, rows: slice, mask: Tensor | None) -> Tensor:
-        together = (by_head[:, rows, None] == by_head[:, None, :])[None]
-        return module.weights(q, k, rows=rows, mask=together if mask is None else together & mask)
-
     convolutions = [conv for conv in module.positions if isinstance(conv, nn.Conv2d)]
     weight = torch.cat([conv.weight for conv in convolutions])[:, 0][None]
     bias = torch.cat([conv.bias for conv in convolutions if conv.bias is not None])
     local = [LocalTerm(weight, bias, regions=regions)]
-    return _record_own(module, x, grid, matrix=matrix, local=local, stripes=module.stripe is not None, **options)
+    by_head = regions.repeat_interleave(module.num_heads // len(regions), 0)
+    options.update(regions=by_head, local=local, stripes=module.stripe is not None)
+    return _record_own(module, x, grid, **options)
 
 
 def _record_timm(
@@ -484,9 +494,11 @@ def _softmax_record(
     """Of timm's softmax attentions, which are modules of different shapes with the same mathematics."""
     q, k, v = qkv
 
-    def matrix(rows: slice, mask: Tensor | None) -> Tensor:
-        rows_bias = None if bias is None else bias[:, :, rows]
-        return attention_matrix(q[:, rows], k, kind="softmax", scale=module.scale, pair_mask=mask, bias=rows_bias)
+    def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = dict(kind=SoftmaxAttention.kind, scale=module.scale, pair_mask=mask)
+        if bias is not None:
+            options["bias"] = _chosen(bias, samples)[:, heads, rows]
+        return attention_matrix(q[samples, rows, heads], k[samples, :, heads], **options)
 
     return LayerAttention(
         name=name,
@@ -505,6 +517,10 @@ def _softmax_record(
         matrix=matrix,
         finish=lambda attended, added: finish(attended),
     )
+
+
+def _chosen(bias: Tensor, samples: slice) -> Tensor:
+    return bias if len(bias) == 1 else bias[samples]
 
 
 # The first class that fits.

@@ -1,17 +1,33 @@
 """Modules built from the operations."""
 
-from .attention import ATTENTIONS, Attention, InLineAttention, LinearAttention, SoftmaxAttention
+from .attention import (
+    ATTENTIONS,
+    Attention,
+    InLineAttention,
+    LinearAttention,
+    MappedSoftmaxAttention,
+    SoftmaxAttention,
+    register_attention,
+)
+from .baselines import AngularAttention, EfficientAttention, EnhancedAttention, FocusedAttention, HydraAttention
 from .block import Block
 from .embed import PatchEmbed
 from .local import LocalKernel
 
 __all__ = [
     "ATTENTIONS",
+    "AngularAttention",
     "Attention",
     "Block",
+    "EfficientAttention",
+    "EnhancedAttention",
+    "FocusedAttention",
+    "HydraAttention",
     "InLineAttention",
     "LinearAttention",
     "LocalKernel",
+    "MappedSoftmaxAttention",
     "PatchEmbed",
     "SoftmaxAttention",
+    "register_attention",
 ]

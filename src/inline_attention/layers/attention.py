@@ -1,10 +1,10 @@
 """Attention modules with one call, `attention(x, grid)`, on token rows (B, N, C); usable in any network.
 
-A new attention is a subclass with `attend`, and a line in `ATTENTIONS`: every model then takes it by name.
+A new attention is a registered subclass: every model then takes it by name. Others than these three are in `baselines`.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,16 @@ from inline_attention.ops.feature_maps import get_feature_map
 from .local import TAPS, LocalKernel, LocalTerm
 
 Grid = tuple[int, int]
+
+ATTENTIONS: dict[str, type["Attention"]] = {}  # by the names that models know them by
+AttentionT = TypeVar("AttentionT", bound="Attention")
+
+
+def register_attention(cls: type[AttentionT]) -> type[AttentionT]:
+    """Makes an attention known under its `kind`."""
+    assert cls.kind not in ATTENTIONS
+    ATTENTIONS[cls.kind] = cls
+    return cls
 
 
 def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -67,12 +77,13 @@ class Attention(nn.Module):
         local_residual: add the input-dependent 3×3 residual (`LocalKernel`) on the token map.
         position_conv: add a 3×3 depthwise convolution of v, the positional term of CSwin.
         num_prefix_tokens: tokens before the map, such as a class token; they take no part in the local terms.
+        grid: (height, width) of the token map it is built for. Only attentions with learned positions need it.
         qkv_bias: bias of the q, k, v projections.
         fused_qkv: one projection `qkv`; else two, `q` and `kv`, as PVT has.
         proj_drop: dropout after the output projection.
     """
 
-    kind: ClassVar[str]  # the name that models know it by
+    kind: str  # the name that models know it by
     # Which of the model-wide choices (feature_map, local_residual) this attention follows.
     follows: ClassVar[tuple[str, ...]] = ()
 
@@ -85,6 +96,7 @@ class Attention(nn.Module):
         local_residual: bool = False,
         position_conv: bool = False,
         num_prefix_tokens: int = 0,
+        grid: Grid | None = None,
         qkv_bias: bool = True,
         fused_qkv: bool = True,
         proj_drop: float = 0.0,
@@ -114,6 +126,9 @@ class Attention(nn.Module):
         self.position = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if position_conv else None
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def set_grid(self, grid: Grid) -> None:
+        """Fits what depends on the size of the map, for good. Other sizes run without it, too."""
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """x (B, N, C) → q, k and v as the projections give them: tensors (B, N, m, heads, d) of m each"""
@@ -217,6 +232,7 @@ class Attention(nn.Module):
         return [LocalTerm(local_weight.flatten(1, 2).unflatten(2, (3, 3)))]
 
 
+@register_attention
 class InLineAttention(Attention):
     """InLine attention, by default with its local residual. See `Attention` for the arguments."""
 
@@ -251,8 +267,14 @@ class InLineAttention(Attention):
         return attention_matrix(q[:, rows], k, pair_mask=mask, **options)
 
 
+@register_attention
 class LinearAttention(Attention):
-    """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default."""
+    """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default.
+
+    A φ that can be negative ("identity", "leaky_relu") makes the divisor pass through zero: outputs then grow without
+    bound. That is this attention's nature and is not hidden here; training stops at the first non-finite gradient, and
+    analyses count the rows concerned.
+    """
 
     kind = "linear"
     follows = ("feature_map", "local_residual")
@@ -267,15 +289,20 @@ class LinearAttention(Attention):
         return attention_matrix(q[:, rows], k, kind="linear", feature_map=self.feature_map, pair_mask=mask)
 
 
+@register_attention
 class SoftmaxAttention(Attention):
     """Softmax attention through PyTorch's scaled_dot_product_attention. φ, if any, is applied to q and k before it."""
 
     kind = "softmax"
 
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if self.feature_map != "identity":
+            self.kind = MappedSoftmaxAttention.kind  # also for the families' own softmax attentions
+
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         mask = None if token_mask is None else token_mask[:, None, None, :]
-        phi = get_feature_map(self.feature_map).apply
-        out = softmax_rows(phi(q), phi(k), v, mask=mask, scale=self.scale)
+        out = self.softmax_rows(q, k, v, mask=mask)
         return out if token_mask is None else out.masked_fill(~token_mask[:, :, None, None], 0)
 
     def weights(
@@ -290,22 +317,38 @@ class SoftmaxAttention(Attention):
         options: dict[str, Any] = dict(kind="softmax", feature_map=self.feature_map, scale=self.scale)
         return attention_matrix(q[:, rows], k, pair_mask=mask, bias=bias, **options)
 
+    def softmax_rows(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
+        """Softmax attention of rows (B, N, heads, d) → the same; mask broadcasts to (B, heads, Nq, N)"""
+        phi = get_feature_map(self.feature_map).apply
+        q, k, v = (x.transpose(1, 2) for x in (phi(q), phi(k), v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).transpose(1, 2)
+        if torch.compiler.is_exporting():
+            # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
+            out = out.clone(memory_format=torch.contiguous_format)
+        return out
 
-def softmax_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention of rows (B, N, heads, d) → the same; mask broadcasts to (B, heads, Nq, N)"""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
-    if torch.compiler.is_exporting():
-        # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
-        out = out.clone(memory_format=torch.contiguous_format)
-    return out
+
+@register_attention
+class MappedSoftmaxAttention(SoftmaxAttention):
+    """Softmax attention with φ before it, by default ReLU, which is not injective: what injectivity is worth."""
+
+    kind = "mapped_softmax"
+    follows = ("feature_map",)
+
+    def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
 
 
-ATTENTIONS: dict[str, type[Attention]] = {
-    "inline": InLineAttention,
-    "linear": LinearAttention,
-    "softmax": SoftmaxAttention,
-}
+def softmax_feature_map(name: str, feature_map: str | None) -> str | None:
+    """φ before the softmax of an attention by name, for families that have a softmax attention of their own.
+
+    None for an attention that is not softmax. `feature_map` is the model-wide choice.
+    """
+    if name == MappedSoftmaxAttention.kind:
+        return feature_map or "relu"
+    return "identity" if name == SoftmaxAttention.kind else None
+
+
 LETTERS = {"I": "inline", "S": "softmax", "L": "linear"}
 
 AttentionSpec = str | Sequence[str]

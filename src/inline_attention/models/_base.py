@@ -11,6 +11,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from inline_attention.layers.attention import AffineMap
+from inline_attention.layers.embed import resize_map
 from inline_attention.layers.local import GroupedLinear
 
 Grid = tuple[int, int]
@@ -36,12 +37,19 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
     return [[next(rates) for _ in range(depth)] for depth in depths]
 
 
-def adapt_local_kernel(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """A grouped 1×1 convolution's parameter (out, in, 1) or (out,), shaped as the GroupedLinear `name` of our own."""
+def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+    """A parameter of an attention module as our own `name` has it.
+
+    A grouped 1×1 convolution's (out, in, 1) or (out,) is shaped as a GroupedLinear's; learned positions are resized.
+    """
     parameter = own.get(name)
-    if parameter is None or value.numel() != parameter.numel():
+    if parameter is None:
         return value
-    return value.reshape(parameter.shape)
+    if ".local." in name and value.numel() == parameter.numel():
+        return value.reshape(parameter.shape)
+    if name.endswith(".position_map") and value.ndim == 4:
+        return resize_map(value, (parameter.shape[1], parameter.shape[2]), mode="bicubic")
+    return value
 
 
 def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:

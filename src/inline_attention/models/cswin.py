@@ -20,14 +20,14 @@ from inline_attention.layers.attention import (
     Grid,
     build_attention,
     parse_attention,
-    softmax_rows,
+    softmax_feature_map,
     unstack,
 )
 from inline_attention.layers.embed import pad_image
 from inline_attention.layers.windows import WindowPlan, to_windows
 
 from . import registry
-from ._base import PyramidModel, Stage, StateDict, adapt_local_kernel, ceil_grid, drop_path_rates, to_pair
+from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
 
 
 class StripeAttention(SoftmaxAttention):
@@ -76,7 +76,7 @@ class StripeAttention(SoftmaxAttention):
         token_mask = stripes[0].token_mask
         rows = (x.tokens.unflatten(2, heads) for x in stripes)
         mask = None if token_mask is None else token_mask[:, None, None, :]
-        out = softmax_rows(*rows, mask=mask, scale=self.scale).flatten(2)
+        out = self.softmax_rows(*rows, mask=mask).flatten(2)
         # Padding was added behind the projection, so it is zero here, as beyond a border.
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
         out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
@@ -161,12 +161,13 @@ class CSwin(PyramidModel):
 
         def attn(name: str, stage: int) -> Attention:
             dim, heads = dims[stage], num_heads[stage]
-            if name == "softmax":
-                whole = stage == len(dims) - 1 or max(ceil_grid(self.img_size, 4 * 2**stage)) <= stripes[stage]
-                stripe = None if whole else stripes[stage]
-                return StripeAttention(dim, heads, stripe=stripe, proj_drop=proj_drop_rate)
-            choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
-            return build_attention(name, dim, heads, position_conv=True, proj_drop=proj_drop_rate, **choices)
+            grid = ceil_grid(self.img_size, 4 * 2**stage)
+            options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
+            if (phi := softmax_feature_map(name, feature_map)) is not None:
+                stripe = None if stage == len(dims) - 1 or max(grid) <= stripes[stage] else stripes[stage]
+                return StripeAttention(dim, heads, stripe=stripe, feature_map=phi, **options)
+            options.update(feature_map=feature_map, local_residual=local_residual)
+            return build_attention(name, dim, heads, position_conv=True, grid=grid, **options)
 
         self.patch_embed = ConvEmbed(in_chans, embed_dim)
         self.attention = parse_attention(attention, depths)
@@ -188,8 +189,13 @@ class CSwin(PyramidModel):
         return set()
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Nothing in this model depends on the input size once it is built."""
+        """Fits what an attention has learned of positions; stripes keep the widths they were built with."""
         self.img_size = to_pair(img_size)
+        for i, stage in enumerate(self.stages):
+            assert isinstance(stage, Stage)
+            for block in stage.blocks:
+                assert isinstance(block, Block)
+                block.attn.set_grid(ceil_grid(self.img_size, 4 * 2**i))
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         own = self.state_dict(keep_vars=True)
@@ -206,8 +212,8 @@ class CSwin(PyramidModel):
                 block = name[: match.start()]
                 linear = f"{block}.attn.position.{match[2]}"
                 name = linear if linear in own else f"{block}.attn.positions.{match[1]}.{match[2]}"
-            if ".local." in name:
-                value = adapt_local_kernel(name, value, own)
+            if ".attn." in name:
+                value = adapt_attention(name, value, own)
             out[name] = value
         return out
 

@@ -21,7 +21,7 @@ from ._base import (
     Grid,
     StateDict,
     VisionModel,
-    adapt_local_kernel,
+    adapt_attention,
     ceil_grid,
     drop_path_rates,
     to_pair,
@@ -90,6 +90,7 @@ class DeiT(VisionModel):
                 feature_map=feature_map,
                 local_residual=local_residual,
                 num_prefix_tokens=self.num_prefix_tokens,
+                grid=self.grid,
                 proj_drop=proj_drop_rate,
             )
             options = dict(mlp_ratio=mlp_ratio, norm_eps=self.norm_eps, proj_drop=proj_drop_rate, drop_path=rate)
@@ -114,12 +115,15 @@ class DeiT(VisionModel):
         )
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Resizes the position embedding for good; other sizes run without it, resized at every call."""
+        """Resizes position embeddings for good; other sizes run without it, resized at every call."""
         self.img_size = to_pair(img_size)
         grid = ceil_grid(self.img_size, self.patch_size)
         with torch.no_grad():
             self.pos_embed = nn.Parameter(self._resized_pos_embed(self.pos_embed, self.grid, grid).clone())
         self.grid = grid
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.attn.set_grid(grid)
 
     def _resized_pos_embed(self, pos_embed: Tensor, old: Grid, new: Grid) -> Tensor:
         prefix, rest = pos_embed.split([self.num_prefix_tokens, old[0] * old[1]], dim=1)
@@ -192,8 +196,8 @@ class DeiT(VisionModel):
         out = {}
         for name, value in state_dict.items():
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
-            if ".local." in name:
-                value = adapt_local_kernel(name, value, own)
+            if ".attn." in name:
+                value = adapt_attention(name, value, own)
             elif name == "pos_embed":
                 prefix, rest = value.split([self.num_prefix_tokens, value.shape[1] - self.num_prefix_tokens], dim=1)
                 source = ceil_grid(self.source_size(img_size), self.patch_size)

@@ -14,7 +14,14 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
-from inline_attention.layers.attention import Attention, AttentionSpec, Grid, build_attention, parse_attention
+from inline_attention.layers.attention import (
+    Attention,
+    AttentionSpec,
+    Grid,
+    build_attention,
+    parse_attention,
+    softmax_feature_map,
+)
 from inline_attention.layers.embed import resize_map
 
 from . import registry
@@ -22,7 +29,7 @@ from ._base import (
     PyramidModel,
     Stage,
     StateDict,
-    adapt_local_kernel,
+    adapt_attention,
     ceil_grid,
     drop_path_rates,
     to_pair,
@@ -125,10 +132,12 @@ class PVT(PyramidModel):
 
         def attn(name: str, stage: int) -> Attention:
             dim, heads = embed_dims[stage], num_heads[stage]
-            if name == "softmax":
-                return ReducedSoftmaxAttention(dim, heads, reduction=reductions[stage], proj_drop=proj_drop_rate)
-            choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
-            return build_attention(name, dim, heads, fused_qkv=False, proj_drop=proj_drop_rate, **choices)
+            options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
+            if (phi := softmax_feature_map(name, feature_map)) is not None:
+                return ReducedSoftmaxAttention(dim, heads, reduction=reductions[stage], feature_map=phi, **options)
+            options.update(feature_map=feature_map, local_residual=local_residual)
+            grid = ceil_grid(self.img_size, 4 * 2**stage)
+            return build_attention(name, dim, heads, fused_qkv=False, grid=grid, **options)
 
         self.patch_embed = PatchEmbed(4, in_chans, embed_dims[0], norm=nn.LayerNorm(embed_dims[0], eps=1e-5))
         self.attention = parse_attention(attention, depths)
@@ -158,6 +167,9 @@ class PVT(PyramidModel):
             grid = ceil_grid(self.img_size, 4 * 2**i)
             with torch.no_grad():
                 stage.pos_embed = nn.Parameter(resize_map(stage.pos_embed, grid, mode="bilinear").clone())
+            for block in stage.blocks:
+                assert isinstance(block, Block)
+                block.attn.set_grid(grid)
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         source = self.source_size(img_size)
@@ -169,8 +181,8 @@ class PVT(PyramidModel):
             name = re.sub(r"^block(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.", name)
             name = re.sub(r"^pos_embed(\d)$", lambda m: f"stages.{int(m[1]) - 1}.pos_embed", name)
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
-            if ".local." in name:
-                value = adapt_local_kernel(name, value, own)
+            if ".attn." in name:
+                value = adapt_attention(name, value, own)
             elif match := re.fullmatch(r"stages\.(\d+)\.pos_embed", name):
                 stage = int(match[1])
                 grid = ceil_grid(source, 4 * 2**stage)

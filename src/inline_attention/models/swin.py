@@ -19,14 +19,14 @@ from inline_attention.layers.attention import (
     Grid,
     build_attention,
     parse_attention,
-    softmax_rows,
+    softmax_feature_map,
     unstack,
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.windows import WindowPlan, ceil_div, pad_to_multiple, to_windows, window_regions
 
 from . import registry
-from ._base import PyramidModel, Stage, StateDict, adapt_local_kernel, ceil_grid, drop_path_rates, to_pair
+from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
 
 # What is added to the score of tokens that a cyclic shift brought into one window.
 OTHER_REGION = -100.0
@@ -75,7 +75,7 @@ class WindowSoftmaxAttention(SoftmaxAttention):
             mask = mask + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
         if token_mask is not None:
             mask = mask.masked_fill(~token_mask[:, None, None, :], -torch.inf)
-        out = softmax_rows(q, k, v, mask=mask.to(q.dtype), scale=self.scale)
+        out = self.softmax_rows(q, k, v, mask=mask.to(q.dtype))
         return self.proj_drop(self.proj(out.flatten(2)))
 
 
@@ -192,16 +192,18 @@ class Swin(PyramidModel):
             blocks = []
             for j, (name, rate) in enumerate(zip(self.attention[i], rates[i], strict=True)):
                 attn: Attention
-                if name == "softmax":
-                    attn = WindowSoftmaxAttention(dim, num_heads[i], window=softmax_window, proj_drop=proj_drop_rate)
+                options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
+                if (phi := softmax_feature_map(name, feature_map)) is not None:
+                    options.update(window=softmax_window, feature_map=phi)
+                    attn = WindowSoftmaxAttention(dim, num_heads[i], **options)
                 else:
-                    choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
-                    attn = build_attention(name, dim, num_heads[i], proj_drop=proj_drop_rate, **choices)
+                    options.update(feature_map=feature_map, local_residual=local_residual)
+                    attn = build_attention(name, dim, num_heads[i], grid=self._attended_grid(i, window), **options)
                 blocks.append(
                     SwinBlock(
                         dim,
                         attn,
-                        window=softmax_window if name == "softmax" else window,
+                        window=window if phi is None else softmax_window,
                         shifted=j % 2 == 1,
                         mlp_ratio=mlp_ratio,
                         norm_eps=self.norm_eps,
@@ -219,12 +221,16 @@ class Swin(PyramidModel):
         rows, columns = ceil_grid(self.img_size, 4 * 2**stage)
         return min(self.softmax_window[0], rows), min(self.softmax_window[1], columns)
 
+    def _attended_grid(self, stage: int, window: Grid | None) -> Grid:
+        """Of one window at the input size the model is built for."""
+        return WindowPlan.fit(ceil_grid(self.img_size, 4 * 2**stage), window, shifted=False).window
+
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Fits softmax windows, and their tables, to another input size; sizes also vary from call to call without."""
+        """Fits softmax windows, their tables and learned positions for good; other sizes run without it, too."""
         self.img_size = to_pair(img_size)
         for i, stage in enumerate(self.stages):
             assert isinstance(stage, Stage)
@@ -233,6 +239,8 @@ class Swin(PyramidModel):
                 if isinstance(block.attn, WindowSoftmaxAttention):
                     block.window = self._clipped_softmax_window(i)
                     block.attn.set_window(block.window)
+                else:
+                    block.attn.set_grid(self._attended_grid(i, block.window))
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         modules = dict(self.named_modules())
@@ -244,9 +252,8 @@ class Swin(PyramidModel):
             name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.downsample.", name)
             name = re.sub(r"^layers\.", "stages.", name)
             name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
-            if ".local." in name:
-                value = adapt_local_kernel(name, value, own)
-            elif name.endswith(".relative_position_bias_table"):
+            value = adapt_attention(name, value, own)
+            if name.endswith(".relative_position_bias_table"):
                 attn = modules.get(name.rpartition(".")[0])
                 if isinstance(attn, WindowSoftmaxAttention) and value.shape[0] != offsets(attn.window):
                     value = resize_table(value, square_window(name, value), attn.window)

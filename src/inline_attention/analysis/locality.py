@@ -1,0 +1,146 @@
+"""Figure 4 of the paper: how much attention goes to the neighbourhood of the query, layer by layer."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .capture import LayerAttention, observe
+from .divergence import Divergence
+from .neighbours import neighbours
+
+SIDE = 3
+
+
+@dataclass(frozen=True)
+class LocalityResult:
+    """The mean, over the queries on the map, of the weights on the neighbourhood of the query. Weights are those of
+    the attention itself: local terms are left out."""
+
+    layers: list[str]
+    kinds: list[str]
+    by_head: list[np.ndarray]  # for each layer (heads,)
+    chance: np.ndarray  # (layers,) side² / N
+    uniform: np.ndarray  # (layers,) what weights of 1/N would give: a border has fewer neighbours
+    skipped: dict[str, str]  # layers for which it is not defined, and why
+    side: int
+    images: int
+    rows: int
+    diverged_rows: int
+
+    @property
+    def share(self) -> np.ndarray:
+        """(layers,) the mean over heads"""
+        return np.array([heads.mean() for heads in self.by_head])
+
+    def summary(self) -> dict[str, Any]:
+        over_chance = self.share / self.chance
+        return dict(
+            images=self.images,
+            mean_share=float(self.share.mean()),
+            mean_over_chance=float(over_chance.mean()),
+            first_layer_over_chance=float(over_chance[0]),
+            last_layer_over_chance=float(over_chance[-1]),
+            diverged_rows=self.diverged_rows,
+            rows=self.rows,
+        )
+
+
+@dataclass
+class _Layer:
+    kind: str
+    total: Tensor  # (heads,)
+    chance: float = 0.0
+    uniform: float = 0.0
+    queries: int = 0
+
+
+@dataclass
+class _Sums:
+    layers: dict[str, _Layer] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    divergence: Divergence = field(default_factory=Divergence)
+    side: int = SIDE
+
+    def add(self, record: LayerAttention) -> None:
+        if record.key_grid is not None:
+            self.skipped[record.name] = "its keys are a reduced map"
+            return
+        if record.stripes:
+            self.skipped[record.name] = "its heads attend in stripes"
+            return
+        layer = self.layers.setdefault(
+            record.name, _Layer(record.kind, torch.zeros(record.num_heads, dtype=torch.float64))
+        )
+        prefix = record.num_prefix_tokens
+        around = neighbours(record.grid, (self.side, self.side), num_prefix_tokens=prefix, device=record.q.device)
+        samples, tokens = record.q.shape[:2]
+        present = record.token_mask
+        if present is None:
+            present = torch.ones(samples, tokens, dtype=torch.bool, device=record.q.device)
+        count = present.sum(1)  # (S,)
+        for rows in record.row_chunks():
+            weights = record.weights(rows)
+            self.divergence.add(weights)
+            at = around[rows]
+            index = at.clamp(min=0).expand(*weights.shape[:2], -1, -1)
+            given = (weights.gather(3, index) * (at >= 0)).sum(-1)  # (S, heads, rows); zero for prefix tokens
+            layer.total += given.sum((0, 2)).double().cpu()
+        near = (present[:, around.clamp(min=0)] & (around >= 0)).sum(-1)  # (S, N)
+        on_map = present[:, prefix:]
+        queries = int(on_map.sum())
+        layer.queries += queries
+        layer.chance += float((on_map.sum(1) * self.side**2 / count).sum())
+        layer.uniform += float((near[:, prefix:] * on_map / count[:, None]).sum())
+
+
+def locality(
+    model: nn.Module,
+    images: Iterable[Tensor],
+    *,
+    side: int = SIDE,
+    layers: Sequence[str | int] | None = None,
+    on_images: Callable[[int], None] | None = None,
+) -> LocalityResult:
+    """Attention to the side×side neighbourhood of the query, over batches of images.
+
+    Defined where tokens of a map, or of a window of it, attend to themselves; other layers are skipped and named.
+    """
+    if side < 1 or side % 2 == 0:
+        raise ValueError(f"side={side}; expected an odd number")
+    sums = _Sums(side=side)
+    seen = 0
+    for batch in images:
+        observe(model, batch, sums.add, layers=layers)
+        seen += len(batch)
+        if on_images is not None:
+            on_images(len(batch))
+    if not sums.layers:
+        reasons = "; ".join(f"{name}: {why}" for name, why in sums.skipped.items()) or "there are no images"
+        raise ValueError(f"locality is not defined here: {reasons}")
+    found = sums.layers.values()
+    return LocalityResult(
+        layers=list(sums.layers),
+        kinds=[layer.kind for layer in found],
+        by_head=[(layer.total / layer.queries).numpy() for layer in found],
+        chance=np.array([layer.chance / layer.queries for layer in found]),
+        uniform=np.array([layer.uniform / layer.queries for layer in found]),
+        skipped=sums.skipped,
+        side=side,
+        images=seen,
+        rows=sums.divergence.rows,
+        diverged_rows=sums.divergence.diverged,
+    )
+
+
+def table(results: dict[str, LocalityResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """Header and lines of a CSV file: a line for each layer."""
+    lines = [
+        (label, name, kind, float(share), float(chance), float(uniform))
+        for label, r in results.items()
+        for name, kind, share, chance, uniform in zip(r.layers, r.kinds, r.share, r.chance, r.uniform, strict=True)
+    ]
+    return ("model", "layer", "attention", "share", "chance", "uniform"), lines

@@ -1,0 +1,193 @@
+"""Table 2 of the paper: what a model still predicts when every query loses its neighbours, or as many random tokens."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .capture import LayerAttention, observe
+from .neighbours import neighbours
+
+SIDES = (3, 5, 7)
+
+
+class Condition(NamedTuple):
+    what: Literal["none", "local", "random"]
+    tokens: int  # masked for each query on the map: side², fewer at a border where local
+    local_terms: Literal["zeroed", "kept", "none"]  # taps on masked tokens; "none": the model has no local terms
+
+    def __str__(self) -> str:
+        if self.what == "none":
+            return "none"
+        return f"{self.what} {self.tokens}" + ("" if self.local_terms == "none" else f", taps {self.local_terms}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    condition: Condition
+    agreement: float  # share of images with the prediction of the model itself
+    top1: float | None  # share of images with the right prediction; None without labels
+    logit_change: float  # mean over images of ‖change of logits‖ / ‖logits‖
+
+
+@dataclass(frozen=True)
+class MaskingResult:
+    """Queries on the map see no token of the window around them (itself included), or not as many random ones.
+    Everything is computed as if those tokens were absent for that query. Prefix tokens are never masked and, as
+    queries, see everything."""
+
+    outcomes: list[Outcome]
+    top1: float | None  # of the model itself
+    images: int
+    masked_layers: dict[int, list[str]]  # by the number of tokens: the layers whose map is larger than that
+    skipped: dict[str, str]  # layers that are never masked, and why
+    seed: int
+
+    def summary(self) -> dict[str, Any]:
+        agreement = {str(outcome.condition): outcome.agreement for outcome in self.outcomes}
+        top1 = {str(outcome.condition): outcome.top1 for outcome in self.outcomes if outcome.top1 is not None}
+        return dict(images=self.images, agreement=agreement, top1=top1 or None)
+
+
+def window_mask(record: LayerAttention, side: int) -> Callable[[slice], Tensor]:
+    """Which tokens chosen rows see when the side×side window around each query is masked: (rows, N) bool"""
+    tokens = record.k.shape[1]
+    around = neighbours(record.grid, (side, side), num_prefix_tokens=record.num_prefix_tokens, device=record.q.device)
+
+    def mask(rows: slice) -> Tensor:
+        at = around[rows]
+        seen = torch.ones(len(at), tokens + 1, dtype=torch.bool, device=at.device)  # the last: beyond the border
+        return seen.scatter_(1, torch.where(at < 0, tokens, at), False)[:, :tokens]
+
+    return mask
+
+
+def random_mask(record: LayerAttention, count: int, generator: torch.Generator) -> Callable[[slice], Tensor]:
+    """Which tokens chosen rows see when `count` random tokens of the map are masked for each query on it."""
+    prefix, tokens = record.num_prefix_tokens, record.k.shape[1]
+
+    def mask(rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(tokens)
+        # Drawn on the CPU: the same tokens on every device.
+        draws = torch.rand(stop - start, tokens - prefix, generator=generator)
+        chosen = draws.topk(count, dim=1).indices + prefix
+        seen = torch.ones(stop - start, tokens, dtype=torch.bool).scatter_(1, chosen, False)
+        seen[: max(0, prefix - start)] = True
+        return seen.to(record.q.device)
+
+    return mask
+
+
+@dataclass
+class _Tally:
+    agree: int = 0
+    correct: int = 0
+    change: float = 0.0
+
+    def add(self, logits: Tensor, plain: Tensor, targets: Tensor | None) -> None:
+        predicted = logits.argmax(1)
+        self.agree += int((predicted == plain.argmax(1)).sum())
+        self.change += float(((logits - plain).norm(dim=1) / plain.norm(dim=1)).sum())
+        if targets is not None:
+            self.correct += int((predicted == targets).sum())
+
+
+@dataclass
+class _Masker:
+    """Replaces each layer's output by what it is under a condition."""
+
+    condition: Condition
+    side: int
+    seed: int
+    masked: dict[int, list[str]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def start(self, batch: int) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed + batch)
+
+    def __call__(self, record: LayerAttention) -> Tensor | None:
+        if self.condition.what == "none":
+            return record.attend()
+        if record.key_grid is not None:
+            self.skipped[record.name] = "its keys are a reduced map"
+            return None
+        count = self.side**2
+        if count >= record.grid[0] * record.grid[1]:  # nothing would be left to see
+            return None
+        names = self.masked.setdefault(count, [])
+        if record.name not in names:
+            names.append(record.name)
+        if self.condition.what == "local":
+            mask = window_mask(record, self.side)
+        else:
+            mask = random_mask(record, count, self.generator)
+        return record.attend(mask=mask, mask_local=self.condition.local_terms != "kept")
+
+
+def masking(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor | None]],
+    *,
+    sides: Sequence[int] = SIDES,
+    seed: int = 0,
+    on_images: Callable[[int], None] | None = None,
+) -> MaskingResult:
+    """Predictions under masks, over batches of images and their labels, if there are any.
+
+    Args:
+        sides: of the windows, odd; as many random tokens as each window has.
+        seed: of the random tokens, which are drawn anew for every query, layer and batch.
+    """
+    if any(side < 1 or side % 2 == 0 for side in sides):
+        raise ValueError(f"sides={tuple(sides)}; expected odd numbers")
+    maskers: list[_Masker] = []
+    tallies: list[_Tally] = []
+    unmasked = _Tally()
+    images, labelled = 0, True
+    for number, (batch, targets) in enumerate(batches):
+        has_local = False
+
+        def look(record: LayerAttention) -> None:
+            nonlocal has_local
+            has_local = has_local or bool(record.local)
+
+        plain = observe(model, batch, look)
+        if not maskers:
+            maskers = [_Masker(condition, side, seed) for condition, side in _conditions(sides, has_local)]
+            tallies = [_Tally() for _ in maskers]
+        unmasked.add(plain, plain, targets)
+        labelled = labelled and targets is not None
+        for masker, tally in zip(maskers, tallies, strict=True):
+            masker.start(number)
+            tally.add(observe(model, batch, masker), plain, targets)
+        images += len(batch)
+        if on_images is not None:
+            on_images(len(batch))
+    if not images:
+        raise ValueError("there are no images to mask")
+    outcomes = [
+        Outcome(m.condition, t.agree / images, t.correct / images if labelled else None, t.change / images)
+        for m, t in zip(maskers, tallies, strict=True)
+    ]
+    masked, skipped = ({k: v for m in maskers for k, v in getattr(m, name).items()} for name in ("masked", "skipped"))
+    top1 = unmasked.correct / images if labelled else None
+    return MaskingResult(outcomes, top1, images, masked, skipped, seed)
+
+
+def _conditions(sides: Sequence[int], has_local: bool) -> list[tuple[Condition, int]]:
+    variants: tuple[Literal["zeroed", "kept", "none"], ...] = ("zeroed", "kept") if has_local else ("none",)
+    kinds: tuple[Literal["local", "random"], ...] = ("local", "random")
+    found = [(Condition("none", 0, "none"), 0)]
+    return found + [(Condition(kind, side**2, terms), side) for kind in kinds for side in sides for terms in variants]
+
+
+def table(results: dict[str, MaskingResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """Header and lines of a CSV file: a line for each condition."""
+    lines = [
+        (label, *outcome.condition, outcome.agreement, outcome.top1, outcome.logit_change)
+        for label, result in results.items()
+        for outcome in result.outcomes
+    ]
+    return ("model", "masked", "tokens", "local_terms", "agreement", "top1", "logit_change"), lines

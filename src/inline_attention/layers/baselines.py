@@ -1,0 +1,250 @@
+"""The linear attentions that InLine attention is compared with, each from its definition.
+
+Each is a class with `attend_globally`, and with `weights`, the same written out; `tests/layers/test_baselines.py`
+compares both with a third version. x̂ is x / ‖x‖ in what follows.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.ops import attention_matrix, linear_attention
+from inline_attention.ops.reference import accumulation_dtype, without_autocast
+
+from .attention import Attention, Grid, register_attention, unstack
+from .embed import resize_map
+from .local import LocalTerm
+
+FOCUSED_EPS = 1e-6
+
+
+def through_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q_i (Σ_j k_j v_jᵀ), the sum in at least float32: (B, N, heads, d) each → as q"""
+    dtype = accumulation_dtype(q.dtype)
+    with without_autocast(q.device):
+        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        return (q @ (k.mT @ v)).transpose(1, 2)
+
+
+def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """q_i·k_j, zero where masked: q (B, rows, heads, d), k (B, N, heads, d) → (B, heads, rows, N)"""
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
+    return products if mask is None else products.masked_fill(~mask, 0)
+
+
+def without_absent(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """(B, N, heads, d) with zeros for tokens that are not there"""
+    return x if token_mask is None else x.masked_fill(~token_mask[:, :, None, None], 0)
+
+
+def unit_tokens(x: Tensor) -> Tensor:
+    """Tokens (B, N, heads, d) of length one over all their features"""
+    return F.normalize(x.flatten(2), dim=-1).view_as(x)
+
+
+@register_attention
+class HydraAttention(Attention):
+    """As many heads as features: out_i = q̂_i ⊙ Σ_j (k̂_j ⊙ v_j), norms over all features.
+
+    "Hydra Attention: Efficient Attention with Many Heads", arXiv 2209.07484.
+    """
+
+    kind = "hydra"
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        dtype = accumulation_dtype(q.dtype)
+        k_, v_ = without_absent(unit_tokens(k.to(dtype)), token_mask), without_absent(v.to(dtype), token_mask)
+        return (unit_tokens(q.to(dtype)) * (k_ * v_).sum(1, keepdim=True)).to(v.dtype)
+
+    def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """A head for every feature: (B, N, C, 1)"""
+        q, k, v = unstack(projections)
+        q, k, v = (x.flatten(2)[..., None] for x in (unit_tokens(q), unit_tokens(k), v))
+        return q, k, v
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        return scores(q[:, rows], k, mask)
+
+
+@register_attention
+class EfficientAttention(Attention):
+    """Queries through a softmax over features, keys through one over tokens: out = ρ(q) (ρ(k)ᵀ v).
+
+    "Efficient Attention: Attention with Linear Complexities", WACV 2021, arXiv 1812.01243.
+    """
+
+    kind = "efficient"
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        dtype = accumulation_dtype(q.dtype)
+        k = k.to(dtype)
+        if token_mask is not None:
+            k = k.masked_fill(~token_mask[:, :, None, None], -math.inf)
+        return through_state(q.to(dtype).softmax(-1), k.softmax(1), without_absent(v, token_mask)).to(v.dtype)
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        q = q[:, rows].softmax(-1)
+        if mask is None:
+            return scores(q, k.softmax(1), None)
+        # Each query has its own sum over tokens: of those that it sees.
+        p = (k - k.amax(1, keepdim=True)).exp()
+        sums = mask.to(p.dtype) @ p.transpose(1, 2)  # (B, heads, rows, d)
+        return scores(q / sums.transpose(1, 2).clamp(min=torch.finfo(p.dtype).tiny), p, mask)
+
+
+@register_attention
+class AngularAttention(Attention):
+    """Linear angular attention: y_i = ½·v_i + (1/π)·q̂_i (Σ_j k̂_j v_jᵀ), out_i = y_i / ‖y_i‖ + a convolution of v.
+
+    The convolution has 9 taps along the row of all tokens and one filter a head.
+    "Castling-ViT: Compressing Self-Attention via Switching Towards Linear-Angular Attention", CVPR 2023,
+    arXiv 2211.10526.
+    """
+
+    kind = "angular"
+
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.conv = nn.Conv2d(num_heads, num_heads, (9, 1), padding=(4, 0), groups=num_heads, bias=False)
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        v = without_absent(v, token_mask)
+        k = without_absent(F.normalize(k, dim=-1), token_mask)
+        y = 0.5 * v + through_state(F.normalize(q, dim=-1), k, v) / math.pi
+        return self.normalise(y).to(v.dtype) + self.conv(v.transpose(1, 2)).transpose(1, 2)
+
+    def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = unstack(projections)
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        own = torch.eye(k.shape[1], dtype=torch.bool, device=k.device)[rows]
+        if mask is not None:
+            own = own & mask
+        return scores(q[:, rows], k, mask) / math.pi + 0.5 * own
+
+    def normalise(self, out: Tensor) -> Tensor:
+        return F.normalize(out, dim=-1)
+
+    def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
+        filters = self.conv.weight[:, 0].mT.repeat_interleave(self.head_dim, 0)  # (C, 1, 9)
+        return [*super().local_terms(local_weight), LocalTerm(filters[None], on_map=False)]
+
+
+class MapConv(nn.Conv2d):
+    """A 5×5 depthwise convolution of v on the token map, in which prefix tokens take no part.
+
+    With as many channels as a head has, the heads share the filters. (B, N, heads, d) → the same
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, 5, padding=2, groups=channels)
+
+    def on_tokens(self, v: Tensor, grid: Grid, *, num_prefix_tokens: int) -> Tensor:
+        batch, _, *heads = v.shape
+        maps = v[:, num_prefix_tokens:].permute(0, 2, 3, 1).reshape(-1, self.in_channels, *grid)
+        out = self(maps).reshape(batch, *heads, -1).permute(0, 3, 1, 2)
+        return F.pad(out, (0, 0, 0, 0, num_prefix_tokens, 0))
+
+    def local_term(self, dim: int) -> LocalTerm:
+        assert self.bias is not None
+        copies = dim // self.in_channels
+        return LocalTerm(self.weight[:, 0].repeat(copies, 1, 1)[None], self.bias.repeat(copies))
+
+
+@register_attention
+class EnhancedAttention(Attention):
+    """Vanilla ReLU linear attention and a 5×5 depthwise convolution of v on the map.
+
+    "EfficientViT: Multi-Scale Linear Attention for High-Resolution Dense Prediction", ICCV 2023, arXiv 2205.14756.
+    """
+
+    kind = "enhanced"
+
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.conv = MapConv(dim)
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        out = linear_attention(q, k, v, feature_map="relu", token_mask=token_mask)
+        v = without_absent(v, token_mask)
+        return out + self.conv.on_tokens(v, grid, num_prefix_tokens=self.num_prefix_tokens)
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        return attention_matrix(q[:, rows], k, kind="linear", feature_map="relu", pair_mask=mask)
+
+    def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
+        return [*super().local_terms(local_weight), self.conv.local_term(self.num_heads * self.head_dim)]
+
+
+@register_attention
+class FocusedAttention(Attention):
+    """Focused linear attention: queries and keys sharpened by a cube that keeps their length.
+
+    Keys get a learned position; q and k pass a ReLU and are divided by a learned scale per channel; then
+    x ← ‖x‖·x³ / ‖x³‖, norms over all features; linear attention; a 5×5 depthwise convolution of v, shared by the heads.
+    "FLatten Transformer: Vision Transformer using Focused Linear Attention", ICCV 2023, arXiv 2308.00442.
+
+    Args:
+        grid: (height, width) of the token map that the positions are for; resized where the map is another.
+    """
+
+    kind = "focused"
+
+    def __init__(self, dim: int, num_heads: int, *, grid: Grid | None = None, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if grid is None:
+            raise ValueError("focused attention learns positions: pass grid=(height, width) of the token map")
+        self.position_map = nn.Parameter(torch.zeros(1, *grid, dim))
+        self.prefix_position = None
+        if self.num_prefix_tokens:
+            self.prefix_position = nn.Parameter(torch.zeros(1, self.num_prefix_tokens, dim))
+        self.feature_scale = nn.Parameter(torch.zeros(dim))
+        self.conv = MapConv(self.head_dim)
+
+    def set_grid(self, grid: Grid) -> None:
+        resized = resize_map(self.position_map.detach(), grid, mode="bicubic")
+        self.position_map = nn.Parameter(resized.clone())
+
+    def focus(self, x: Tensor) -> Tensor:
+        """(B, N, C) → the same"""
+        x = (F.relu(x) + FOCUSED_EPS) / F.softplus(self.feature_scale)
+        cube = x**3
+        return cube * (x.norm(dim=-1, keepdim=True) / cube.norm(dim=-1, keepdim=True))
+
+    def sharpen(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        """q and k (B, N, heads, d) as they are compared, in at least float32"""
+        dtype = accumulation_dtype(q.dtype)
+        positions = resize_map(self.position_map, grid, mode="bicubic").flatten(1, 2)
+        if self.prefix_position is not None:
+            positions = torch.cat([self.prefix_position, positions], 1)
+        with without_autocast(q.device):
+            q_, k_ = q.flatten(2).to(dtype), k.flatten(2).to(dtype) + positions.to(dtype)
+            return self.focus(q_).view_as(q), self.focus(k_).view_as(k)
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        q, k = self.sharpen(q, k, grid)
+        k, v = without_absent(k, token_mask), without_absent(v, token_mask)
+        count: Tensor | int = k.shape[1]
+        if token_mask is not None:
+            count = token_mask.sum(1).clamp(min=1)[:, None, None, None]
+        attended = through_state(q, k / count, v)
+        sums = (q * (k.sum(1, keepdim=True) / count)).sum(-1, keepdim=True)
+        out = (attended / (sums + FOCUSED_EPS)).to(v.dtype)
+        return out + self.conv.on_tokens(v, grid, num_prefix_tokens=self.num_prefix_tokens)
+
+    def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = unstack(projections)
+        return *self.sharpen(q, k, grid), v
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        count = k.shape[1] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
+        shares = scores(q[:, rows], k, mask) / count
+        return shares / (shares.sum(-1, keepdim=True) + FOCUSED_EPS)
+
+    def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
+        return [*super().local_terms(local_weight), self.conv.local_term(self.num_heads * self.head_dim)]

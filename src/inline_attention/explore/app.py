@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from inline_attention._version import __version__
+from inline_attention.analysis.injectivity import injectivity
 from inline_attention.environment import describe_environment
 
 from . import cost
@@ -30,6 +31,19 @@ Handler = Callable[[Request], Response]
 def sample_photos() -> dict[str, Picture]:
     folder = resources.files("inline_attention.explore") / "photos"
     return {name: Picture.of(decode_picture((folder / f"{name}.jpg").read_bytes())) for name in PHOTOS}
+
+
+def plane() -> dict[str, Any]:
+    """The figure that the page starts from: points of both panels, A and b of the second, and what counts as equal."""
+    figure = injectivity()
+    relu, affine = (dict(queries=panel.queries.tolist(), keys=panel.keys.tolist()) for panel in figure.panels)
+    parameters = figure.parameters
+    return dict(
+        relu=relu,
+        relu_affine=affine,
+        affine=dict(A=parameters["affine_weight"], b=parameters["affine_bias"]),
+        tolerance=figure.tolerance,
+    )
 
 
 def page_files() -> dict[str, Response]:
@@ -82,6 +96,7 @@ class App:
         return Response.json(
             dict(
                 version=__version__,
+                plane=plane(),
                 limits=dict(bytes=MAX_BYTES, pixels=MAX_PIXELS, formats=FORMATS),
                 photos=[dict(picture=name, title=title) for name, title in PHOTOS.items()],
                 models=[

@@ -29,9 +29,15 @@ for (const [i, tab] of tabs.entries()) {
   });
 }
 
-startPlane();
 startCost(byId("tab-cost"));
-ask("/api/setup").then(startImage, (error) => {
-  byId("image-status").textContent = error.message;
-});
+ask("/api/setup").then(
+  (setup) => {
+    startPlane(setup.plane);
+    startImage(setup);
+  },
+  (error) => {
+    byId("failure").textContent = error.message;
+    byId("failure").hidden = false;
+  },
+);
 show(tabs.find((tab) => `#${tab.getAttribute("aria-controls")}` === location.hash) ?? tabs[0]);

@@ -3,71 +3,53 @@
 import { KERNELS, KINDS, closestPair, equalGroups, weights } from "./attention.js";
 import { byId, html, number, svg, titleOf } from "./dom.js";
 
-const EXTENT = 2.5; // the plane from −EXTENT to EXTENT
+const EXTENT = 2.75; // the plane from −EXTENT to EXTENT
 const UNIT = 100; // SVG units of one
 const STEP = 0.05; // of an arrow key
-const TOLERANCE = 1e-6; // rows that differ by less are equal
 const SUBSCRIPTS = "₁₂₃₄";
 
-const KEYS = [[0.6, 1.85], [1.0, 1.0], [1.9, 0.64], [1.82, 0.3]];
-const DIRECTION = [0.4, 0.73];
-const AFFINE = { A: [[0.9, -0.5], [0.3, 0.8]], b: [0.5, -0.2] };
-
-/** Queries whose φ(q) = ReLU(A·q + b) lie on one ray: A⁻¹(t·u − b). */
-function raisedBack({ A, b }, direction, lengths) {
-  const [[p, q], [r, s]] = A;
-  const determinant = p * s - q * r;
-  return lengths.map((t) => {
-    const [x, y] = direction.map((u, i) => t * u - b[i]);
-    return [(s * x - q * y) / determinant, (p * y - r * x) / determinant];
-  });
+/** Arrangements to start from, made of the library's figure: see `plane` in app.py. */
+function makePresets({ relu, relu_affine }) {
+  const around = (degrees) => [Math.cos, Math.sin].map((f) => 1.6 * f((degrees * Math.PI) / 180));
+  return {
+    collinear: { label: "Collinear queries", kernel: "relu", together: true, ...relu },
+    affine: { label: "Collinear behind A·x + b", kernel: "relu_affine", together: false, ...relu_affine },
+    directions: {
+      label: "Different directions",
+      kernel: "relu",
+      together: false,
+      queries: [20, 40, 60, 80].map(around),
+      keys: relu.keys,
+    },
+    merged: {
+      label: "Merged by ReLU",
+      kernel: "relu",
+      together: false,
+      queries: [[-0.5, 1.3], [-1.8, 1.3], [0.8, 1.3], [1.6, 1.3]],
+      keys: relu.keys,
+    },
+  };
 }
 
-const PRESETS = {
-  collinear: {
-    label: "Collinear queries",
-    kernel: "relu",
-    together: true,
-    queries: [1, 1.7, 2.35, 2.8].map((t) => DIRECTION.map((x) => t * x)),
-    keys: KEYS,
-  },
-  affine: {
-    label: "Collinear behind A·x + b",
-    kernel: "relu_affine",
-    together: false,
-    queries: raisedBack(AFFINE, [0.55, 0.8], [0.5, 1, 1.5, 2]),
-    keys: KEYS,
-  },
-  directions: {
-    label: "Different directions",
-    kernel: "relu",
-    together: false,
-    queries: [20, 40, 60, 80].map((a) => [1.6 * Math.cos((a * Math.PI) / 180), 1.6 * Math.sin((a * Math.PI) / 180)]),
-    keys: KEYS,
-  },
-  merged: {
-    label: "Merged by ReLU",
-    kernel: "relu",
-    together: false,
-    queries: [[-0.5, 1.3], [-1.8, 1.3], [0.8, 1.3], [1.6, 1.3]],
-    keys: KEYS,
-  },
-};
-
-const state = { queries: [], keys: [], kernel: "relu", together: false, affine: structuredClone(AFFINE) };
+let presets;
+let figure; // what the library's figure holds
+const state = { queries: [], keys: [], kernel: "relu", together: false, affine: null };
 const points = []; // {list, index, name, node, arrow, label}
 const cells = {}; // kind → one per query: {bars, numbers, node}
 
 const clamp = (x) => Math.min(EXTENT, Math.max(-EXTENT, x));
 const toScreen = ([x, y]) => [x * UNIT, -y * UNIT];
 
-export function startPlane() {
+export function startPlane(given) {
+  figure = given;
+  presets = makePresets(given);
   drawAxes();
   for (const [list, letter] of [["keys", "k"], ["queries", "q"]]) {
     for (let index = 0; index < 4; index++) points.push(makePoint(list, index, letter));
   }
-  const arrows = points.map((point) => point.arrow);
-  byId("plane-svg").append(...arrows, ...points.map((point) => point.node));
+  const plane = byId("plane-svg");
+  plane.append(...points.map((point) => point.arrow), ...points.map((point) => point.node));
+  followPointer(plane);
   buildTable();
   buildControls();
   usePreset("collinear");
@@ -112,17 +94,6 @@ function makePoint(list, index, letter) {
     label,
   );
   const arrow = svg("line", { class: `arrow ${list}`, x1: 0, y1: 0 });
-  node.addEventListener("pointerdown", (event) => {
-    node.setPointerCapture(event.pointerId);
-    node.focus({ preventScroll: true });
-    event.preventDefault();
-  });
-  node.addEventListener("pointermove", (event) => {
-    if (!node.hasPointerCapture(event.pointerId)) return;
-    const plane = byId("plane-svg");
-    const place = new DOMPoint(event.clientX, event.clientY).matrixTransform(plane.getScreenCTM().inverse());
-    move(list, index, [place.x / UNIT, -place.y / UNIT]);
-  });
   node.addEventListener("keydown", (event) => {
     const direction = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
     if (!direction) return;
@@ -131,6 +102,28 @@ function makePoint(list, index, letter) {
     move(list, index, state[list][index].map((x, i) => x + step * direction[i]));
   });
   return { list, index, name, node, arrow, label };
+}
+
+/** Dragging takes hold of the nearest point, for the areas around points overlap. */
+function followPointer(plane) {
+  let held = null;
+  const placeOf = (event) => {
+    const { x, y } = new DOMPoint(event.clientX, event.clientY).matrixTransform(plane.getScreenCTM().inverse());
+    return [x / UNIT, -y / UNIT];
+  };
+  plane.addEventListener("pointerdown", (event) => {
+    if (!event.target.closest(".point")) return;
+    const [x, y] = placeOf(event);
+    const distances = points.map(({ list, index }) => Math.hypot(state[list][index][0] - x, state[list][index][1] - y));
+    held = points[distances.indexOf(Math.min(...distances))];
+    plane.setPointerCapture(event.pointerId);
+    held.node.focus({ preventScroll: true });
+    event.preventDefault();
+  });
+  plane.addEventListener("pointermove", (event) => {
+    if (held) move(held.list, held.index, placeOf(event));
+  });
+  for (const end of ["pointerup", "pointercancel"]) plane.addEventListener(end, () => (held = null));
 }
 
 /** Moves a point, and with it all queries, which keep their lengths, while they are to stay on one line. */
@@ -158,7 +151,7 @@ function move(list, index, to) {
 function buildControls() {
   const preset = byId("plane-preset");
   preset.append(html("option", { value: "", hidden: true }, "own arrangement"));
-  for (const [value, { label }] of Object.entries(PRESETS)) preset.append(html("option", { value }, label));
+  for (const [value, { label }] of Object.entries(presets)) preset.append(html("option", { value }, label));
   preset.addEventListener("change", () => usePreset(preset.value));
   const kernel = byId("plane-kernel");
   for (const [value, { label }] of Object.entries(KERNELS)) kernel.append(html("option", { value }, label));
@@ -203,12 +196,12 @@ function bindNumber(input, get, set) {
 }
 
 function usePreset(name) {
-  const preset = PRESETS[name];
+  const preset = presets[name];
   state.queries = preset.queries.map((point) => point.map(clamp));
   state.keys = preset.keys.map((point) => [...point]);
   state.kernel = preset.kernel;
   state.together = preset.together;
-  state.affine = structuredClone(AFFINE);
+  state.affine = structuredClone(figure.affine);
   byId("plane-preset").value = name;
   render();
 }
@@ -275,7 +268,7 @@ function drawBars(rows) {
   const bottom = Math.max(-1.5, Math.min(0, ...all));
   const span = top - bottom;
   for (const kind of KINDS) {
-    const groups = equalGroups(rows[kind], TOLERANCE);
+    const groups = equalGroups(rows[kind], figure.tolerance);
     rows[kind].forEach((row, query) => {
       const { bars, numbers, node } = cells[kind][query];
       row.forEach((weight, key) => {
@@ -299,7 +292,7 @@ const listing = (group) => new Intl.ListFormat("en").format(group.map((i) => `q$
 
 function verdict(kind, rows, phi) {
   const notes = [];
-  const groups = equalGroups(rows, TOLERANCE);
+  const groups = equalGroups(rows, figure.tolerance);
   if (groups.length === 0) {
     const [i, j, difference] = closestPair(rows);
     notes.push(html("strong", { class: "good" }, "Tells all queries apart. "));
@@ -316,8 +309,8 @@ function verdict(kind, rows, phi) {
 /** Why these groups of queries have the same weights. */
 function reason(kind, groups, phi) {
   const within = (others) => groups.every((group) => others.some((other) => group.every((i) => other.includes(i))));
-  if (within(equalGroups(state.queries, TOLERANCE))) return "They are the same point.";
-  if (kind !== "softmax" && within(equalGroups(state.queries.map(phi), TOLERANCE))) return "φ itself makes one point of them.";
+  if (within(equalGroups(state.queries, figure.tolerance))) return "They are the same point.";
+  if (kind !== "softmax" && within(equalGroups(state.queries.map(phi), figure.tolerance))) return "φ itself makes one point of them.";
   if (kind === "linear") return "Their φ(q) lie on one line through the origin, and the division cancels their lengths.";
   return kind === "softmax" ? "The keys lie on one line." : "The φ of the keys lie on one line.";
 }

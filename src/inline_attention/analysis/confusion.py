@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .capture import LayerAttention, observe
 from .divergence import Divergence
+from .extract import LayerAttention, observe
 
 TAU, RHO = 1e-3, 0.1
 MAX_BYTES = 256 * 2**20
@@ -69,7 +69,7 @@ class _Counts:
     divergence: Divergence = field(default_factory=Divergence)
 
 
-def confusion(
+def measure_confusion(
     model: nn.Module,
     images: Iterable[Tensor],
     *,

@@ -48,7 +48,7 @@ class InjectivityResult:
     parameters: dict[str, Any]
 
 
-def injectivity(*, tolerance: float = EQUAL_TOLERANCE) -> InjectivityResult:
+def measure_injectivity(*, tolerance: float = EQUAL_TOLERANCE) -> InjectivityResult:
     """Both panels: queries that φ makes collinear, for φ = ReLU and for φ = ReLU(A·x + b).
 
     Softmax compares the queries and keys as they are, linear and InLine attention after φ. Rows that differ by less

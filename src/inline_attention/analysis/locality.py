@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .capture import LayerAttention, observe
 from .divergence import Divergence
+from .extract import LayerAttention, observe
 from .neighbours import neighbours
 
 SIDE = 3
@@ -97,7 +97,7 @@ class _Sums:
         layer.uniform += float((near[:, prefix:] * on_map / count[:, None]).sum())
 
 
-def locality(
+def measure_locality(
     model: nn.Module,
     images: Iterable[Tensor],
     *,

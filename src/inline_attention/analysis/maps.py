@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
-from .capture import capture
+from .extract import capture
 
 
 @dataclass(frozen=True)

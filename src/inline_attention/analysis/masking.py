@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .capture import LayerAttention, observe
+from .extract import LayerAttention, observe
 from .neighbours import neighbours
 
 SIDES = (3, 5, 7)
@@ -126,7 +126,7 @@ class _Masker:
         return record.attend(mask=mask, mask_local=self.condition.local_terms != "kept")
 
 
-def masking(
+def measure_masking(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor | None]],
     *,

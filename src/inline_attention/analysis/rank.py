@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .capture import DEFAULT_CHUNK_BYTES, LayerAttention, observe
 from .divergence import Divergence
+from .extract import DEFAULT_CHUNK_BYTES, LayerAttention, observe
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Layer:
     effective: list[np.ndarray] = field(default_factory=list)
 
 
-def rank(
+def measure_rank(
     model: nn.Module,
     images: Iterable[Tensor],
     *,

@@ -20,6 +20,7 @@ COMMANDS: tuple[str, ...] = (
     "convert",
     "export",
     "bench",
+    "analyze",
     "explore",
     "env",
 )

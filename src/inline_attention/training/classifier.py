@@ -1,16 +1,19 @@
 """A trained classifier from a weights file: the model, the names of its classes, and how its images are prepared."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import timm
 import torch
 from timm.data import ImageNetInfo
 from torch import nn
 
 from inline_attention.data import DataConfig, EvalLoader
 from inline_attention.models import create_model
+from inline_attention.models._base import VisionModel, to_pair
 
 # What a weights file says about itself, in the metadata that `save_weights` writes; JSON where it is not a name.
 ARCHITECTURE, MODEL_ARGUMENTS, CLASS_NAMES, PREPROCESSING = "architecture", "config", "class_names", "preprocessing"
@@ -24,32 +27,59 @@ class Classifier:
 
 
 def load_classifier(
-    name: str, weights: str, *, img_size: Sequence[int] | None = None, eval_transform: str | None = None
+    name: str | None,
+    weights: str | None,
+    *,
+    img_size: Sequence[int] | None = None,
+    eval_transform: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Classifier:
-    """Build model `name` for the weights (a file, a URL, or "pretrained") and load them.
+    """Build model `name` for the weights (a file, a URL, or "pretrained") and load them; None leaves it untrained.
 
-    A file of this library says with which arguments its model was built, which classes it knows and how its images
-    were prepared; other files are taken for published ones. `img_size` and `eval_transform` override the file's.
+    A file of this library says which model it is for (so that `name` may be None), with which arguments that was
+    built, which classes it knows and how its images were prepared; other files are taken for published ones.
+    `img_size`, `eval_transform` and `arguments` of the model override the file's. Models of timm are built, and their
+    files read, by timm.
     """
     from inline_attention.models.weights import load_weights, local_path, read_metadata
 
-    path = None if weights == "pretrained" else local_path(weights)
+    path = None if weights in (None, "pretrained") else local_path(weights)
     # Official pickles have no metadata of this kind.
     metadata = read_metadata(path) if path is not None and path.suffix == ".safetensors" else {}
+    name = name or metadata.get(ARCHITECTURE)
+    if name is None:
+        raise ValueError(f"{weights!r} does not say which model it is for; name the model")
     architecture = metadata.get(ARCHITECTURE, name)
     if architecture != name:
         raise ValueError(f"{weights!r} holds weights of {architecture}, not of {name}")
-    arguments: dict[str, Any] = json.loads(metadata.get(MODEL_ARGUMENTS, "{}"))
+    options: dict[str, Any] = {**json.loads(metadata.get(MODEL_ARGUMENTS, "{}")), **(arguments or {})}
     if img_size is not None:
-        arguments["img_size"] = list(img_size)
-    model = create_model(name, pretrained=path is None, **arguments)
-    if path is not None:
+        options["img_size"] = list(img_size)
+    model = create_model(name, pretrained=weights == "pretrained", **options)
+    if path is not None and isinstance(model, VisionModel):
         load_weights(model, path)
-    data = _preparation(model, json.loads(metadata.get(PREPROCESSING, "{}")))
-    data = replace(data, img_size=list(model.img_size), in_chans=model.in_chans)  # type: ignore[arg-type]  # VisionModel
+    elif path is not None:
+        _load_timm(model, path)
+    in_chans = options.get("in_chans", 3)
+    data = _preparation(model, json.loads(metadata.get(PREPROCESSING, "{}")), in_chans=in_chans)
+    data = replace(data, img_size=_input_size(model, options), in_chans=in_chans)
     if eval_transform is not None:
         data = replace(data, eval_transform=eval_transform)
-    return Classifier(model, _class_names(model, metadata.get(CLASS_NAMES), weights=weights), data)
+    return Classifier(model, _class_names(model, metadata.get(CLASS_NAMES), weights=weights or name), data)
+
+
+def _load_timm(model: nn.Module, path: Path) -> None:
+    try:
+        timm.models.load_checkpoint(model, str(path))
+    except RuntimeError as error:  # what PyTorch raises for names and shapes that differ
+        raise ValueError(f"{path} does not fit {type(model).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _input_size(model: nn.Module, arguments: Mapping[str, Any]) -> list[int]:
+    if isinstance(model, VisionModel):
+        return list(model.img_size)
+    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's description of the published model
+    return list(to_pair(arguments.get("img_size", cfg["input_size"][1:])))
 
 
 def preprocessing(config: DataConfig) -> str:
@@ -61,14 +91,14 @@ _PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct", "e
 assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 
-def _preparation(model: nn.Module, saved: dict[str, Any]) -> DataConfig:
+def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> DataConfig:
     if saved:
         return DataConfig(**{key: saved[key] for key in _PREPARATION if key in saved})
     cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's description of the published model
     squashed = "resize" if cfg["crop_pct"] >= 1 else "published"
     return DataConfig(
-        mean=list(cfg["mean"]) if model.in_chans == 3 else None,
-        std=list(cfg["std"]) if model.in_chans == 3 else None,
+        mean=list(cfg["mean"]) if in_chans == 3 else None,
+        std=list(cfg["std"]) if in_chans == 3 else None,
         interpolation=cfg["interpolation"],
         eval_transform=squashed if cfg["crop_mode"] == "squash" else "timm",
         crop_pct=cfg["crop_pct"],

@@ -1,0 +1,241 @@
+"""The paper's analyses on any models and images: figures, tables and numbers; `all` adds one page with everything.
+
+MODEL is a name of this library or of timm, with arguments if need be: inline_deit_tiny,attention=linear. A weights file
+of this library says by itself which model it is for. Without images, two photographs are looked at.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from inline_attention.analysis.suite import Analysis, Batches, Settings, Subject
+
+HELP = "injectivity, confusion, locality, maps, masking and rank of attention"
+DEFAULT_MODEL = "inline_deit_tiny"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    names = ("injectivity", "confusion", "locality", "maps", "masking", "rank", "all")
+    parser.add_argument("analysis", choices=names)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"several are compared (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--weights", nargs="+", metavar="F", default=[], help="for each model a file, URL, 'pretrained' or 'none'"
+    )
+    parser.add_argument("--labels", nargs="+", metavar="L", help="what to call the models in figures")
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument("--data", metavar="PATH", help="images with known classes: folder, digits, hfds/NAME, …")
+    images.add_argument("--images", nargs="+", metavar="F", help="image files or folders")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for what is written")
+    parser.add_argument("--split", default="val", help="of --data (default: val)")
+    parser.add_argument("--max-images", type=int, metavar="N", help="look at the first N")
+    parser.add_argument("--img-size", type=int, nargs="+", metavar="N", help="side, or height and width")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
+    parser.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
+    parser.add_argument("--layers", nargs="+", metavar="L", help="names or numbers, -1 the last (default: all)")
+    parser.add_argument("--tau", type=float, help="confusion: rows nearer than this share of their norm (1e-3)")
+    parser.add_argument("--rho", type=float, help="confusion: queries further than this share of the median (0.1)")
+    parser.add_argument("--side", type=int, help="locality: side of the neighbourhood (3)")
+    parser.add_argument("--sides", type=int, nargs="+", metavar="N", help="masking: sides of the windows (3 5 7)")
+    parser.add_argument("--seed", type=int, help="masking: of the random tokens (0)")
+    parser.add_argument("--query", type=float, nargs=2, metavar=("Y", "X"), help="maps: place from 0 to 1 (0.5 0.5)")
+    parser.add_argument("--head", type=int, help="maps: one head (default: the mean of all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from functools import partial
+
+    from inline_attention.analysis.suite import ANALYSES, analyse
+    from inline_attention.cli._output import choose_device, image_progress
+
+    device = choose_device(args.device)
+    settings = read_settings(args)
+    chosen = ANALYSES if args.analysis == "all" else (args.analysis,)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    subjects: list[Subject] = []
+    if chosen != ("injectivity",):
+        subjects = open_subjects(args, device)
+    total = max((subject.facts["images"] for subject in subjects), default=0)
+    done = []
+    for name in chosen:
+        count = min(total, settings.map_images) if name == "maps" else total
+        analysis = analyse(name, subjects, settings, progress=partial(image_progress, total=count))
+        write(analysis, subjects, out)
+        print_summary(analysis)
+        done.append(analysis)
+    if args.analysis == "all":
+        write_report(done, subjects, out, device)
+        print(f"\n{out / 'report.html'}")
+    return 0
+
+
+def read_settings(args: argparse.Namespace) -> "Settings":
+    from inline_attention.analysis.suite import Settings
+
+    given: dict[str, Any] = {key: getattr(args, key) for key in ("tau", "rho", "side", "seed", "head")}
+    given["sides"] = tuple(args.sides) if args.sides else None
+    given["query"] = tuple(args.query) if args.query else None
+    if args.layers:
+        given["layers"] = tuple(int(layer) if layer.lstrip("-").isdecimal() else layer for layer in args.layers)
+    return Settings(**{key: value for key, value in given.items() if value is not None})
+
+
+def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Subject"]:
+    """The models, each with a loader of the images as it wants them."""
+    from inline_attention.analysis.suite import Subject
+    from inline_attention.cli._output import parse_size
+    from inline_attention.cli.predict import find_images
+    from inline_attention.data import open_eval_data, open_files
+    from inline_attention.data.samples import sample_photographs
+    from inline_attention.training.classifier import load_classifier
+
+    weights: list[str | None] = [None if file == "none" else file for file in args.weights]
+    models: list[str | None] = args.models or ([None] * len(weights) if weights else [DEFAULT_MODEL])
+    weights = weights or [None] * len(models)
+    if len(weights) != len(models):
+        raise ValueError(f"there are {len(models)} models and {len(weights)} weights; give 'none' for an untrained one")
+    if args.max_images is not None and args.max_images < 1:
+        raise ValueError(f"--max-images is {args.max_images}; expected at least 1")
+    subjects = []
+    for spec, file in zip(models, weights, strict=True):
+        name, arguments = parse_model(spec)
+        classifier = load_classifier(name, file, img_size=parse_size(args.img_size), arguments=arguments)
+        config = classifier.data
+        config.batch_size, config.workers = args.batch_size, args.workers
+        if args.data:
+            config.path, config.val_split = args.data, args.split
+            # Classes are those the model knows by name; an untrained one knows none.
+            loader = open_eval_data(config, class_names=classifier.class_names if file else None)
+        else:
+            paths = find_images(args.images) if args.images else sample_photographs()
+            config.workers = config.workers or 0
+            loader = open_files(paths, config=config)
+        loader.to(device)
+        count = min(loader.num_images, args.max_images or loader.num_images)
+        facts = dict(
+            model=name or classifier.model.pretrained_cfg["architecture"],  # type: ignore[index]  # timm's description
+            weights=file or "none: as initialised",
+            attention=", ".join(attention_kinds(classifier.model)),
+            img_size="×".join(map(str, config.size)),
+            images=count,
+        )
+        labelled = bool(args.data and file)
+        batches = BatchesOf(loader, count, labelled=labelled)
+        mean, std = config.statistics
+        subjects.append(Subject("", classifier.model.to(device).eval(), batches, mean, std, facts))
+    return with_labels(subjects, args.labels)
+
+
+class BatchesOf:
+    """The first images of a loader and their labels, where those mean something; anew at every call."""
+
+    def __init__(self, loader: Any, count: int, *, labelled: bool) -> None:
+        self._loader, self._count, self._labelled = loader, count, labelled
+
+    def __call__(self) -> "Batches":
+        return self._batches()
+
+    def _batches(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor | None"]]:
+        left = self._count
+        for batch in self._loader:
+            images, targets = batch.images[:left], batch.targets[:left]
+            left -= len(images)
+            if len(images):  # all of a batch may be unreadable
+                yield images, targets if self._labelled else None
+            if left <= 0:
+                return
+
+
+def parse_model(spec: str | None) -> tuple[str | None, dict[str, Any]]:
+    """ "name,key=value,…" → the name and the arguments; values are YAML"""
+    import yaml
+
+    if spec is None:
+        return None, {}
+    name, *settings = spec.split(",")
+    arguments = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ValueError(f"model {spec!r}: expected NAME,key=value,… such as {DEFAULT_MODEL},attention=linear")
+        arguments[key] = yaml.safe_load(value)
+    return name, arguments
+
+
+def attention_kinds(model: Any) -> list[str]:
+    """The different attentions of a model, in the order of its layers."""
+    from inline_attention.analysis.extract import layer_names
+
+    return list(dict.fromkeys(getattr(model.get_submodule(name), "kind", "softmax") for name in layer_names(model)))
+
+
+def with_labels(subjects: Sequence["Subject"], labels: Sequence[str] | None) -> list["Subject"]:
+    """Names, told apart by their attention or by a number where two are equal."""
+    from dataclasses import replace
+
+    if labels is not None and len(labels) != len(subjects):
+        raise ValueError(f"there are {len(subjects)} models and {len(labels)} labels")
+    names = list(labels or (subject.facts["model"] for subject in subjects))
+    if len(set(names)) < len(names):
+        names = [f"{name} ({subject.facts['attention']})" for name, subject in zip(names, subjects, strict=True)]
+    if len(set(names)) < len(names):
+        names = [f"{name} #{i}" for i, name in enumerate(names, start=1)]
+    return [replace(subject, label=name) for subject, name in zip(subjects, names, strict=True)]
+
+
+def write(analysis: "Analysis", subjects: Sequence["Subject"], out: Path) -> None:
+    """NAME.json, NAME.csv, NAME.png and NAME.svg"""
+    from inline_attention.analysis.plots import save
+    from inline_attention.analysis.report import to_plain
+    from inline_attention.cli._output import write_csv, write_json
+
+    content: dict[str, Any] = dict(analysis=analysis.name, parameters=analysis.parameters)
+    if analysis.name == "injectivity":
+        content.update(to_plain(analysis.results["plane"]))
+    else:
+        content["models"] = [
+            dict(label=subject.label, **subject.facts, summary=analysis.summaries[subject.label],
+                 result=analysis.results[subject.label])
+            for subject in subjects
+        ]  # fmt: skip
+    write_json(str(out / f"{analysis.name}.json"), to_plain(content))
+    write_csv(str(out / f"{analysis.name}.csv"), *analysis.table)
+    save(analysis.figure, out / analysis.name)
+
+
+def print_summary(analysis: "Analysis") -> None:
+    print(f"\n{analysis.name}")
+    for label, summary in analysis.summaries.items():
+        words = []
+        for key, value in summary.items():
+            if isinstance(value, dict):
+                words.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
+            elif value is not None:
+                words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+        print(f"  {label}: {'; '.join(words).replace('_', ' ')}")
+
+
+def write_report(
+    analyses: Sequence["Analysis"], subjects: Sequence["Subject"], out: Path, device: "torch.device"
+) -> None:
+    import datetime
+
+    import torch
+
+    from inline_attention._version import __version__
+    from inline_attention.analysis.report import Section, html_report
+
+    facts = {
+        "inline-attention": __version__,
+        "torch": torch.__version__,
+        "device": str(device),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    sections = [Section(a.name, (out / f"{a.name}.png").read_bytes(), a.parameters, a.summaries) for a in analyses]
+    page = html_report(sections, facts=facts, models={subject.label: subject.facts for subject in subjects})
+    (out / "report.html").write_text(page, encoding="utf-8")

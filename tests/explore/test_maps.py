@@ -122,5 +122,5 @@ def test_wrong_weights(tmp_path: Path) -> None:
         load_subjects(["none.safetensors"], device=CPU)
     pickled = tmp_path / "official.pth"
     torch.save({"model": {}}, pickled)
-    with pytest.raises(ValueError, match="does not say which model it belongs to"):
+    with pytest.raises(ValueError, match="does not say which model it is for"):
         load_subjects([str(pickled)], device=CPU)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from inline_attention._version import __version__
-from inline_attention.analysis.injectivity import injectivity
+from inline_attention.analysis import measure_injectivity
+from inline_attention.data.samples import sample_photographs
 from inline_attention.environment import describe_environment
 
 from . import cost
@@ -21,7 +22,7 @@ from .pictures import FORMATS, MAX_BYTES, MAX_PIXELS, BadPicture, Picture, Pictu
 from .subjects import Subject
 
 CONTENT_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
-PHOTOS = {"china": "Temple, danielbuechele, CC BY 2.0", "flower": "Flower, vultilion, CC BY 2.0"}
+PHOTOS = {"china": "Temple, danielbuechele, CC BY 2.0", "flower": "Flower, vultilion, CC BY 2.0"}  # the samples
 PICTURES = "/pictures/"  # and a picture's name
 MAX_HEADS = 1024
 
@@ -29,13 +30,12 @@ Handler = Callable[[Request], Response]
 
 
 def sample_photos() -> dict[str, Picture]:
-    folder = resources.files("inline_attention.explore") / "photos"
-    return {name: Picture.of(decode_picture((folder / f"{name}.jpg").read_bytes())) for name in PHOTOS}
+    return {path.stem: Picture.of(decode_picture(path.read_bytes())) for path in sample_photographs()}
 
 
 def plane() -> dict[str, Any]:
     """The figure that the page starts from: points of both panels, A and b of the second, and what counts as equal."""
-    figure = injectivity()
+    figure = measure_injectivity()
     relu, affine = (dict(queries=panel.queries.tolist(), keys=panel.keys.tolist()) for panel in figure.panels)
     parameters = figure.parameters
     return dict(

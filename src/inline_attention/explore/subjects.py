@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from inline_attention.data import DataConfig
-from inline_attention.models import create_model
 from inline_attention.models._base import VisionModel
-from inline_attention.models.weights import read_metadata
-from inline_attention.training.classifier import ARCHITECTURE, load_classifier
+from inline_attention.models.weights import architecture, read_metadata
+from inline_attention.training.classifier import ARCHITECTURE, Classifier, load_classifier
 
 # DeiT-T with each of the three attentions: a registered name and what differs from it.
 DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -19,7 +18,7 @@ DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("inline_deit_tiny", {"attention": "linear"}),
     "inline": ("inline_deit_tiny", {}),
 }
-# Trained weights that come with the library would stand here, one file for each attention.
+# What is shown where no files are named, one for each attention; with none, the models are random.
 DEFAULT_WEIGHTS: tuple[str, ...] = ()
 
 
@@ -32,13 +31,13 @@ class Subject:
     weights: str | None  # the file's name; None: random
 
 
-def load_subjects(weights: Sequence[str] = DEFAULT_WEIGHTS, *, device: torch.device) -> list[Subject]:
+def load_subjects(weights: Sequence[str] = (), *, device: torch.device) -> list[Subject]:
     """A model for each file, and random ones of the same architecture for those of the three attentions that lack one.
 
     Files must be safetensors that say how their model was built, as `inline train` writes them.
     """
     given: dict[str, Subject] = {}
-    for file in weights:
+    for file in weights or DEFAULT_WEIGHTS:
         subject = _load(file)
         if subject.kind in given:
             raise ValueError(
@@ -59,16 +58,13 @@ def _load(file: str) -> Subject:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {file!r}; expected weights that `inline train` wrote")
-    name = read_metadata(path).get(ARCHITECTURE) if path.suffix == ".safetensors" else None
-    if name is None:
+    if path.suffix != ".safetensors" or ARCHITECTURE not in read_metadata(path):
         raise ValueError(
-            f"{file} does not say which model it belongs to: expected a safetensors file of this library "
+            f"{file} does not say which model it is for: expected a safetensors file of this library "
             "(`inline convert` makes one of an official checkpoint)"
         )
-    classifier = load_classifier(name, str(path))
-    model = classifier.model
-    assert isinstance(model, VisionModel)
-    return Subject(model.attention[0][0], name, model, classifier.data, path.name)
+    classifier = load_classifier(None, str(path))
+    return _subject(classifier, weights=path.name)
 
 
 def _random(kind: str, like: Subject | None) -> Subject:
@@ -76,13 +72,18 @@ def _random(kind: str, like: Subject | None) -> Subject:
     if like is None:
         name, arguments = DEIT_TINY[kind]
     else:
-        chosen = {
-            key: value for key, value in like.model.config.items() if key not in ("feature_map", "local_residual")
-        }
-        name, arguments = like.name, {**chosen, "attention": kind}
+        of_its_attention = ("feature_map", "local_residual")
+        kept = {key: value for key, value in like.model.config.items() if key not in of_its_attention}
+        name, arguments = like.name, {**kept, "attention": kind}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = create_model(name, **arguments)
+        classifier = load_classifier(name, None, arguments=arguments)
+    if like is not None:
+        classifier.data = like.data
+    return _subject(classifier, weights=None)
+
+
+def _subject(classifier: Classifier, *, weights: str | None) -> Subject:
+    model = classifier.model
     assert isinstance(model, VisionModel)
-    data = DataConfig(img_size=list(model.img_size), in_chans=model.in_chans) if like is None else like.data
-    return Subject(kind, name, model, data, None)
+    return Subject(model.attention[0][0], architecture(model), model, classifier.data, weights)

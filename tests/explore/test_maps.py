@@ -65,6 +65,14 @@ def test_the_residual_is_on_the_neighbours(subjects: list[Subject], picture: Ima
     assert torch.equal(touched, expected)
 
 
+def test_the_last_head_stands_for_those_beyond(subjects: list[Subject], picture: Image.Image) -> None:
+    """Stages of a pyramid have different numbers of heads; a page that changes the layer keeps the head it had."""
+    maps = Maps(subjects, device=CPU)
+    beyond, last = (maps.look("a", picture, model=2, layer=0, head=head, x=0.5, y=0.5) for head in (7, 1))
+    assert beyond == last
+    assert beyond.head == 1
+
+
 def test_outside_a_window_there_is_no_weight(picture: Image.Image) -> None:
     name = "softmax_swin_tiny"  # windows of 2 tokens on maps of 16, 8, 4 and 2
     data = DataConfig(img_size=[SIZE, SIZE])

@@ -18,6 +18,8 @@ from .conftest import huge_png, picture_file, serve
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
 expect = sync_api.expect
+PATIENCE = 60_000  # milliseconds, for machines that are busy: no test waits for it to pass
+expect.set_options(timeout=PATIENCE)
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome on the path")
 
@@ -48,7 +50,7 @@ def open_page(browser: Any, server: ExploreServer) -> Iterator[Callable[..., Any
 
     def open_page(tab: str = "plane", *, viewport: dict[str, int] = DESKTOP, **options: Any) -> Any:
         context = browser.new_context(viewport=viewport, **options)
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(PATIENCE)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))

@@ -61,7 +61,10 @@ class App:
     """The state that visitors share, all of it bounded: models, pictures, and the gate before computations."""
 
     def __init__(self, subjects: Sequence[Subject], *, device: torch.device) -> None:
-        self._subjects, self._device = subjects, device
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device {str(device)!r} has no clock here; expected cpu or cuda")
+        self._subjects = subjects
+        self._machine = describe_environment()["cpu" if device.type == "cpu" else f"gpu {device.index or 0}"]
         self._files = page_files()
         self._pictures = PictureStore(sample_photos())
         self._gate = Gate(waiting=16)
@@ -131,18 +134,13 @@ class App:
         head = None if body.get("head") is None else _integer(body, "head", MAX_HEADS)
         x, y = (_fraction(body, key) for key in ("x", "y"))
         with self._gate.turn():
-            try:
-                found = self._maps.look(name, picture.image, model=model, layer=layer, head=head, x=x, y=y)
-            except ValueError as error:
-                raise RequestError(HTTPStatus.BAD_REQUEST, str(error)) from error
+            found = self._maps.look(name, picture.image, model=model, layer=layer, head=head, x=x, y=y)
         return Response.json(dataclasses.asdict(found))
 
     def _cost(self, request: Request) -> Response:
         with self._gate.turn():
             counts = cost.counts()
-        environment = describe_environment()
-        machine = environment["cpu" if self._device.type == "cpu" else "gpu 0"]
-        return Response.json(dict(sizes=cost.SIZES, counts=counts, machine=machine))
+        return Response.json(dict(sizes=cost.SIZES, counts=counts, machine=self._machine))
 
     def _measure(self, request: Request) -> Response:
         events = self._stopwatch.measure(cost.SIZES)

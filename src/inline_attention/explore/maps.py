@@ -27,6 +27,7 @@ class AttentionMap:
     query_grid: tuple[int, int]
     query: tuple[int, int]  # (row, column)
     heads: int
+    head: int | None  # its number; None: the mean of all
     tokens: int  # N of the weights' mean 1/N
     weights: list[float | None]
     with_local: list[float | None] | None  # the same with the local terms; None where the layer has none
@@ -59,19 +60,23 @@ class Maps:
         Args:
             name: of the picture, the same for the same image.
             model, layer: their numbers.
-            head: its number; None for the mean of all.
+            head: its number, the last one's where there are fewer (layers differ); None for the mean of all.
             x, y: where the query is, from 0 to 1 across and down the picture.
         """
         attention = self._layer(name, image, model, layer)
         height, width = attention.map_grid
         query = (min(int(y * height), height - 1), min(int(x * width), width - 1))
-        rows = [_one_head(attention.row(0, query, local=local), head) for local in (False, True)]
+        if head is not None:
+            head = min(head, attention.num_heads - 1)
+        by_head = [attention.row(0, query, local=local) for local in (False, True)]  # (heads, H, W) each
+        rows = [row.mean(0) if head is None else row[head] for row in by_head]
         return AttentionMap(
             layer=attention.name,
             grid=(rows[0].shape[0], rows[0].shape[1]),
             query_grid=(height, width),
             query=query,
             heads=attention.num_heads,
+            head=head,
             tokens=attention.k.shape[1],
             weights=_numbers(rows[0]),
             with_local=_numbers(rows[1]) if attention.local else None,
@@ -90,15 +95,6 @@ class Maps:
             if len(self._layers) > CACHED_LAYERS:
                 self._layers.popitem(last=False)
         return attention
-
-
-def _one_head(rows: Tensor, head: int | None) -> Tensor:
-    """(heads, H, W) → (H, W)"""
-    if head is None:
-        return rows.mean(0)
-    if head >= len(rows):
-        raise ValueError(f"there is no head {head + 1}; this layer has {len(rows)}")
-    return rows[head]
 
 
 def _numbers(row: Tensor) -> list[float | None]:

@@ -69,7 +69,7 @@ function drawTable() {
 
 const WIDTH = 560;
 const HEIGHT = 400;
-const MARGIN = { left: 66, right: 92, top: 34, bottom: 56 };
+const MARGIN = { left: 66, right: 104, top: 34, bottom: 56 };
 
 function drawChart() {
   const { title, get } = METRICS[metric()];
@@ -96,7 +96,7 @@ function drawChart() {
   for (const size of sizes) {
     chart.append(svg("text", { x: x(size), y: HEIGHT - MARGIN.bottom + 24, "text-anchor": "middle" }, `${size}`));
   }
-  chart.append(svg("text", { x: MARGIN.left - 8, y: MARGIN.top - 14, "text-anchor": "end" }, title));
+  chart.append(svg("text", { x: 2, y: MARGIN.top - 14 }, title));
   chart.append(svg("text", { x: (MARGIN.left + WIDTH - MARGIN.right) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, "side of the image in pixels"));
   const labels = [];
   for (const kind of KINDS) {

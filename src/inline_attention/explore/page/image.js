@@ -243,13 +243,13 @@ async function refresh(panel) {
   panel.asking = false;
 }
 
-function offerHeads({ head, map }) {
-  const offered = head.options.length - 1;
-  if (offered === map.heads) return;
-  const chosen = Number(head.value || 0) < map.heads ? head.value : "";
-  head.replaceChildren(head.options[0]);
-  for (let i = 0; i < map.heads; i++) head.append(html("option", { value: i }, `head ${i + 1} of ${map.heads}`));
-  head.value = chosen;
+/** The heads of the layer, and the one that is shown: another layer may have fewer. */
+function offerHeads({ head, map, outdated }) {
+  if (head.options.length !== map.heads + 1) {
+    head.replaceChildren(head.options[0]);
+    for (let i = 0; i < map.heads; i++) head.append(html("option", { value: i }, `head ${i + 1} of ${map.heads}`));
+  }
+  if (!outdated) head.value = map.head ?? "";
 }
 
 function draw(panel) {
@@ -294,10 +294,9 @@ function draw(panel) {
     context.fillRect(Math.floor(column * wide), Math.floor(row * tall), Math.ceil(wide), Math.ceil(tall));
   });
   drawQuery(context, map.query, map.query_grid);
-  const sign = state.reference === "uniform" ? "1/N " : "";
-  panel.low.textContent = `${sign}−${number(range, 3)}`;
+  panel.low.textContent = `−${number(range, 3)}`;
   panel.middle.textContent = state.reference === "uniform" ? "1/N" : "0";
-  panel.high.textContent = `${sign}+${number(range, 3)}`;
+  panel.high.textContent = `+${number(range, 3)}`;
   const negative = seen.filter((weight) => weight < 0).length;
   const facts = [
     `Smallest ${number(Math.min(...seen), 4)}, largest ${number(Math.max(...seen), 4)}`,

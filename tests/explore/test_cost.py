@@ -41,7 +41,16 @@ def test_a_measurement() -> None:
 def test_a_measurement_ends_in_time() -> None:
     events = list(Stopwatch(CPU, Gate(waiting=0)).measure((32,) * 1000, seconds=0))
     assert len(events) == 3  # the beginning, one sample, and the word that it has ended
-    assert "Stopped after 0 s" in events[-1]["stopped"]
+    assert "0 seconds, is over" in events[-1]["stopped"]
+
+
+def test_a_measurement_ends_when_there_is_no_turn() -> None:
+    gate = Gate(waiting=0, seconds=0.01)
+    measurement = Stopwatch(CPU, gate).measure((32,))
+    assert "stopped" not in next(measurement)
+    with gate.turn():  # another computes
+        (event,) = measurement
+    assert "too many people" in event["stopped"]
 
 
 def test_one_measurement_at_a_time() -> None:

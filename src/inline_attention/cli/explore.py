@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
         print(f"{server.url} (Ctrl-C ends)", flush=True)
         if not server.is_local:
-            print("everybody who reaches this machine can use the page", flush=True)
+            print("everybody who reaches this machine can use it, under its name or address", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from inline_attention._version import __version__
 from inline_attention.analysis import measure_injectivity
 from inline_attention.data.samples import sample_photographs
 from inline_attention.environment import describe_environment
 
 from . import cost
 from .gate import Gate
-from .http import Request, RequestError, Response
 from .maps import Maps
-from .pictures import FORMATS, MAX_BYTES, MAX_PIXELS, BadPicture, Picture, PictureStore, decode_picture
+from .messages import Request, RequestError, Response
+from .pictures import MAX_BYTES, BadPicture, Picture, PictureStore, decode_picture
 from .subjects import Subject
 
 CONTENT_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
@@ -70,9 +69,10 @@ class App:
         self._gate = Gate(waiting=16)
         self._uploads = Gate(running=4, waiting=16)  # how many files are in memory at once
         self._maps = Maps(subjects, device=device)
+        self._setup_response = Response.json(self._describe_setup())
         self._stopwatch = cost.Stopwatch(device, self._gate)
         self._handlers: dict[tuple[str, str], Handler] = {
-            ("GET", "/api/setup"): self._setup,
+            ("GET", "/api/setup"): lambda request: self._setup_response,
             ("POST", "/api/pictures"): self._add_picture,
             ("POST", "/api/map"): self._map,
             ("GET", "/api/cost"): self._cost,
@@ -95,18 +95,16 @@ class App:
         """Ends computations, for good."""
         self._gate.close()
 
-    def _setup(self, request: Request) -> Response:
-        return Response.json(
-            dict(
-                version=__version__,
-                plane=plane(),
-                limits=dict(bytes=MAX_BYTES, pixels=MAX_PIXELS, formats=FORMATS),
-                photos=[dict(picture=name, title=title) for name, title in PHOTOS.items()],
-                models=[
-                    dict(kind=s.kind, name=s.name, weights=s.weights, layers=self._maps.layer_count(i))
-                    for i, s in enumerate(self._subjects)
-                ],
-            )
+    def _describe_setup(self) -> dict[str, Any]:
+        models = [
+            dict(kind=subject.kind, name=subject.name, weights=subject.weights, layers=layers)
+            for subject, layers in zip(self._subjects, self._maps.layer_counts, strict=True)
+        ]
+        return dict(
+            plane=plane(),
+            max_bytes=MAX_BYTES,
+            photos=[dict(picture=name, title=title) for name, title in PHOTOS.items()],
+            models=models,
         )
 
     def _picture(self, name: str) -> Picture:
@@ -130,7 +128,7 @@ class App:
         name = str(body.get("picture"))
         picture = self._picture(name)
         model = _integer(body, "model", len(self._subjects))
-        layer = _integer(body, "layer", self._maps.layer_count(model))
+        layer = _integer(body, "layer", self._maps.layer_counts[model])
         head = None if body.get("head") is None else _integer(body, "head", MAX_HEADS)
         x, y = (_fraction(body, key) for key in ("x", "y"))
         with self._gate.turn():

@@ -68,16 +68,17 @@ class Stopwatch:
         if not self._measuring.acquire(blocking=False):
             raise Busy("somebody else is measuring, and two measurements would disturb each other; try again soon")
         try:
-            total = len(sizes) * len(DEIT_TINY) * (ROUNDS + 1)
-            yield dict(done=0, total=total)
+            done, total = 0, len(sizes) * len(DEIT_TINY) * (ROUNDS + 1)
+            yield dict(done=done, total=total)
             deadline = time.monotonic() + seconds
-            for done, timing in enumerate(self._samples(sizes), start=1):
-                yield dict(done=done, total=total, **timing)
-                if time.monotonic() > deadline and done < total:
-                    yield dict(
-                        done=done, total=total, stopped=f"Stopped after {seconds:.0f} seconds, with what there is."
-                    )
-                    return
+            try:
+                for timing in self._samples(sizes):
+                    done += 1
+                    yield dict(done=done, total=total, **timing)
+                    if time.monotonic() > deadline and done < total:
+                        raise Busy(f"the time for a measurement, {seconds:.0f} seconds, is over")
+            except Busy as error:
+                yield dict(done=done, total=total, stopped=f"Ended early: {error}. The figures so far stay.")
         finally:
             self._measuring.release()
 

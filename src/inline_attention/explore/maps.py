@@ -1,7 +1,6 @@
 """Attention maps of a picture: what one token of it gives to the others, in a layer and head of a model."""
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,15 +42,15 @@ def prepare(image: Image.Image, subject: Subject, *, device: torch.device) -> Te
 
 
 class Maps:
-    """Maps of pictures. The layers looked at last are kept: another query or head of theirs needs no run of a model."""
+    """Maps of pictures, for one caller at a time.
+
+    The layers looked at last are kept: another query or head of theirs needs no run of a model.
+    """
 
     def __init__(self, subjects: Sequence[Subject], *, device: torch.device) -> None:
         self._subjects, self._device = subjects, device
         self._layers: OrderedDict[tuple[str, int, int], LayerAttention] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def layer_count(self, model: int) -> int:
-        return len(layer_names(self._subjects[model].model))
+        self.layer_counts = [len(layer_names(subject.model)) for subject in subjects]
 
     def look(
         self, name: str, image: Image.Image, *, model: int, layer: int, head: int | None, x: float, y: float
@@ -84,17 +83,14 @@ class Maps:
 
     def _layer(self, name: str, image: Image.Image, model: int, layer: int) -> LayerAttention:
         key = (name, model, layer)
-        with self._lock:
-            if key in self._layers:
-                self._layers.move_to_end(key)
-                return self._layers[key]
-        subject = self._subjects[model]
-        (attention,) = capture(subject.model, prepare(image, subject, device=self._device), layers=[layer])
-        with self._lock:
+        if key not in self._layers:
+            subject = self._subjects[model]
+            (attention,) = capture(subject.model, prepare(image, subject, device=self._device), layers=[layer])
             self._layers[key] = attention
             if len(self._layers) > CACHED_LAYERS:
                 self._layers.popitem(last=False)
-        return attention
+        self._layers.move_to_end(key)
+        return self._layers[key]
 
 
 def _numbers(row: Tensor) -> list[float | None]:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from .app import App
 from .gate import Busy
-from .http import Request, RequestError, Response
+from .messages import Request, RequestError, Response
 
 MAX_CONNECTIONS = 64
 SILENT_SECONDS = 20.0  # a connection over which nothing comes or goes is closed
@@ -75,7 +75,8 @@ class ExploreServer(socketserver.ThreadingTCPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.server_address[1]}/"
+        host = "localhost" if ipaddress.ip_address(self.host).is_unspecified else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._connections.acquire(timeout=SILENT_SECONDS):  # the others wait in the system's queue meanwhile

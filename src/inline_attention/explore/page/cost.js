@@ -32,6 +32,7 @@ async function load() {
     const answer = await ask("/api/cost");
     ({ sizes, counts: rows } = answer);
     byId("cost-machine").textContent = `This machine: ${answer.machine}.`;
+    byId("cost-measure").disabled = false;
     say("");
     draw();
   } catch (error) {
@@ -130,7 +131,7 @@ async function measure() {
   draw();
   try {
     const answer = await request("/api/measure", { json: {}, signal: running.signal });
-    let finished = false;
+    let outcome = "The measurement broke off; the terminal of the server may say why.";
     let text = "";
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let part = await reader.read(); !part.done; part = await reader.read()) {
@@ -140,14 +141,14 @@ async function measure() {
       for (const event of lines.map((line) => JSON.parse(line))) {
         progress.max = event.total;
         progress.value = event.done;
-        finished = event.done === event.total;
+        if (event.done === event.total) outcome = "Measured.";
         const row = rows.find(({ kind, size }) => kind === event.kind && size === event.size);
         if (row) row.seconds = event.median;
-        if (event.stopped) say(event.stopped);
+        if (event.stopped) outcome = event.stopped;
       }
       draw();
     }
-    if (finished) say("Measured.");
+    say(outcome);
   } catch (error) {
     if (error.name === "AbortError") say("Stopped; the figures so far stay.");
     else say(error.message, { error: true });

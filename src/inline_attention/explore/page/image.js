@@ -8,11 +8,11 @@ const PIXELS = 448; // a side of a canvas
 
 const state = { picture: null, layer: 0, x: 0.5, y: 0.5, residual: false, reference: "zero" };
 const panels = [];
-let limits;
+let maxBytes;
 let photo = null; // the picture as an <img>
 
 export function startImage(setup) {
-  limits = setup.limits;
+  maxBytes = setup.max_bytes;
   const random = setup.models.filter((model) => !model.weights);
   if (random.length > 0) {
     const names = new Intl.ListFormat("en").format(random.map((model) => titleOf(model.kind)));
@@ -182,8 +182,8 @@ async function usePicture(picture) {
 }
 
 async function upload(file) {
-  if (file.size > limits.bytes) {
-    const most = Math.round(limits.bytes / 2 ** 20);
+  if (file.size > maxBytes) {
+    const most = Math.round(maxBytes / 2 ** 20);
     say(`“${file.name}” has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${most} MiB are taken here.`, { error: true });
     return;
   }

@@ -30,14 +30,14 @@ for (const [i, tab] of tabs.entries()) {
 }
 
 startCost(byId("tab-cost"));
-ask("/api/setup").then(
-  (setup) => {
-    startPlane(setup.plane);
-    startImage(setup);
-  },
+const setup = ask("/api/setup");
+setup.then(
+  ({ plane }) => startPlane(plane),
   (error) => {
     byId("failure").textContent = error.message;
     byId("failure").hidden = false;
   },
 );
+// Models run for those who look.
+byId("tab-image").addEventListener("show", () => setup.then(startImage, () => {}), { once: true });
 show(tabs.find((tab) => `#${tab.getAttribute("aria-controls")}` === location.hash) ?? tabs[0]);

@@ -242,7 +242,7 @@ function render() {
     const at = state[list][index];
     const [x, y] = toScreen(at);
     node.setAttribute("transform", `translate(${x} ${y})`);
-    node.setAttribute("aria-valuenow", number(at[0]));
+    node.setAttribute("aria-valuenow", at[0].toFixed(2));
     node.setAttribute("aria-valuetext", `${name} at ${number(at[0])}, ${number(at[1])}`);
     arrow.setAttribute("x2", x);
     arrow.setAttribute("y2", y);

@@ -1,14 +1,12 @@
 """Costs are those of the models named, and a measurement gives a timing for each, one at a time, within its time."""
 
 import pytest
-import torch
+from explored import CPU
 
 from inline_attention.explore import cost
 from inline_attention.explore.cost import Stopwatch
 from inline_attention.explore.gate import Busy, Gate
 from inline_attention.models.summary import SUMMARIES
-
-CPU = torch.device("cpu")
 
 
 def test_counts_are_those_of_the_registered_models() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from explored import CPU
 from PIL import Image
 from small import SIZE, create_small, shrunk
 
@@ -14,8 +15,6 @@ from inline_attention.data import DataConfig
 from inline_attention.explore import Subject, load_subjects
 from inline_attention.explore.maps import CACHED_LAYERS, Maps, prepare
 from inline_attention.models.weights import save_weights
-
-from .conftest import CPU
 
 GRID = 4
 
@@ -47,7 +46,7 @@ def test_a_map_is_a_row_of_the_layer(
     assert found.grid == found.query_grid == (GRID, GRID)
     assert (found.heads, found.tokens) == (2, 1 + GRID * GRID)
     (layer,) = capture(subjects[model].model, prepare(picture, subjects[model], device=CPU), layers=[2])
-    assert found.layer == layer.name
+    assert (found.layer, found.kind) == (layer.name, subjects[model].kind)
     rows = layer.weights()[0]  # (heads, N, N), the class token first
     row = (rows.mean(0) if head is None else rows[head])[1 + 2 * GRID + 1]
     torch.testing.assert_close(torch.tensor(found.weights), row[1:], rtol=1e-4, atol=1e-7)

@@ -1,32 +1,23 @@
 """The page in a browser, used as a person would: with a mouse, a keyboard, files, and on a phone."""
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from explored import BROWSER, DESKTOP, FLAGS, KINDS, PATIENCE, PHONE, huge_png, picture_file, serve
 
 from inline_attention.explore import ExploreServer, Subject
 from inline_attention.explore import cost as cost_module
 from inline_attention.explore.pictures import MAX_BYTES
 from inline_attention.ops import attention_matrix
 
-from .conftest import huge_png, picture_file, serve
-
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
 expect = sync_api.expect
-PATIENCE = 60_000  # milliseconds, for machines that are busy: no test waits for it to pass
 expect.set_options(timeout=PATIENCE)
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome on the path")
-
-# The sandbox does not start for root, and without the rest a browser calls home.
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
-KINDS = ("softmax", "linear", "inline")
-DESKTOP, PHONE = dict(width=1280, height=900), dict(width=390, height=844)
 
 
 @pytest.fixture(scope="module")

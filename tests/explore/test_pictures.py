@@ -4,11 +4,10 @@ import io
 
 import numpy as np
 import pytest
+from explored import huge_png, picture_file
 from PIL import Image
 
 from inline_attention.explore.pictures import MAX_PIXELS, SIDE, BadPicture, Picture, PictureStore, decode_picture
-
-from .conftest import huge_png, picture_file
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])

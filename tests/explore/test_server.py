@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from explored import huge_png, picture_file, serve
 
 from inline_attention.cli import main
 from inline_attention.explore import ExploreServer, Subject, open_server
@@ -19,8 +20,6 @@ from inline_attention.explore import cost as cost_module
 from inline_attention.explore.gate import Busy, Gate
 from inline_attention.explore.pictures import MAX_BYTES
 from inline_attention.explore.server import names_this_machine
-
-from .conftest import huge_png, picture_file, serve
 
 QUERY = dict(picture="china", model=2, layer=1, head=0, x=0.4, y=0.6)
 

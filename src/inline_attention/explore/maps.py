@@ -22,6 +22,7 @@ class AttentionMap:
     """Weights on the token map, row by row; None outside the query's window."""
 
     layer: str  # name of the module
+    kind: str  # its attention; models may have several
     grid: tuple[int, int]  # (height, width) of the keys' map
     query_grid: tuple[int, int]
     query: tuple[int, int]  # (row, column)
@@ -71,6 +72,7 @@ class Maps:
         rows = [row.mean(0) if head is None else row[head] for row in by_head]
         return AttentionMap(
             layer=attention.name,
+            kind=attention.kind,
             grid=(rows[0].shape[0], rows[0].shape[1]),
             query_grid=(height, width),
             query=query,

@@ -40,8 +40,8 @@ export async function request(address, { json, ...options } = {}) {
   return answer;
 }
 
-export const TITLES = { softmax: "Softmax", linear: "Linear", inline: "InLine" };
-export const titleOf = (kind) => TITLES[kind] ?? kind;
+/** "InLine" for inline, "Softmax" for softmax. */
+export const titleOf = (kind) => (kind === "inline" ? "InLine" : kind[0].toUpperCase() + kind.slice(1));
 
 /** 0.3137 → "0.31", 0.00071 → "7.1e−4"; minus signs as in print. */
 export function number(value, digits = 2) {

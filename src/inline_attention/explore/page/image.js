@@ -117,7 +117,7 @@ function makePanel({ title, name, model = null, head = null }) {
   if (model) {
     node.append(html("div", { class: "ramp", "aria-hidden": "true" }), html("div", { class: "legend" }, low, middle, high));
     const source = model.weights ?? html("span", { class: "badge" }, "random weights");
-    node.append(facts, html("p", {}, `${describe(model)} `, source));
+    node.append(facts, html("p", {}, `${describe(model)} · `, source));
   } else {
     node.append(facts);
   }
@@ -303,6 +303,7 @@ function draw(panel) {
     `1/N ${number(1 / map.tokens, 4)}`,
     `${negative} of ${seen.length} negative`,
   ];
+  if (map.kind !== model.kind) facts.unshift(`${titleOf(map.kind)} attention in this layer`);
   if (state.residual) facts.push(map.with_local ? "with the local residual" : "this attention has no local residual");
   panel.facts.textContent = `${facts.join("; ")}.`;
 }

@@ -186,15 +186,20 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _median_distance(q: Tensor, present: Tensor) -> Tensor:
-    """Median distance of two queries, of at most MEDIAN_QUERIES evenly spaced ones: q (S, heads, N, d) → (S, heads)"""
+    """Median distance of two queries, of at most MEDIAN_QUERIES evenly spaced ones; NaN where there are no two.
+
+    q (S, heads, N, d), present (S, N) → (S, heads)
+    """
     step = -(-q.shape[2] // MEDIAN_QUERIES)
     q, present = q[:, :, ::step], present[:, ::step]
-    i, j = torch.triu_indices(q.shape[2], q.shape[2], offset=1, device=q.device)
+    tokens = q.shape[2]
+    at_once = max(1, MEDIAN_QUERIES**2 // (q.shape[1] * tokens**2))
     medians = []
-    for queries, seen in zip(q, present, strict=True):  # one sample at a time: the distances are many
-        distances = torch.cdist(queries, queries)[:, i, j]  # (heads, pairs)
-        medians.append(distances[:, seen[i] & seen[j]].nanmedian(-1).values)
-    return torch.stack(medians)
+    for queries, seen in zip(q.split(at_once), present.split(at_once), strict=True):
+        pair = (seen[:, :, None] & seen[:, None, :]).triu(1)[:, None]
+        distances = torch.cdist(queries, queries).masked_fill(~pair, torch.nan)
+        medians.append(distances.view(*queries.shape[:2], tokens * tokens).nanmedian(-1).values)
+    return torch.cat(medians)
 
 
 def table(results: dict[str, ConfusionResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:

@@ -88,7 +88,7 @@ class _Sums:
             at = around[rows]
             index = at.clamp(min=0).expand(*weights.shape[:2], -1, -1)
             given = (weights.gather(3, index) * (at >= 0)).sum(-1)  # (S, heads, rows); zero for prefix tokens
-            layer.total += given.sum((0, 2)).double().cpu()
+            layer.total += given.sum((0, 2)).cpu().double()
         near = (present[:, around.clamp(min=0)] & (around >= 0)).sum(-1)  # (S, N)
         on_map = present[:, prefix:]
         queries = int(on_map.sum())

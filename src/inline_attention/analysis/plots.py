@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from .confusion import ConfusionResult
 from .divergence import DIVERGED_MASS
@@ -63,32 +64,28 @@ def draw_injectivity(result: InjectivityResult) -> Figure:
 def _draw_plane(axes: Any, panel: Panel) -> None:
     for i, (x, y) in enumerate(panel.keys, start=1):
         axes.annotate("", (x, y), (0, 0), arrowprops=dict(arrowstyle="->", color="0.6"))
-        axes.annotate(f"k{i} ({x:.2f}, {y:.2f})", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+        axes.annotate(f"k{i}", (x, y), xytext=(4, 1), textcoords="offset points", color="0.35")
     for i, (x, y) in enumerate(panel.queries):
-        axes.plot(x, y, "o", color=QUERY_COLOURS[i % 4], markersize=5)
-        axes.annotate(
-            f"q{i + 1} ({x:.2f}, {y:.2f})",
-            (x, y),
-            xytext=(-5, 1),
-            textcoords="offset points",
-            fontsize=7,
-            ha="right",
-            color=QUERY_COLOURS[i % 4],
-        )
+        colour = QUERY_COLOURS[i % len(QUERY_COLOURS)]
+        axes.plot(x, y, "o", color=colour, markersize=6)
+        axes.annotate(f"q{i + 1}", (x, y), xytext=(6, -4), textcoords="offset points", color=colour)
     axes.plot(*panel.queries.T, color="0.3", linewidth=0.8, linestyle=":")
     points = np.concatenate([panel.queries, panel.keys, [[0, 0]]])
-    (left, bottom), (right, top) = points.min(0), points.max(0)
-    axes.set(xlim=(left - 0.75 * (right - left) / 2, right + 0.35 * (right - left)), ylim=(bottom - 0.1, top + 0.25))
+    (left, bottom), (right, top) = points.min(0) - 0.1, points.max(0) + 0.25
+    axes.set(xlim=(left, right), ylim=(bottom, top), title=f"φ(x) = {panel.feature_map}")
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    axes.set_title(f"φ(x) = {panel.feature_map}")
+    queries, keys = ("   ".join(f"({x:.2f}, {y:.2f})" for x, y in vectors) for vectors in (panel.queries, panel.keys))
+    axes.set_xlabel(f"q: {queries}\nk: {keys}", fontsize=7)
 
 
 def _draw_rows(axes: Any, kind: str, rows: Rows) -> None:
     weights = rows.weights
-    axes.imshow(weights, cmap="Blues", vmin=0, vmax=max(0.55, weights.max()))
+    darkest = max(0.55, weights.max())
+    axes.imshow(weights, cmap="Blues", vmin=0, vmax=darkest)
     for i, j in np.ndindex(*weights.shape):
-        axes.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center", fontsize=10)
+        colour = "white" if weights[i, j] > 0.6 * darkest else "black"
+        axes.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center", fontsize=10, color=colour)
     axes.set_xticks(range(weights.shape[1]), [f"k{j + 1}" for j in range(weights.shape[1])])
     axes.set_yticks(range(weights.shape[0]), [f"q{i + 1}" for i in range(weights.shape[0])])
     for i, label in enumerate(axes.get_yticklabels()):
@@ -137,6 +134,7 @@ def draw_locality(results: Mapping[str, LocalityResult]) -> Figure:
         colour, place = COLOURS[i % len(COLOURS)], range(1, len(result.layers) + 1)
         axes.plot(place, result.share, marker="o", color=colour, label=label)
         axes.plot(place, result.chance, linestyle=":", color=colour, linewidth=1.5)
+        axes.plot(place, result.uniform, linestyle="-.", color=colour, linewidth=0.8)
         if any(len(heads) > 1 for heads in result.by_head):
             low, high = (np.array([f(heads) for heads in result.by_head]) for f in (np.min, np.max))
             axes.fill_between(place, low, high, color=colour, alpha=0.12, linewidth=0)
@@ -147,8 +145,9 @@ def draw_locality(results: Mapping[str, LocalityResult]) -> Figure:
     axes.legend(fontsize=8)
     _caption(
         figure,
-        f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N. "
-        f"Local terms left out.\n{_images_and_divergence(results)}",
+        f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N; dash-dotted: "
+        "what weights of 1/N give, as borders have fewer neighbours. Local terms left out. "
+        + _images_and_divergence(results),
     )
     return _with_grid(figure)
 
@@ -185,16 +184,21 @@ def draw_maps(
     what = "mean of all heads" if head is None else f"head {head}"
     _caption(
         figure,
-        f"Weights of the query (cross), {what}; blue negative, red positive, white zero; grey: outside its window. "
-        "Local terms: their taps averaged over channels.",
+        f"Weights of the query (cross), {what}. Where some are negative: blue negative, white zero, red positive; else "
+        "from the smallest (white) to the largest (red). Grey: outside the query's window. Local terms: their taps "
+        "averaged over channels.",
     )
     return figure
 
 
 def _draw_map(figure: Figure, axes: Any, layer: LayerMap, weights: np.ndarray) -> None:
-    bound = float(np.nanmax(np.abs(weights))) or 1.0
     axes.set_facecolor("0.85")
-    picture = axes.imshow(weights, cmap="RdBu_r", vmin=-bound, vmax=bound, interpolation="nearest")
+    if np.nanmin(weights) < 0:
+        bound = float(np.nanmax(np.abs(weights)))
+        colours: dict[str, Any] = dict(cmap="RdBu_r", vmin=-bound, vmax=bound)
+    else:
+        colours = dict(cmap="Reds")
+    picture = axes.imshow(weights, interpolation="nearest", **colours)
     y, x = (place * n / size for place, n, size in zip(layer.query, weights.shape, layer.grid, strict=True))
     axes.add_patch(Rectangle((int(x) - 0.5, int(y) - 0.5), 1, 1, fill=False, edgecolor="k", linewidth=1.2))
     bar = figure.colorbar(picture, ax=axes, shrink=0.8)
@@ -258,7 +262,7 @@ def draw_rank(results: Mapping[str, RankResult]) -> Figure:
             )
             if what == "numerical":
                 axes.plot(place, result.tokens, linestyle=":", color=colour, linewidth=1.5)
-        axes.set(title=f"{what.capitalize()} rank", xlabel="layer", yscale="log")
+        axes.set(title=f"{what.capitalize()} rank", xlabel="layer", ylim=(0, None))
         axes.legend(fontsize=8)
     _caption(
         figure,
@@ -279,6 +283,8 @@ def _images_and_divergence(results: Mapping[str, Any]) -> str:
 
 def _with_grid(figure: Figure, *, axis: Any = "both") -> Figure:
     for axes in figure.axes:
+        if axes.get_xlabel() == "layer":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3, axis=axis)
         axes.set_axisbelow(True)
     return figure

@@ -46,7 +46,7 @@ DEFINITIONS = {
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses and arrays as JSON knows them; what is not finite becomes null."""
+    """Dataclasses and arrays as JSON knows them: floats to seven digits, null for what is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -59,8 +59,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
     return value
 
 

@@ -136,6 +136,9 @@ def _maps(subjects: Sequence[Subject], settings: Settings, progress: Progress) -
                 found.append(maps.attention_maps(subject.model, image, **parameters))
                 panels.append((number, subject.picture(image), subject.label, found[-1]))
                 on_images(1)
+    heads = min(len(layer.weights) for found in results.values() for layer in found[0].layers)
+    if settings.head is not None and not 0 <= settings.head < heads:
+        raise ValueError(f"head {settings.head} is not in every layer; expected 0 to {heads - 1}")
     panels.sort(key=lambda panel: panel[0])  # the models side by side, image by image
     summaries = {label: dict(images=len(found), layers=len(found[0].layers)) for label, found in results.items()}
     table = maps.table({f"{label}, image {n}": r for label, found in results.items() for n, r in enumerate(found)})

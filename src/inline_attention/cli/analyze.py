@@ -113,7 +113,7 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
             loader = open_eval_data(config, class_names=classifier.class_names if file else None)
         else:
             paths = find_images(args.images) if args.images else sample_photographs()
-            config.workers = config.workers or 0
+            config.workers, config.max_broken = config.workers or 0, len(paths)
             loader = open_files(paths, config=config)
         loader.to(device)
         count = min(loader.num_images, args.max_images or loader.num_images)

@@ -1,0 +1,149 @@
+"""`inline analyze` end to end, on small models."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from inline_attention.cli import main
+from inline_attention.cli.analyze import parse_model
+from inline_attention.data.samples import sample_photographs
+
+ANALYSES = ("injectivity", "confusion", "locality", "maps", "masking", "rank")
+VIT = "vit_tiny_patch16_224,img_size=32,embed_dim=16,depth=2,num_heads=2,num_classes=4"
+
+
+def analyze(*arguments: object) -> int:
+    return main(["analyze", *map(str, arguments), "--device", "cpu"])
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def check_files(out: Path, name: str) -> None:
+    assert read(out / f"{name}.json")["analysis"] == name
+    with Image.open(out / f"{name}.png") as picture:
+        assert min(picture.size) > 300
+    assert (out / f"{name}.svg").read_text().lstrip().startswith("<?xml")
+    header, *lines = csv.reader((out / f"{name}.csv").open())
+    assert lines
+    assert all(len(line) == len(header) for line in lines)
+
+
+def test_injectivity_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analyze("injectivity", "--out", tmp_path / "new" / "folder") == 0
+    check_files(tmp_path / "new" / "folder", "injectivity")
+    panels = read(tmp_path / "new" / "folder" / "injectivity.json")["panels"]
+    for panel in panels:
+        verdicts = {kind: rows["verdict"] for kind, rows in panel["rows"].items()}
+        assert verdicts == {"softmax": "all different", "linear": "all equal", "inline": "all different"}
+    assert "linear: verdict all equal" in capsys.readouterr().out
+
+
+def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trained file that says what it is, beside another attention of the same shape, untrained."""
+    small = "img_size=8,in_chans=1,embed_dim=16,depth=1,num_heads=2,patch_size=2,num_classes=10"
+    models = ("inline_deit_tiny", f"inline_deit_tiny,attention=softmax,{small}")
+    files = ("--weights", weights, "none", "--images", images / "a.png", images / "b.jpg")
+    assert analyze("all", *models, *files, "--sides", 1, "--out", tmp_path / "out") == 0
+    for name in ANALYSES:
+        check_files(tmp_path / "out", name)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(f'id="{name}"' in page for name in ANALYSES)
+    # One file: every source is in the page, and nothing points elsewhere.
+    assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'src="([^"]{1,40})', page))
+    assert not re.search(r"https?:|<script|<link|@import|url\(", page)
+    labels = ["inline_deit_tiny (inline)", "inline_deit_tiny (softmax)"]
+    masking = read(tmp_path / "out" / "masking.json")
+    assert [model["label"] for model in masking["models"]] == labels
+    assert masking["parameters"] == {"sides": [1], "seed": 0}
+    assert masking["models"][0]["weights"] == str(weights)
+    assert masking["models"][1]["weights"] == "none: as initialised"
+    none = masking["models"][0]["result"]["outcomes"][0]
+    assert (none["condition"]["what"], none["agreement"], none["top1"]) == ("none", 1.0, None)
+    confusion = read(tmp_path / "out" / "confusion.json")
+    assert confusion["parameters"] == {"tau": 0.001, "rho": 0.1, "layers": None}
+    assert len(confusion["models"][0]["result"]["by_image"]) == 2
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_data_with_labels(weights: Path, tmp_path: Path) -> None:
+    """The accuracy under a mask of nothing is that of `inline eval`."""
+    common = ("--weights", weights, "--data", "digits", "--workers", 0)
+    assert analyze("masking", *common, "--batch-size", 100, "--sides", 1, "--out", tmp_path) == 0
+    result = read(tmp_path / "masking.json")["models"][0]["result"]
+    assert main(["eval", "inline_deit_tiny", *map(str, common), "--json", str(tmp_path / "eval.json")]) == 0
+    top1 = read(tmp_path / "eval.json")["top1"] / 100
+    assert result["images"] == 450
+    assert result["top1"] == pytest.approx(top1)
+    assert result["outcomes"][0]["top1"] == pytest.approx(top1)
+
+
+def test_timm_on_the_sample_photographs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert analyze("rank", VIT, "--out", out) == 0
+    model = read(out / "rank.json")["models"][0]
+    assert (model["images"], model["img_size"], model["attention"]) == (2, "32×32", "softmax")
+    assert [Path(p).name for p in sample_photographs()] == ["china.jpg", "flower.jpg"]
+    assert model["result"]["tokens"] == [5, 5]
+
+
+def test_parameters_and_limits(weights: Path, tmp_path: Path) -> None:
+    common = ("--weights", weights, "--data", "digits", "--workers", 0, "--max-images", 5, "--batch-size", 3)
+    assert analyze("confusion", *common, "--tau", 0.5, "--rho", 0, "--layers", -1, "--out", tmp_path) == 0
+    content = read(tmp_path / "confusion.json")
+    assert content["parameters"] == {"tau": 0.5, "rho": 0, "layers": [-1]}
+    assert len(content["models"][0]["result"]["by_image"]) == 5
+    assert analyze("maps", *common, "--query", 0.1, 0.9, "--head", 1, "--out", tmp_path) == 0
+    assert read(tmp_path / "maps.json")["models"][0]["result"][0]["query"] == [0.1, 0.9]
+
+
+def test_errors(weights: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"x": torch.zeros(1)}, tmp_path / "other.pth")
+    for arguments, message in (
+        (("inline_deit_tiny", "softmax_deit_tiny", "--weights", weights), "2 models and 1 weights"),
+        (("--weights", tmp_path / "other.pth"), "does not say which model it is for"),
+        (("inline_deit_tinny",), "did you mean inline_deit_tiny"),
+        (("inline_deit_tiny,linear",), "expected NAME,key=value"),
+        (("--weights", weights, "--labels", "a", "b"), "1 models and 2 labels"),
+        (("--weights", weights, "--max-images", 0), "--max-images is 0"),
+        (("--weights", weights, "--layers", 7), "there is no layer 7"),
+        (("--weights", weights, "--images", images / "gone.png"), "does not exist"),
+        ((VIT, "--weights", weights), "holds weights of inline_deit_tiny"),
+        (("resnet18",), "has no attention that is known here"),
+        (("--weights", weights, "--images", images / "bad.png"), "there are no images"),
+    ):
+        assert analyze("rank", *arguments, "--out", tmp_path / "out") == 2
+        assert message in capsys.readouterr().err
+    assert analyze("maps", "--weights", weights, "--head", 2, "--out", tmp_path / "out") == 2
+    assert "head 2 is not in every layer; expected 0 to 1" in capsys.readouterr().err
+
+
+def test_trained_with_another_attention(tmp_path: Path) -> None:
+    """A run with attention=focused in its recipe, and the analysis of what it saved."""
+    settings = (
+        "model.kwargs.attention=focused",
+        "model.kwargs.depth=1",
+        "schedule.epochs=1",
+        "schedule.warmup_epochs=0",
+    )
+    assert main(["train", "quickstart", *settings, "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
+    file = tmp_path / "run" / "checkpoints" / "best.safetensors"
+    common = ("--weights", file, "--data", "digits", "--workers", 0, "--max-images", 4)
+    assert analyze("rank", *common, "--out", tmp_path) == 0
+    model = read(tmp_path / "rank.json")["models"][0]
+    assert (model["model"], model["attention"], model["images"]) == ("inline_deit_tiny", "focused", 4)
+
+
+def test_model_with_arguments() -> None:
+    assert parse_model("inline_swin_tiny,attention=IISS,window_size=7") == (
+        "inline_swin_tiny",
+        {"attention": "IISS", "window_size": 7},
+    )
+    assert parse_model(None) == (None, {})

@@ -21,6 +21,7 @@ COMMANDS: tuple[str, ...] = (
     "export",
     "bench",
     "analyze",
+    "explore",
     "env",
 )
 

@@ -33,8 +33,7 @@ COUNTERPARTS = {
     "inline_cswin_small": "softmax_cswin_small",
     "inline_cswin_base": "softmax_cswin_base",
 }
-INFERENCE_MODES = ("default", "max-autotune")
-TRAINING_MODES = ("default", "max-autotune-no-cudagraphs")
+COMPILE_MODES = ("reduce-overhead", "max-autotune")
 EAGER = "eager"
 PEERS = ("peer", "peer_sdpa")
 
@@ -259,7 +258,7 @@ def run_setting(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
     """Every contender in every mode."""
-    modes = usable_modes(modes or (TRAINING_MODES if setting.training else INFERENCE_MODES), device)
+    modes = usable_modes(modes or COMPILE_MODES, device)
     images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
     labels = torch.randint(1000, (setting.batch,), device=device)
 

@@ -14,7 +14,9 @@ from .blocks import (
     load_neighbours,
     load_rows,
     locate,
+    operand,
     present,
+    product_plus,
     same_head,
     state_offsets,
     store_rows,
@@ -31,11 +33,13 @@ def accumulate_taps(
     """Adds the taps' gradient from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
     g_above = tl.zeros([BW, BC], tl.float32)
     g_here = tl.zeros([BW, BC], tl.float32)
+    # Row y of v lies above row y + 1 of the outputs, and so on. Rows are loaded one turn before they are used.
+    g_next = load_map_row(p_g, stride_g, p_mask, y_begin, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     for y in range(y_begin - 1, y_end + 1):
-        # Row y of v lies above row y + 1 of the outputs, and so on.
-        g_below = load_map_row(p_g, stride_g, p_mask, y + 1, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
-        g_below = g_below.to(tl.float32)
-        left, here, right = load_neighbours(p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        g_next1 = load_map_row(p_g, stride_g, p_mask, y + 2, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+        left1, here1, right1 = load_neighbours(p_v, stride_v, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        g_below = g_next.to(tl.float32)
         left, here, right = left.to(tl.float32), here.to(tl.float32), right.to(tl.float32)
         a0 += g_below * left
         a1 += g_below * here
@@ -46,8 +50,8 @@ def accumulate_taps(
         a6 += g_above * left
         a7 += g_above * here
         a8 += g_above * right
-        g_above = g_here
-        g_here = g_below
+        g_above, g_here, g_next = g_here, g_below, g_next1
+        left, here, right = left1, here1, right1
     return a0, a1, a2, a3, a4, a5, a6, a7, a8
 
 
@@ -93,7 +97,7 @@ def write_query_grads(
     """dq = φ'(q)·(g·Sᵀ) for tokens t + o_t where m_t; zeros for absent ones"""
     m_here = present(p_mask, t, o_t, m_t, MASK_Q)
     b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_c, m_c)
-    b_dq = tl.dot(b_g.to(DOT), b_st, input_precision=PRECISION)
+    b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
     if MAP != "identity":
         b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
         b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
@@ -110,9 +114,9 @@ def write_key_grads(
     m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
     b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_c, m_c).to(tl.float32)
     b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_c, m_c).to(tl.float32) - b_v_mean[None, :]
-    b_dk = feature_map_backward(b_k, tl.dot(b_v.to(DOT), b_dst, input_precision=PRECISION), MAP)
+    b_dk = feature_map_backward(b_k, tl.dot(operand(b_v, DOT, PRECISION), b_dst, input_precision=PRECISION), MAP)
     b_k = feature_map(b_k, MAP) - b_k_mean[None, :]
-    b_dv = tl.dot(b_k.to(DOT), b_ds, input_precision=PRECISION) + b_g_mean[None, :]
+    b_dv = product_plus(operand(b_k, DOT, PRECISION), b_ds, b_g_mean, PRECISION)
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
         b_dv = tl.where(m_here[:, None], b_dv, 0.0)
@@ -189,7 +193,7 @@ def backward_kernel(
     if HAS_MASK:
         count = tl.load(p_count + i_b)
 
-    b_ds, _, b_g_sum = accumulate(
+    b_ds, _, b_g_sum, _, _ = accumulate(
         p_q, p_g, p_mask, stride_q, stride_g, 0, Nq, o_c, m_c, 0, 0, MAP, BN, BC, DOT, PRECISION, False, MASK_Q
     )
     if MAP == "exp":
@@ -197,10 +201,10 @@ def backward_kernel(
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     b_ds = tl.where(m_head, b_ds * (tl.cast(scale, tl.float32) / count), 0.0)
     b_g_mean = b_g_sum / count
-    b_dst = tl.trans(b_ds).to(DOT)
-    b_ds = b_ds.to(DOT)
+    b_ds = operand(b_ds, DOT, PRECISION)
+    b_dst = tl.trans(b_ds)
     b_st = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
-    b_st = tl.trans(b_st).to(DOT)
+    b_st = tl.trans(operand(b_st, DOT, PRECISION))
     p_means += i_b * 2 * C + c
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
@@ -259,7 +263,7 @@ def grad_state_kernel(
         length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
         t_begin = tl.minimum(i_p * length, Nq)
         t_end = tl.minimum(t_begin + length, Nq)
-    b_ds, _, b_g_sum = accumulate(
+    b_ds, _, b_g_sum, _, _ = accumulate(
         p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_c, m_c, 0, 0,
         MAP, BN, BC, DOT, PRECISION, False, MASK_Q,
     )  # fmt: skip
@@ -344,8 +348,8 @@ def grad_kernel(
         p_mask += i_b * N
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     o_s = i_b * C * D + c * D + state_offsets(o_c, o_c, D)
-    b_st = tl.trans(tl.load(p_s + o_s, mask=m_head, other=0.0)).to(DOT)
-    b_ds = tl.load(p_ds + o_s, mask=m_head, other=0.0).to(DOT)
+    b_st = tl.trans(operand(tl.load(p_s + o_s, mask=m_head, other=0.0), DOT, PRECISION))
+    b_ds = operand(tl.load(p_ds + o_s, mask=m_head, other=0.0), DOT, PRECISION)
     b_dst = tl.trans(b_ds)
     p_means += i_b * 2 * C + c
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)

@@ -5,9 +5,10 @@ of a block are computed with the rest and masked away: every kernel here is boun
 
 Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Shapes in comments are of blocks.
 - tokens: a sample's rows, `stride` elements apart, channels next to each other; prefix tokens first, then the map.
-- pivot: the mean of a sample's first tokens. Sums of float32 inputs are taken of what is left without it: float32
-  is exact only as long as the mean does not swamp the spread. Products of half-precision numbers have the digits to
-  spare, if only their sum is not left to the tensor cores for too long (CHUNK).
+- pivot: the mean of a sample's first tokens. The covariance of float32 inputs is taken of what is left without it:
+  float32 is exact only as long as the mean does not swamp the spread. Products of half-precision numbers have the
+  digits to spare, if only their sum is not left to the tensor cores for too long (CHUNK). A pivot is used where it is
+  computed, never stored: in another layout of the same block its last digits can differ.
 - state: covariance S, mean of φ(k), mean of v, as in `reference.State`; φ is used less φ(0), which S does not see.
 """
 
@@ -19,6 +20,9 @@ SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
 
 # Tokens whose products the tensor cores sum before float32 addition takes over: they round towards zero.
 CHUNK = tl.constexpr(2048)
+
+# Stages of the pipeline over a map's rows.
+ROW_STAGES = tl.constexpr(4)
 
 
 @triton.jit
@@ -104,18 +108,40 @@ def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
+def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """b_x as a factor of a product in DOT, rounded to nearest: tensor cores cut the digits off that tf32 has not"""
+    b_x = b_x.to(DOT)
+    if (tl.float32 == DOT) and (PRECISION == "tf32"):
+        b_rounded = ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        b_x = tl.where(b_x == b_x, b_rounded, b_x)
+    return b_x
+
+
+@triton.jit
+def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
+    """b_x·b_y + b_base, in this order: of a plain sum Triton makes a product that starts from b_base (BC,), and loses
+    the digits that the base's size hides"""
+    b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
+    return tl.fma(
+        b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base[None, :], b_product.shape)
+    )
+
+
+@triton.jit
 def accumulate(
     p_k, p_v, p_mask, stride_k, stride_v, t_begin, t_end, o_c, m_c, b_k0, b_v0,
     MAP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Σ k vᵀ (BC, BC), Σ k and Σ v (BC,) over tokens, k = φ(k) − b_k0 and v = v − b_v0"""
+    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BC, BC); Σ φ(k), Σ v, and with the pivots taken off, (BC,) each"""
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BC, BC], tl.float32)
     # Column sums as products with ones: no reduction across threads inside the loop.
     b_ones = tl.full([16, BN], 1.0, DOT)
     b_k_sum = tl.zeros([16, BC], tl.float32)
     b_v_sum = tl.zeros([16, BC], tl.float32)
+    b_dk_sum = tl.zeros([16, BC], tl.float32)
+    b_dv_sum = tl.zeros([16, BC], tl.float32)
     for chunk in range(t_begin, t_end, CHUNK):
         b_chunk = tl.zeros([BC, BC], tl.float32)
         for t in range(chunk, tl.minimum(chunk + CHUNK, t_end), BN):
@@ -124,17 +150,32 @@ def accumulate(
             b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_c, m_c)
             if MAP != "identity":
                 b_k = feature_map(b_k.to(tl.float32), MAP)
+            b_k = operand(b_k, DOT, PRECISION)
+            b_v = operand(b_v, DOT, PRECISION)
+            b_k_sum = tl.dot(b_ones, b_k, b_k_sum, input_precision=PRECISION)
+            b_v_sum = tl.dot(b_ones, b_v, b_v_sum, input_precision=PRECISION)
             if CENTRE:
                 b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
                 b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-            b_k = b_k.to(DOT)
-            b_v = b_v.to(DOT)
+                b_dk_sum = tl.dot(b_ones, b_k, b_dk_sum, input_precision=PRECISION)
+                b_dv_sum = tl.dot(b_ones, b_v, b_dv_sum, input_precision=PRECISION)
             b_chunk = tl.dot(tl.trans(b_k), b_v, b_chunk, input_precision=PRECISION)
-            b_k_sum = tl.dot(b_ones, b_k, b_k_sum, input_precision=PRECISION)
-            b_v_sum = tl.dot(b_ones, b_v, b_v_sum, input_precision=PRECISION)
         b_kv += b_chunk
     # Every row of a sum is the sum.
-    return b_kv, tl.sum(b_k_sum, 0) / 16, tl.sum(b_v_sum, 0) / 16
+    b_k_sum = tl.max(b_k_sum, 0)
+    b_v_sum = tl.max(b_v_sum, 0)
+    if CENTRE:
+        return b_kv, b_k_sum, b_v_sum, tl.max(b_dk_sum, 0), tl.max(b_dv_sum, 0)
+    else:
+        return b_kv, b_k_sum, b_v_sum, b_k_sum, b_v_sum
+
+
+@triton.jit
+def covariance(b_kv, b_dk_sum, b_dv_sum, count, scale):
+    """The state from sums: b_dk_sum over rows (R, 1), b_dv_sum over columns (1, X)"""
+    # Division as `/` is good to two units in the last place only; scale comes in double precision from torch.compile.
+    b_s = tl.div_rn(b_kv, count) - tl.div_rn(b_dk_sum, count) * tl.div_rn(b_dv_sum, count)
+    return b_s * tl.cast(scale, tl.float32)
 
 
 @triton.jit
@@ -225,16 +266,12 @@ def add_local(
     left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     b_next = weigh(b_next, w3, w4, w5, left, here, right)
     b_after = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row after it
-    # Rows are loaded one turn before they are used.
-    left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_out = load_map_row(p_out, stride_out, p_mask, y_begin, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
     o_x = tl.arange(0, BW)
-    for y in range(y_begin, y_end):
-        left1, here1, right1 = load_neighbours(p_x, stride_x, p_mask, y + 2, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        b_out1 = load_map_row(p_out, stride_out, p_mask, y + 1, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+    for y in tl.range(y_begin, y_end, num_stages=ROW_STAGES):
+        left, here, right = load_neighbours(p_x, stride_x, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        b_out = load_map_row(p_out, stride_out, p_mask, y, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
         t = prefix + y * W + x
         b_next = weigh(b_next, w6, w7, w8, left, here, right) + b_out.to(tl.float32)
         store_rows(p_out, b_next, stride_out, t, o_x, present(p_mask, t, o_x, x + o_x < W, HAS_MASK), o_c, m_c)
         b_next = weigh(b_after, w3, w4, w5, left, here, right)
         b_after = weigh(b_zero, w0, w1, w2, left, here, right)
-        left, here, right, b_out = left1, here1, right1, b_out1

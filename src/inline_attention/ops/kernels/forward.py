@@ -7,10 +7,13 @@ from .blocks import (
     SIZES,
     accumulate,
     add_local,
+    covariance,
     feature_map,
     load_rows,
     locate,
+    operand,
     present,
+    product_plus,
     same_head,
     state_offsets,
     store_rows,
@@ -24,7 +27,7 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
     """Mean of the first tokens, (BC,); zero where sums are not centred"""
     b_pivot = o_c * 0.0
     if CENTRE:
-        o_t = tl.arange(0, 16)
+        o_t = tl.arange(0, 64)
         m_t = present(p_mask, 0, o_t, o_t < N, HAS_MASK)
         b_x = feature_map(load_rows(p_x, stride, 0, o_t, m_t, o_c, m_c).to(tl.float32), MAP)
         b_pivot = tl.sum(b_x, 0) / tl.maximum(tl.sum(m_t.to(tl.float32), 0), 1.0)
@@ -49,7 +52,7 @@ def write_outputs(
     b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
     if MAP != "identity":
         b_q = feature_map(b_q.to(tl.float32), MAP)
-    b_out = tl.dot(b_q.to(DOT), b_s, input_precision=PRECISION) + b_base[None, :]
+    b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base, PRECISION)
     if HAS_MASK:
         b_out = tl.where(m_here[:, None], b_out, 0.0)
     store_rows(p_out, b_out, stride_out, t, o_t, m_t, o_c, m_c)
@@ -99,24 +102,20 @@ def forward_kernel(
 
     b_k0 = pivot_of(p_k, stride_k, N, o_c, m_c, p_mask, MAP, CENTRE, HAS_MASK)
     b_v0 = pivot_of(p_v, stride_v, N, o_c, m_c, p_mask, "identity", CENTRE, HAS_MASK)
-    b_kv, b_k_sum, b_v_sum = accumulate(
+    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
         p_k, p_v, p_mask, stride_k, stride_v, 0, N, o_c, m_c, b_k0, b_v0,
         MAP, BN, BC, DOT, PRECISION, CENTRE, HAS_MASK,
     )  # fmt: skip
-    b_dk = b_k_sum / count
-    b_dv = b_v_sum / count
     m_head = same_head(o_c, m_c, o_c, m_c, D)
-    # A compiled caller passes Python's floats in double precision.
-    scale = tl.cast(scale, tl.float32)
-    b_s = tl.where(m_head, (b_kv / count - b_dk[:, None] * b_dv[None, :]) * scale, 0.0)
-    b_v_mean = b_v0 + b_dv
+    b_s = tl.where(m_head, covariance(b_kv, b_dk_sum[:, None], b_dv_sum[None, :], count, scale), 0.0)
+    b_v_mean = tl.div_rn(b_v_sum, count)
     if SAVE:
         p_means += i_b * 2 * C + c
-        tl.store(p_means + o_c, b_k0 + b_dk, mask=m_c)
+        tl.store(p_means + o_c, tl.div_rn(b_k_sum, count), mask=m_c)
         tl.store(p_means + C + o_c, b_v_mean, mask=m_c)
         tl.store(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), b_s, mask=m_head)
     b_base = base_of(b_s, b_v_mean, MAP)
-    b_s = b_s.to(DOT)
+    b_s = operand(b_s, DOT, PRECISION)
     write_run(p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
     if LOCAL:
         tl.debug_barrier()  # what another thread wrote is read here
@@ -153,7 +152,7 @@ def state_kernel(
 
     b_k0 = pivot_of(p_k, stride_k, N, o_c, m_c, p_mask, MAP, CENTRE, HAS_MASK)
     b_v0 = pivot_of(p_v, stride_v, N, o_c, m_c, p_mask, "identity", CENTRE, HAS_MASK)
-    b_kv, b_k_sum, b_v_sum = accumulate(
+    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
         p_k, p_v, p_mask, stride_k, stride_v, t_begin, t_end, o_c, m_c, b_k0, b_v0,
         MAP, BN, BC, DOT, PRECISION, CENTRE, HAS_MASK,
     )  # fmt: skip
@@ -162,14 +161,15 @@ def state_kernel(
     p_part += BC * BC
     tl.store(p_part + o_c, b_k_sum)
     tl.store(p_part + BC + o_c, b_v_sum)
-    tl.store(p_part + 2 * BC + o_c, b_k0)
-    tl.store(p_part + 3 * BC + o_c, b_v0)
+    if CENTRE:
+        tl.store(p_part + 2 * BC + o_c, b_dk_sum)
+        tl.store(p_part + 3 * BC + o_c, b_dv_sum)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
     p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, C,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, CENTRE: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The state from its parts. Grid (B·blocks, BC / BR): a program sums BR rows of S"""
@@ -189,16 +189,19 @@ def finish_kernel(
     p_part += i * parts * size
     b_kv = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP)
     p_part += BC * BC
-    b_dk = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP) / count
-    b_dv = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP) / count
-    b_s = (b_kv / count - b_dk * b_dv) * tl.cast(scale, tl.float32)
+    b_k_sum = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP)
+    b_v_sum = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP)
+    b_dk_sum = b_k_sum
+    b_dv_sum = b_v_sum
+    if CENTRE:
+        b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP)
+        b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP)
+    b_s = covariance(b_kv, b_dk_sum, b_dv_sum, count, scale)
     tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s, mask=m_head)
     p_means += i_b * 2 * C + c
-    b_k0 = tl.load(p_part + 2 * BC + o_r, mask=m_r, other=0.0)
-    tl.store(p_means + o_r, b_k0 + tl.sum(b_dk, 1), mask=m_r)
+    tl.store(p_means + o_r, tl.sum(tl.div_rn(b_k_sum, count), 1), mask=m_r)
     if tl.program_id(1) == 0:
-        b_v0 = tl.load(p_part + 3 * BC + o_c, mask=m_c, other=0.0)
-        tl.store(p_means + C + o_c, b_v0 + tl.sum(b_dv, 0), mask=m_c)
+        tl.store(p_means + C + o_c, tl.sum(tl.div_rn(b_v_sum, count), 0), mask=m_c)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -229,7 +232,7 @@ def output_kernel(
     b_s = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
     b_v_mean = tl.load(p_means + i_b * 2 * C + C + c + o_c, mask=m_c, other=0.0)
     b_base = base_of(b_s, b_v_mean, MAP)
-    b_s = b_s.to(DOT)
+    b_s = operand(b_s, DOT, PRECISION)
     if LOCAL:
         if i_t == 0:
             write_run(

@@ -117,10 +117,14 @@ def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int,
             raise ValueError(f"{source}: two images have the id {entry['id']}")
         size = (entry["height"], entry["width"])
         if not all(isinstance(side, int) and side > 0 for side in size):
-            raise ValueError(f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected whole pixels")
+            raise ValueError(
+                f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected whole pixels"
+            )
         images[entry["id"]] = AnnotatedImage(entry["id"], path, size)
     if missing:
-        raise ValueError(f"{source} names {len(missing)} of {len(images)} images that do not exist, such as {missing[0]}")
+        raise ValueError(
+            f"{source} names {len(missing)} of {len(images)} images that do not exist, such as {missing[0]}"
+        )
     return images
 
 
@@ -228,4 +232,6 @@ def load_pycocotools(module: str) -> Any:
     try:
         return importlib.import_module(f"pycocotools.{module}")
     except ImportError as error:
-        raise ImportError("masks and average precision need pycocotools: pip install 'inline-attention[dense]'") from error
+        raise ImportError(
+            "masks and average precision need pycocotools: pip install 'inline-attention[dense]'"
+        ) from error

@@ -52,7 +52,9 @@ class RegionProposals(RegionProposalNetwork):
             return boxes, {}
         assert keys is not None
         labels, matched = self.assign_targets_to_anchors(anchors, targets)
-        return boxes, self._losses(scores.view(len(sizes), -1), deltas.view(len(sizes), -1, 4), anchors[0], labels, matched, keys)
+        return boxes, self._losses(
+            scores.view(len(sizes), -1), deltas.view(len(sizes), -1, 4), anchors[0], labels, matched, keys
+        )
 
     def _anchors(self, maps: Sequence[Tensor]) -> Tensor:
         self.anchor_generator.set_cell_anchors(torch.float32, maps[0].device)

@@ -35,7 +35,7 @@ def random_box(draw: np.random.Generator) -> np.ndarray:
 
 
 def random_data(seed: int) -> tuple[CocoData, list[ImageResult]]:
-    """Objects, some of them crowds and some of them near-copies, and detections that are theirs, moved, or nothing's."""
+    """Objects, some of them crowds, and detections that are theirs, moved, or nothing's."""
     draw = np.random.default_rng(seed)
     images, results = [], []
     for number in range(10):

@@ -55,7 +55,7 @@ def image_numbers(rows: Sequence[Tensor]) -> Tensor:
 
 
 def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, *, side: int) -> Tensor:
-    """What a mask head should say in each box: masks (objects, H, W) uint8, boxes (n, 4), matched (n,) → (n, side, side)"""
+    """What a mask head should say: masks (objects, H, W) uint8, boxes (n, 4), their objects (n,) → (n, side, side)"""
     rois = torch.cat([matched.to(boxes.dtype).unsqueeze(1), boxes], dim=1)
     return roi_align(masks.unsqueeze(1).to(boxes.dtype), rois, side, aligned=True).squeeze(1)
 

@@ -1,10 +1,9 @@
-"""COCO's format: `annotations/instances_SPLIT.json` beside a folder of images, read and checked before anything starts."""
+"""COCO's format: `annotations/instances_SPLIT.json` beside folders of images, read and checked before a run starts."""
 
 import json
 import logging
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +52,7 @@ class CocoData:
 
 
 def read_coco(root: str | Path, split: str) -> CocoData:
-    """`root`/annotations/instances_`split`.json and `root`/`split`/…; ValueError says what is wrong with them, and where.
+    """`root`/annotations/instances_`split`.json and `root`/`split`/…; ValueError says what is wrong, and where.
 
     Objects whose box or polygons enclose nothing are left out and counted in the log, as COCO has some itself.
     """

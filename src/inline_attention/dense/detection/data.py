@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms.functional import pil_to_tensor
 
 from inline_attention.data.batches import EvalPlan, WorkerFeed
 from inline_attention.data.config import LoaderConfig
@@ -34,8 +34,9 @@ from inline_attention.dense.detection.coco import (
     decode_masks,
     read_coco,
 )
+from inline_attention.layers.windows import ceil_div
 
-_CANVAS_MULTIPLE = 32  # the largest stride of the backbones
+_MULTIPLE = 32  # of the canvas's sides: the largest stride of the backbones
 _MAX_REPLACEMENTS = 100
 Target = dict[str, Tensor]
 
@@ -60,6 +61,7 @@ class DetectionDataConfig(LoaderConfig):
         self.check("train_short_sides", bool(self.train_short_sides) and min(sides) >= 1, "positive sides")
         self.check("max_side", self.max_side >= max(sides), "no less than the short sides")
         self.check("hflip", 0 <= self.hflip <= 1, "a probability")
+        self.check("in_memory", not self.in_memory, "false: detection decodes images when it needs them")
 
 
 class View(NamedTuple):
@@ -137,9 +139,14 @@ def draw_view(config: DetectionDataConfig, size: Size, *, seed: int, epoch: int,
     return View(fitted, flipped=draw.random() < config.hflip)
 
 
+def resized(image: Image.Image, size: Size) -> Tensor:
+    """(3, h, w) uint8"""
+    return pil_to_tensor(image.resize(size[::-1], Image.Resampling.BILINEAR))
+
+
 def show(image: Image.Image, annotated: AnnotatedImage, view: View) -> tuple[Tensor, Target]:
     """Pixels (3, h, w) uint8 and the objects in them, resized and flipped"""
-    pixels = torch.from_numpy(np.asarray(image.resize(view.size[::-1], Image.Resampling.BILINEAR))).permute(2, 0, 1)
+    pixels = resized(image, view.size)
     objects = annotated.objects
     scale = torch.tensor([view.size[1] / annotated.size[1], view.size[0] / annotated.size[0]]).repeat(2)
     boxes = torch.tensor([instance.box for instance in objects], dtype=torch.float32).view(-1, 4) * scale
@@ -156,7 +163,7 @@ def show(image: Image.Image, annotated: AnnotatedImage, view: View) -> tuple[Ten
 
 
 def load(annotated: AnnotatedImage) -> Image.Image:
-    """UnreadableImage where it cannot be decoded, ValueError where it is not of the size that its annotations are for"""
+    """UnreadableImage where it cannot be decoded, ValueError where it has another size than its annotations say"""
     try:
         with open(annotated.path, "rb") as file:
             image = decode_image(file, in_chans=3)
@@ -175,7 +182,7 @@ def collate(
 ) -> RawDetectionBatch:
     """On a canvas that all images fit on, and `canvas` too"""
     sizes: list[Size] = [(s.pixels.shape[1], s.pixels.shape[2]) for s in samples]
-    height, width = (_rounded_up(max(sides)) for sides in zip(canvas, *sizes, strict=True))
+    height, width = (ceil_div(max(sides), _MULTIPLE) * _MULTIPLE for sides in zip(canvas, *sizes, strict=True))
     images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
     targets = []
     for number, (sample, (h, w)) in enumerate(zip(samples, sizes, strict=True)):
@@ -245,8 +252,7 @@ class EvalSamples(Dataset[RawDetectionBatch]):
                 return replace(collate([]), problem=str(error))
             config = self._config
             size = fitted_size(annotated.size, short_side=config.short_side, max_side=config.max_side)
-            resized = image.resize(size[::-1], Image.Resampling.BILINEAR)
-            samples.append(Sample(torch.from_numpy(np.asarray(resized)).permute(2, 0, 1), {}, index, 0))
+            samples.append(Sample(resized(image, size), {}, index, 0))
         return collate(samples, skipped=skipped)
 
 
@@ -376,8 +382,9 @@ def open_detection_data(
     train, val = (read_coco(config.path, split) for split in (config.train_split, config.val_split))
     check_same_categories(train, val)
     images = [image for image in train.images if image.objects or not config.skip_empty]
-    if not images:
-        raise ValueError(f"{train.source}: none of the {len(train.images)} images has objects; nothing to train on")
+    for data, needed in ((train, images), (val, [image for image in val.images if image.objects])):
+        if not needed:
+            raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
     plan = TrainPlan(images, config=config, seed=seed, rank=rank, world_size=world_size)
     feed = DetectionFeed(
         TrainSamples(images, config=config, seed=seed),

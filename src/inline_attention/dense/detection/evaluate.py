@@ -33,8 +33,8 @@ def to_image(found: Detections, *, image_id: int, shown: Size, original: Size) -
     scale = found.boxes.new_tensor([original[1] / shown[1], original[0] / shown[0]]).repeat(2)
     boxes = clip_boxes_to_image(found.boxes * scale, original)
     masks = encode_masks(paste_masks(found.masks, boxes, original))
-    columns = (x.cpu().numpy() for x in (boxes, found.scores, found.labels))
-    return ImageResult(image_id, *columns, masks)
+    scores, labels = found.scores.cpu().numpy(), found.labels.cpu().numpy()
+    return ImageResult(image_id, boxes.cpu().numpy(), scores, labels, masks)
 
 
 @torch.no_grad()
@@ -92,8 +92,9 @@ def _in_step(loader: DetectionEvalLoader, *, device: torch.device) -> Iterator[D
     A sharded model communicates in its forward pass: a rank that ran out of images must not stop calling it.
     """
     count = 0
-    for count, batch in enumerate(loader, start=1):
+    for batch in loader:
         yield batch
+        count += 1
     if _is_distributed():
         blank = torch.zeros((1, 3, 32, 32), device=device)
         none = torch.tensor([-1], device=device)

@@ -2,36 +2,45 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
+from inline_attention.dense.backbone import Backbone, create_backbone
 from inline_attention.dense.detection.boxes import Size
-from inline_attention.dense.detection.roi_heads import CASCADE, MASK_RCNN, Detections, RoIHeads
+from inline_attention.dense.detection.roi_heads import CASCADE, MASK_RCNN, NORM_GROUPS, Detections, RoIHeads
 from inline_attention.dense.detection.rpn import Losses, RegionProposals, Targets
 
 HEADS = {"mask_rcnn": MASK_RCNN, "cascade_mask_rcnn": CASCADE}
-CHANNELS = 256  # of the pyramid
 
 
 class Detector(nn.Module):
     """A backbone, a feature pyramid, proposals, and heads on them.
 
     Args:
-        backbone: images (B, in_chans, H, W) → four maps at strides 4, 8, 16, 32, with their `channels`.
+        backbone: images (B, 3, H, W) → four maps at strides 4, 8, 16, 32.
         head: "mask_rcnn" or "cascade_mask_rcnn".
         num_classes: of objects; the background comes besides.
+        channels: of the pyramid and of the heads' convolutions; their hidden layers are four times as wide.
+        regions: how many of an image's a stage learns from.
     """
 
-    def __init__(self, backbone: nn.Module, *, head: str, num_classes: int) -> None:
+    def __init__(
+        self, backbone: Backbone, *, head: str, num_classes: int, channels: int = 256, regions: int = 512
+    ) -> None:
         super().__init__()
         if head not in HEADS:
             raise ValueError(f"there is no detection head {head!r}; expected one of {', '.join(HEADS)}")
+        if channels < 1 or channels % NORM_GROUPS:
+            raise ValueError(f"channels={channels}; expected a multiple of {NORM_GROUPS}")
+        if regions < 1:
+            raise ValueError(f"regions={regions}; expected 1 or more")
         self.backbone, self.num_classes = backbone, num_classes
-        self.pyramid = FeaturePyramidNetwork(list(backbone.channels), CHANNELS, extra_blocks=LastLevelMaxPool())
-        self.proposals = RegionProposals(CHANNELS)
-        self.heads = RoIHeads(CHANNELS, num_classes=num_classes, stages=HEADS[head])
+        self.pyramid = FeaturePyramidNetwork(list(backbone.channels), channels, extra_blocks=LastLevelMaxPool())
+        self.proposals = RegionProposals(channels)
+        self.heads = RoIHeads(channels, num_classes=num_classes, stages=HEADS[head], regions=regions)
 
     def forward(
         self,
@@ -42,7 +51,7 @@ class Detector(nn.Module):
     ) -> Losses | list[Detections]:
         """Losses where there are targets, else what is found in each image.
 
-        images: (B, in_chans, H, W), normalised; sizes: of each image without padding below and on the right (None:
+        images: (B, 3, H, W), normalised; sizes: of each image without padding below and on the right (None:
         there is none). targets: see `Targets`. keys (B,) int64: the choice of regions to learn from is a function of
         them; None: random.
         """
@@ -57,6 +66,30 @@ class Detector(nn.Module):
         return losses | self.heads.losses(maps[:-1], boxes, sizes, targets, keys)
 
     def extract(self, images: Tensor) -> list[Tensor]:
-        """Maps (B, 256, H/s, W/s) at strides 4, 8, 16, 32 and 64"""
+        """Maps (B, channels, H/s, W/s) at strides 4, 8, 16, 32 and 64"""
         maps = self.backbone(images)
         return list(self.pyramid(OrderedDict((str(level), x) for level, x in enumerate(maps))).values())
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return self.backbone.group_matcher(prefix="backbone", coarse=coarse)
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
+def create_detector(
+    name: str,
+    *,
+    head: str,
+    num_classes: int,
+    weights: str | None = None,
+    drop_path: float | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **sizes: int,
+) -> Detector:
+    """A detector on the registered model `name`.
+
+    weights, drop_path, kwargs: see `create_backbone`; head, num_classes and sizes (channels, regions): see `Detector`.
+    """
+    backbone = create_backbone(name, weights=weights, drop_path=drop_path, kwargs=kwargs)
+    return Detector(backbone, head=head, num_classes=num_classes, **sizes)

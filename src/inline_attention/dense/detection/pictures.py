@@ -2,10 +2,12 @@
 
 import colorsys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from inline_attention.data.decode import decode_image
 from inline_attention.dense.detection.average_precision import ImageResult
 from inline_attention.dense.detection.coco import load_pycocotools
 
@@ -38,3 +40,9 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
         pen.rectangle(place, fill=colour)
         pen.text((x0, max(0.0, y0 - 1.3 * height)), text, fill=(0, 0, 0), font=font)
     return picture
+
+
+def draw_file(path: Path, result: ImageResult, *, class_names: Sequence[str], min_score: float) -> Image.Image:
+    """`draw` on an image file"""
+    with open(path, "rb") as file:
+        return draw(decode_image(file, in_chans=3), result, class_names=class_names, min_score=min_score)

@@ -1,4 +1,4 @@
-"""What is in the proposed regions: classes, better boxes, masks. One stage is Mask R-CNN, three are Cascade Mask R-CNN."""
+"""What is in proposed regions: classes, better boxes, masks. One stage is Mask R-CNN, three are Cascade Mask R-CNN."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from inline_attention.dense.detection.rpn import Losses, Targets
 
 BOX_SIDE, MASK_SIDE = 7, 14  # of the regions that the heads see; a predicted mask has twice the side
 GIOU_WEIGHT = 10.0
+NORM_GROUPS = 32
 Maps = Sequence[Tensor]
 
 
@@ -65,14 +66,15 @@ class Samples(NamedTuple):
 class Stage(nn.Module):
     """A box head and a mask head, and how they learn."""
 
-    def __init__(self, channels: int, *, num_classes: int, settings: StageSettings, cascaded: bool, place: int) -> None:
+    def __init__(
+        self, channels: int, *, num_classes: int, settings: StageSettings, cascaded: bool, regions: int, place: int
+    ) -> None:
         super().__init__()
         self.settings, self.cascaded = settings, cascaded
-        hidden, outputs = 1024, num_classes + 1
+        hidden, outputs, convs = 4 * channels, num_classes + 1, [channels] * 4
         if cascaded:
-            # The published heads' norm is over the batch; groups of channels do not depend on images, ranks or mode.
-            convs = [256] * 4
-            norm = partial(nn.GroupNorm, 32)
+            # Over groups of channels, not over the batch: it depends neither on other images nor on ranks.
+            norm = partial(nn.GroupNorm, NORM_GROUPS)
             self.box_head = FastRCNNConvFCHead((channels, BOX_SIDE, BOX_SIDE), convs, [hidden], norm_layer=norm)
         else:
             self.box_head = TwoMLPHead(channels * BOX_SIDE**2, hidden)
@@ -81,11 +83,12 @@ class Stage(nn.Module):
         nn.init.normal_(self.box_predictor.bbox_pred.weight, std=0.001)
         for layer in (self.box_predictor.cls_score, self.box_predictor.bbox_pred):
             nn.init.zeros_(layer.bias)
-        convs = MaskRCNNHeads(channels, (256,) * 4, dilation=1)
-        self.mask_head = nn.Sequential(convs, MaskRCNNPredictor(256, 256, outputs))
+        self.mask_head = nn.Sequential(
+            MaskRCNNHeads(channels, convs, dilation=1), MaskRCNNPredictor(channels, channels, outputs)
+        )
         self.coder = BoxCoder(settings.box_weights)
         self.matcher = Matcher(settings.iou, settings.iou, allow_low_quality_matches=False)
-        self.sampler = KeyedSampler(512, positive_share=0.25, place=place)
+        self.sampler = KeyedSampler(regions, positive_share=0.25, place=place)
 
     def predict_boxes(self, regions: Tensor) -> tuple[Tensor, Tensor]:
         """(n, C, 7, 7) → logits (n, classes + 1), deltas (n, classes + 1, 4), in full precision"""
@@ -153,14 +156,16 @@ class RoIHeads(nn.Module):
         *,
         num_classes: int,
         stages: Sequence[StageSettings],
+        regions: int,
         min_score: float = 0.05,
         nms_iou: float = 0.5,
         max_detections: int = 100,
     ) -> None:
         super().__init__()
         self.box_pool, self.mask_pool = PyramidAlign(BOX_SIDE), PyramidAlign(MASK_SIDE)
+        shared: dict[str, int] = dict(num_classes=num_classes, regions=regions)
         self.stages = nn.ModuleList(
-            Stage(channels, num_classes=num_classes, settings=settings, cascaded=len(stages) > 1, place=number)
+            Stage(channels, settings=settings, cascaded=len(stages) > 1, place=number, **shared)
             for number, settings in enumerate(stages, start=1)
         )
         self.min_score, self.nms_iou, self.max_detections = min_score, nms_iou, max_detections

@@ -17,6 +17,7 @@ COMMANDS: tuple[str, ...] = (
     "train",
     "eval",
     "predict",
+    "segment",
     "detect",
     "convert",
     "export",

@@ -233,6 +233,19 @@ class _PlannedKeys:
         return iter(self._plan(*self.position))
 
 
+class _ErrorsAsValues(Dataset[Any]):
+    """What is wrong with the data reaches the user as it was said, not as the traceback of a worker process."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __getitems__(self, keys: Sequence[Any]) -> Any:
+        try:
+            return self._samples.__getitems__(keys)
+        except ValueError as error:
+            return error
+
+
 class WorkerFeed(Generic[LoadedT]):
     """Batches decoded and transformed as they are needed, in worker processes."""
 
@@ -247,7 +260,7 @@ class WorkerFeed(Generic[LoadedT]):
     ) -> None:
         self._keys = _PlannedKeys(plan)
         self._loader = DataLoader(
-            samples,
+            _ErrorsAsValues(samples),
             batch_sampler=self._keys,  # type: ignore[arg-type]  # anything that iterates over batches of keys will do
             collate_fn=as_it_is,
             persistent_workers=keep_workers and workers > 0,
@@ -257,7 +270,10 @@ class WorkerFeed(Generic[LoadedT]):
 
     def batches(self, epoch: int, start_step: int) -> Iterator[LoadedT]:
         self._keys.position = (epoch, start_step)
-        return iter(self._loader)
+        for batch in self._loader:
+            if isinstance(batch, ValueError):
+                raise batch
+            yield batch
 
     def to(self, device: torch.device) -> None:
         pass

@@ -69,7 +69,6 @@ class Trainer:
                 "of that size; lower optim.accumulate or data.batch_size"
             )
         self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
-
         self.total_epochs = -(-self.schedule.total_steps // self.steps_per_epoch)  # the last may be cut short
 
         ranks.decide(self.task.fetch_weights)
@@ -203,7 +202,8 @@ class Trainer:
             with self.average.in_place():
                 averaged = self.evaluate()
                 self.keep_best(averaged, weights="ema")
-            record |= {f"ema_{name}": averaged.figures.get(name) for name in (headline.key, "loss")}
+            both = [name for name in (headline.key, "loss") if name in averaged.figures]
+            record |= {f"ema_{name}": averaged.figures[name] for name in both}
         self.reporter.record(record)
         return result
 

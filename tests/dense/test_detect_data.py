@@ -11,9 +11,9 @@ from coco_shapes import draw_shapes, write_annotations
 from PIL import Image
 
 from inline_attention.dense.detection.coco import read_coco
+from inline_attention.dense.detection.config import DetectionDataConfig
 from inline_attention.dense.detection.data import (
     DetectionBatch,
-    DetectionDataConfig,
     DetectionEvalLoader,
     TrainPlan,
     View,
@@ -184,7 +184,7 @@ def test_an_image_of_another_size_than_its_annotations_is_named(tmp_path: Path, 
 def test_wrong_settings(shapes: Path) -> None:
     for changes, message in (
         (dict(train_short_sides=()), r"data.train_short_sides is \(\); expected positive sides"),
-        (dict(max_side=60), "data.max_side is 60; expected no less than the short sides"),
+        (dict(max_side=0), "data.max_side is 0; expected a positive side"),
         (dict(hflip=2), "data.hflip is 2; expected a probability"),
         (dict(in_memory=True), "data.in_memory is True; expected false"),
     ):

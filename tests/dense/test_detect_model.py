@@ -18,7 +18,7 @@ def small_detector(
 ) -> Detector:
     kwargs = {key: value for key, value in shrunk(name).items() if key not in ("num_classes",)}
     torch.manual_seed(seed)
-    return create_detector(name, head=head, num_classes=CLASSES, channels=32, regions=16, kwargs=kwargs, **options)
+    return create_detector(name, head, num_classes=CLASSES, channels=32, regions=16, kwargs=kwargs, **options)
 
 
 def targets(boxes: list[list[float]], labels: list[int], size: tuple[int, int]) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ def test_scores_are_the_mean_of_the_stages() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="no detection head 'retina'; expected one of mask_rcnn, cascade_mask_rcnn"):
+    with pytest.raises(ValueError, match="head='retina'; expected one of mask_rcnn, cascade_mask_rcnn"):
         small_detector(head="retina")
     with pytest.raises(ValueError, match="channels=48; expected a multiple of 32"):
-        create_detector("inline_pvt_tiny", head="mask_rcnn", num_classes=1, channels=48)
+        create_detector("inline_pvt_tiny", num_classes=1, channels=48)

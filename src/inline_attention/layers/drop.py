@@ -56,8 +56,8 @@ class SampledDepth:
             self.keep = self.scale.new_empty(len(self.layers), len(sample_ids))
             for layer, row in zip(self.layers, self.keep, strict=True):
                 layer.keep = row
-        samples = scramble(scramble(sample_ids.long()) ^ (key & 0xFFFFFFFF))
-        bits = scramble(samples ^ scramble(self.places ^ (key >> 32 & 0xFFFFFFFF)))  # (layers, B)
+        samples = _scramble(_scramble(sample_ids.long()) ^ (key & 0xFFFFFFFF))
+        bits = _scramble(samples ^ _scramble(self.places ^ (key >> 32 & 0xFFFFFFFF)))  # (layers, B)
         uniform = (bits >> 8).float() * 2.0**-24
         torch.mul(uniform >= self.drop_prob, self.scale, out=self.keep)
 
@@ -73,7 +73,7 @@ def _sampled(model: nn.Module, name: str, layer: timm.layers.DropPath) -> DropPa
     return replacement
 
 
-def scramble(x: Tensor) -> Tensor:
+def _scramble(x: Tensor) -> Tensor:
     """A bijection of 32-bit integers (held in int64) whose output bits each depend on all input bits.
 
     Multiply and xor-shift with the constants of C. Wellons' search for low bias ("lowbias32").

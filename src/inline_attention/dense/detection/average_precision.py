@@ -136,3 +136,18 @@ def _nothing(truth: Any) -> Any:
 
 def _per_cent(value: float) -> float | None:
     return None if value < 0 else 100 * value
+
+
+def as_records(result: ImageResult, class_names: Sequence[str], *, min_score: float) -> list[dict[str, Any]]:
+    """For JSON: class, score, box as COCO has it (x, y, width, height), mask as compressed run lengths"""
+    entries = _entries(result, range(1, len(class_names) + 1))
+    return [
+        {
+            "class": class_names[entry["category_id"] - 1],
+            "score": entry["score"],
+            "box": entry["bbox"],
+            "mask": {"size": list(entry["segmentation"]["size"]), "counts": entry["segmentation"]["counts"].decode()},
+        }
+        for entry in entries
+        if entry["score"] >= min_score
+    ]

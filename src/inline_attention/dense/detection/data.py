@@ -9,6 +9,7 @@ lose nothing, since the largest canvas decides how long a step takes.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
 from inline_attention.data.batches import EvalPlan, WorkerFeed
-from inline_attention.data.config import LoaderConfig
 from inline_attention.data.decode import UnreadableImage, decode_image
 from inline_attention.data.loaders import DeviceStage, TrainLoader
 from inline_attention.data.order import epoch_order, replacement
@@ -34,34 +34,12 @@ from inline_attention.dense.detection.coco import (
     decode_masks,
     read_coco,
 )
+from inline_attention.dense.detection.config import DetectionDataConfig
 from inline_attention.layers.windows import ceil_div
 
 _MULTIPLE = 32  # of the canvas's sides: the largest stride of the backbones
 _MAX_REPLACEMENTS = 100
 Target = dict[str, Tensor]
-
-
-@dataclass
-class DetectionDataConfig(LoaderConfig):
-    """`path` holds annotations/instances_SPLIT.json and the images in SPLIT/, for both splits."""
-
-    train_split: str = "train2017"
-    val_split: str = "val2017"
-    batch_size: int = 2  # per rank
-    short_side: int = 800  # of evaluation
-    train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image
-    max_side: int = 1333  # shrinks further what would be longer
-    hflip: float = 0.5
-    skip_empty: bool = True  # images without objects are not trained on, as published
-
-    def validate(self) -> None:
-        super().validate()
-        sides = (self.short_side, *self.train_short_sides)
-        self.check("short_side", self.short_side >= 1, "a positive side")
-        self.check("train_short_sides", bool(self.train_short_sides) and min(sides) >= 1, "positive sides")
-        self.check("max_side", self.max_side >= max(sides), "no less than the short sides")
-        self.check("hflip", 0 <= self.hflip <= 1, "a probability")
-        self.check("in_memory", not self.in_memory, "false: detection decodes images when it needs them")
 
 
 class View(NamedTuple):
@@ -95,7 +73,6 @@ class RawDetectionBatch:
     keys: Tensor  # (B,) int64
     skipped: Sequence[SkippedImage] = ()
     replaced: int = 0
-    problem: str = ""  # data that contradict each other: the batch is empty
 
     def __len__(self) -> int:
         return len(self.images)
@@ -208,10 +185,7 @@ class TrainSamples(Dataset[RawDetectionBatch]):
 
     def __getitems__(self, keys: Sequence[TrainKey]) -> RawDetectionBatch:
         skipped: list[SkippedImage] = []
-        try:
-            found = [self._sample(key, skipped) for key in keys]
-        except ValueError as error:
-            return replace(collate([]), problem=str(error))
+        found = [self._sample(key, skipped) for key in keys]
         samples = [sample for sample in found if sample is not None]
         replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
         return collate(samples, canvas=keys[0].canvas, skipped=skipped, replaced=replaced)
@@ -248,8 +222,6 @@ class EvalSamples(Dataset[RawDetectionBatch]):
             except UnreadableImage as error:
                 skipped.append(SkippedImage(str(annotated.path), str(error)))
                 continue
-            except ValueError as error:
-                return replace(collate([]), problem=str(error))
             config = self._config
             size = fitted_size(annotated.size, short_side=config.short_side, max_side=config.max_side)
             samples.append(Sample(resized(image, size), {}, index, 0))
@@ -297,16 +269,6 @@ class TrainPlan:
             yield rest[: self._global_batch]
 
 
-class DetectionFeed(WorkerFeed[RawDetectionBatch]):
-    """A contradiction in the data ends the run with its own words, not with those of a worker's traceback."""
-
-    def batches(self, epoch: int, start_step: int) -> Iterator[RawDetectionBatch]:
-        for raw in super().batches(epoch, start_step):
-            if raw.problem:
-                raise ValueError(raw.problem)
-            yield raw
-
-
 class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
     """Transfer and normalise."""
 
@@ -338,10 +300,9 @@ class DetectionEvalLoader:
         self.num_images = len(data.images)
         self.skipped = SkippedImages(limit=config.max_broken_count(self.num_images))
         plan = EvalPlan(self.num_images, batch_size=1, rank=rank, world_size=world_size)
-        self.max_batches = plan.max_batches
         workers = min(config.resolved_workers(world_size), self.num_images)
         samples = EvalSamples(data.images, config=config)
-        self._feed = DetectionFeed(samples, plan, config=config, workers=workers, keep_workers=False)
+        self._feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=False)
         self._stage = DetectionStage()
 
     def __iter__(self) -> Iterator[DetectionBatch]:
@@ -386,7 +347,7 @@ def open_detection_data(
         if not needed:
             raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
     plan = TrainPlan(images, config=config, seed=seed, rank=rank, world_size=world_size)
-    feed = DetectionFeed(
+    feed = WorkerFeed(
         TrainSamples(images, config=config, seed=seed),
         plan,
         config=config,
@@ -404,3 +365,33 @@ def open_detection_data(
     return DetectionData(
         loader, DetectionEvalLoader(val, config=config, rank=rank, world_size=world_size), train.class_names
     )
+
+
+def with_classes(data: CocoData, class_names: Sequence[str]) -> CocoData:
+    """The data with a model's classes, by name; ValueError for a class that the model does not know.
+
+    Classes without objects in these data count for nothing in average precision.
+    """
+    unknown = [name for name in data.class_names if name not in class_names]
+    if unknown:
+        raise ValueError(f"{data.source} has classes that the model does not know: {', '.join(unknown[:10])}")
+    labels = {label: class_names.index(name) + 1 for label, name in enumerate(data.class_names, start=1)}
+    images = [
+        replace(image, instances=[replace(instance, label=labels[instance.label]) for instance in image.instances])
+        for image in data.images
+    ]
+    return CocoData(data.source, list(class_names), list(range(1, len(class_names) + 1)), images)
+
+
+def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> CocoData:
+    """Image files as a split; an image's id is its position."""
+    images = [AnnotatedImage(number, path, _size(path)) for number, path in enumerate(paths)]
+    return CocoData(Path(), list(class_names), list(range(1, len(class_names) + 1)), images)
+
+
+def _size(path: Path) -> Size:
+    try:
+        with Image.open(path) as image:
+            return image.height, image.width
+    except OSError:  # it is skipped and listed when it is to be looked at
+        return 1, 1

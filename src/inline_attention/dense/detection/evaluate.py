@@ -12,8 +12,9 @@ from torchvision.ops import clip_boxes_to_image
 
 from inline_attention.dense.detection.average_precision import ApResult, ImageResult, average_precision, encode_masks
 from inline_attention.dense.detection.boxes import Size, paste_masks
-from inline_attention.dense.detection.data import DetectionBatch, DetectionEvalLoader
+from inline_attention.dense.detection.data import DetectionEvalLoader
 from inline_attention.dense.detection.roi_heads import Detections
+from inline_attention.training.distributed import gathered
 
 _logger = logging.getLogger(__name__)
 
@@ -25,7 +26,6 @@ class DetectionResult:
     precision: ApResult
     skipped: int  # images that could not be read
     seconds: float
-    images_per_second: float
 
 
 def to_image(found: Detections, *, image_id: int, shown: Size, original: Size) -> ImageResult:
@@ -47,11 +47,11 @@ def detect(
     model.eval()
     images = loader.data.images
     try:
-        for batch in _in_step(loader, device=device):
-            with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-                found = model(batch.images, batch.sizes)
-            for detections, sample, size in zip(found, batch.sample_ids.tolist(), batch.sizes, strict=True):
-                if sample >= 0:
+        with gathered(model):
+            for batch in loader:
+                with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+                    found = model(batch.images, batch.sizes)
+                for detections, sample, size in zip(found, batch.sample_ids.tolist(), batch.sizes, strict=True):
                     image = images[sample]
                     yield to_image(detections, image_id=image.id, shown=size, original=image.size)
     finally:
@@ -83,23 +83,7 @@ def evaluate(
     if skipped and (not _is_distributed() or dist.get_rank() == 0):
         _logger.warning("%d unreadable images are left out: precision is over the other %d", skipped, len(found))
     precision = average_precision(loader.data, found)
-    return DetectionResult(precision, skipped, seconds, len(found) / seconds)
-
-
-def _in_step(loader: DetectionEvalLoader, *, device: torch.device) -> Iterator[DetectionBatch]:
-    """The loader's batches, and others whose image is no sample (−1) until every rank has had as many.
-
-    A sharded model communicates in its forward pass: a rank that ran out of images must not stop calling it.
-    """
-    count = 0
-    for batch in loader:
-        yield batch
-        count += 1
-    if _is_distributed():
-        blank = torch.zeros((1, 3, 32, 32), device=device)
-        none = torch.tensor([-1], device=device)
-        for _ in range(loader.max_batches - count):
-            yield DetectionBatch(blank, [(32, 32)], [{}], sample_ids=none, keys=none)
+    return DetectionResult(precision, skipped, seconds)
 
 
 def _gathered(value: tuple[list[ImageResult], int]) -> list[tuple[list[ImageResult], int]]:

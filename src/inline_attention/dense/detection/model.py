@@ -10,10 +10,21 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastL
 
 from inline_attention.dense.backbone import Backbone, create_backbone
 from inline_attention.dense.detection.boxes import Size
-from inline_attention.dense.detection.roi_heads import CASCADE, MASK_RCNN, NORM_GROUPS, Detections, RoIHeads
+from inline_attention.dense.detection.roi_heads import (
+    CASCADE,
+    MASK_RCNN,
+    NORM_GROUPS,
+    Detections,
+    RoIHeads,
+    StageSettings,
+)
 from inline_attention.dense.detection.rpn import Losses, RegionProposals, Targets
 
-HEADS = {"mask_rcnn": MASK_RCNN, "cascade_mask_rcnn": CASCADE}
+# name → (for people, stages)
+HEADS: dict[str, tuple[str, tuple[StageSettings, ...]]] = {
+    "mask_rcnn": ("Mask R-CNN", MASK_RCNN),
+    "cascade_mask_rcnn": ("Cascade Mask R-CNN", CASCADE),
+}
 
 
 class Detector(nn.Module):
@@ -32,7 +43,7 @@ class Detector(nn.Module):
     ) -> None:
         super().__init__()
         if head not in HEADS:
-            raise ValueError(f"there is no detection head {head!r}; expected one of {', '.join(HEADS)}")
+            raise ValueError(f"head={head!r}; expected one of {', '.join(HEADS)}")
         if channels < 1 or channels % NORM_GROUPS:
             raise ValueError(f"channels={channels}; expected a multiple of {NORM_GROUPS}")
         if regions < 1:
@@ -40,7 +51,7 @@ class Detector(nn.Module):
         self.backbone, self.num_classes = backbone, num_classes
         self.pyramid = FeaturePyramidNetwork(list(backbone.channels), channels, extra_blocks=LastLevelMaxPool())
         self.proposals = RegionProposals(channels)
-        self.heads = RoIHeads(channels, num_classes=num_classes, stages=HEADS[head], regions=regions)
+        self.heads = RoIHeads(channels, num_classes=num_classes, stages=HEADS[head][1], regions=regions)
 
     def forward(
         self,
@@ -78,18 +89,19 @@ class Detector(nn.Module):
 
 
 def create_detector(
-    name: str,
+    backbone: str,
+    head: str = "mask_rcnn",
     *,
-    head: str,
     num_classes: int,
     weights: str | None = None,
     drop_path: float | None = None,
     kwargs: dict[str, Any] | None = None,
     **sizes: int,
 ) -> Detector:
-    """A detector on the registered model `name`.
+    """A registered backbone under a head.
 
-    weights, drop_path, kwargs: see `create_backbone`; head, num_classes and sizes (channels, regions): see `Detector`.
+    weights, drop_path, kwargs: of the backbone, see `create_backbone`. The others, and sizes (channels, regions): see
+    `Detector`.
     """
-    backbone = create_backbone(name, weights=weights, drop_path=drop_path, kwargs=kwargs)
-    return Detector(backbone, head=head, num_classes=num_classes, **sizes)
+    features = create_backbone(backbone, weights=weights, drop_path=drop_path, kwargs=kwargs)
+    return Detector(features, head=head, num_classes=num_classes, **sizes)

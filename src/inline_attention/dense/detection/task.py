@@ -1,63 +1,26 @@
-"""Detection and instance segmentation for the training loop: COCO data, Mask R-CNN or its cascade, judged by box AP."""
+"""Detection and instance segmentation as a task of the training loop."""
 
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inline_attention.data.seeding import derive_seed
 from inline_attention.dense.detection.average_precision import ApResult
-from inline_attention.dense.detection.data import (
-    DetectionBatch,
-    DetectionData,
-    DetectionDataConfig,
-    open_detection_data,
-)
+from inline_attention.dense.detection.config import DetectionConfig
+from inline_attention.dense.detection.data import DetectionBatch, DetectionData, open_detection_data
 from inline_attention.dense.detection.evaluate import evaluate
-from inline_attention.dense.detection.model import create_detector
-from inline_attention.training.config import BackboneConfig, LoopConfig, OptimConfig, ScheduleConfig
+from inline_attention.dense.detection.weights import TASK, arguments_of, build, preparation, title
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.optim import freeze_layers
-from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
+from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe
 
 PRECISION, PER_CLASS = "average_precision.json", "per_class.csv"
-
-
-@dataclass(frozen=True)
-class DetectorConfig(BackboneConfig):
-    name: str = "inline_pvt_tiny"
-    head: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
-    drop_path: float | None = 0.1
-    channels: int = 256  # of the pyramid and of the heads
-    regions: int = 512  # of an image, that a head learns from; fewer take less memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class DetectionConfig(LoopConfig):
-    """Of `inline detect`. The defaults are the published 1× schedule: 12 epochs of 16 images an update."""
-
-    model: DetectorConfig = field(default_factory=DetectorConfig)
-    data: DetectionDataConfig = field(default_factory=DetectionDataConfig)
-    optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(lr=1e-4, rate_batch=16, weight_decay=0.05, clip_norm=None)
-    )
-    schedule: ScheduleConfig = field(
-        default_factory=lambda: ScheduleConfig(
-            kind="step",
-            epochs=12,
-            drop_at=(8, 11),
-            warmup_epochs=0,
-            warmup_steps=500,
-            warmup_lr=1e-7,  # ours: the published warm-up's first rate is not given
-            min_lr=0.0,
-        )
-    )
 
 
 class Detection(Task):
@@ -78,42 +41,29 @@ class Detection(Task):
 
     @property
     def title(self) -> str:
-        return f"{self.config.model.head} on {self.config.model.name}"
+        return title(self.config.model)
 
     def open_data(self, ranks: Ranks) -> DetectionData:
         config = self.config
         self.data = open_detection_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         return self.data.to(ranks.device)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of `create_detector`."""
-        wanted = self.config.model
-        return {
-            "head": wanted.head,
-            "num_classes": self.data.num_classes,
-            "channels": wanted.channels,
-            "kwargs": wanted.kwargs,
-        }
-
     def build_model(self) -> nn.Module:
         wanted = self.config.model
         torch.manual_seed(derive_seed("weights", self.config.seed))
-        weights = wanted.weights if wanted.weights in (None, "pretrained") else weights_source(wanted.weights)
-        model = create_detector(
-            wanted.name, weights=weights, drop_path=wanted.drop_path, regions=wanted.regions, **self.arguments
-        )
-        model.backbone.set_grad_checkpointing(wanted.checkpointing)
+        model = build(wanted, num_classes=self.data.num_classes)
+        if wanted.checkpointing:
+            model.backbone.set_grad_checkpointing(True)
         freeze_layers(model, wanted.freeze)
         return model
 
     def describe(self) -> dict[str, str]:
-        data = self.config.data
         return describe(
             self.config,
-            arguments=self.arguments,
+            arguments=arguments_of(self.config.model),
             class_names=self.data.class_names,
-            preprocessing=json.dumps({"short_side": data.short_side, "max_side": data.max_side}),
+            task=TASK,
+            preprocessing=preparation(self.config.data),
         )
 
     def losses(self, forward: Callable[..., Any], batch: DetectionBatch, *, epoch: int, step: int) -> dict[str, Tensor]:

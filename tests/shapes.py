@@ -32,7 +32,8 @@ def draw(seed: int, *, size: tuple[int, int] = (48, 64)) -> tuple[np.ndarray, np
             elif kind == 2:
                 pen.ellipse(box, fill=fill, outline=outline)
             else:
-                pen.polygon([(x, y - radius), (x + radius, y + radius), (x - radius, y + radius)], fill=fill, outline=outline)
+                corners = [(x, y - radius), (x + radius, y + radius), (x - radius, y + radius)]
+                pen.polygon(corners, fill=fill, outline=outline)
     return np.asarray(image), np.asarray(mask)
 
 

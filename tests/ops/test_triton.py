@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from inline_attention.ops import fused, inline_attention, inline_attention_packed  # needs Triton
+from inline_attention.ops.attention import inline_attention_projected
 
 GPU = torch.cuda.is_available()
 
@@ -154,6 +155,18 @@ def test_any_strides(layout, path):
         q, k, v = (torch.cat([x, x], -1)[..., :16] for x in (q, k, v))
     expected = inline_attention(*qkv.unbind(2), local_weight=weight, backend="reference", **options)
     torch.testing.assert_close(inline_attention(q, k, v, local_weight=weight, backend="triton", **options), expected)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 1), (1, 1, 1)])
+def test_projections_that_hold_several(sizes, path):
+    qkv, weight, grad, options = make_inputs(1, (3, 4), 1, 2, 16, torch.float32)
+    results = []
+    for backend in ("reference", "triton"):
+        parts = [x.contiguous().requires_grad_() for x in qkv.split(sizes, 2)]
+        out = inline_attention_projected(*parts, local_weight=weight, backend=backend, **options)
+        results.append([out, *torch.autograd.grad(out, parts, grad)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("local", [False, True])

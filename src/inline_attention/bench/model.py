@@ -52,14 +52,6 @@ class FreeAttention(nn.Module):
         return self.proj(q + k + v)
 
 
-def _build_inline(name: str, img_size: int, backend: Backend) -> nn.Module:
-    model = create_model(name, img_size=img_size)
-    for module in model.modules():
-        if isinstance(module, InLineAttention):
-            module.backend = backend
-    return model
-
-
 def _build(name: str, img_size: int, backend: Backend) -> nn.Module:
     """One of our models with a backend named outright: what "auto" stands for is no matter of a benchmark."""
     model = create_model(name, img_size=img_size)

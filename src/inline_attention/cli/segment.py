@@ -27,9 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--weights", required=True, help="file that `inline segment train` wrote")
     trained.add_argument("--window", type=int, nargs="+", metavar="N", help="in windows: side, or height and width")
-    trained.add_argument("--scales", type=float, nargs="+", metavar="S", help="average over these scales, as 0.75 1 1.25")
+    trained.add_argument("--scales", type=float, nargs="+", metavar="S", help="average over them, as 0.75 1 1.25")
     trained.add_argument("--flip", action="store_true", help="average over the image and its mirror image")
-    trained.add_argument("--short-side", type=int, metavar="N", help="resize images to this; 0: leave them (weights' own)")
+    trained.add_argument("--short-side", type=int, metavar="N", help="resize images to this; 0: leave them")
     trained.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
     trained.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
     trained.add_argument("--amp", choices=("bfloat16", "float16"), help="compute in this precision (autocast)")
@@ -129,7 +129,8 @@ def _eval(args: argparse.Namespace) -> int:
     print(f"mIoU {scores.miou:.3f}%  mAcc {scores.macc:.3f}%  pixels {scores.pixel_accuracy:.3f}%")
     for name, iou, accuracy in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
         print(f"  {name:<20} IoU {iou:6.2f}%  accuracy {accuracy:6.2f}%")
-    print(f"{result.images} images, {result.images / result.seconds:.1f} images/s on {device}, {result.skipped} unreadable")
+    speed = result.images / result.seconds
+    print(f"{result.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
         write_per_class(scores, trained.class_names, args.csv)
     if args.examples:
@@ -187,8 +188,9 @@ def _predict(args: argparse.Namespace) -> int:
                 pixels = image.pixels.permute(1, 2, 0).numpy()
                 Image.fromarray(overlay(pixels, found)).save(args.output / f"{name}.overlay.jpg", quality=92)
                 shares = np.bincount(found.ravel(), minlength=len(trained.class_names)) / found.size
-                most = [f"{trained.class_names[c]} {shares[c]:.0%}" for c in np.argsort(-shares)[:4] if shares[c] >= 0.005]
-                print(f"{paths[image.sample_id]}: {', '.join(most)}")
+                largest = [c for c in np.argsort(-shares)[:4] if shares[c] >= 0.005]
+                listed = ", ".join(f"{trained.class_names[c]} {shares[c]:.0%}" for c in largest)
+                print(f"{paths[image.sample_id]}: {listed}")
                 written += 1
                 on_images(1)
     print(f"{written} masks and overlays in {args.output}")

@@ -272,7 +272,7 @@ class WorkerFeed(Generic[LoadedT]):
         self._keys.position = (epoch, start_step)
         for batch in self._loader:
             if isinstance(batch, ValueError):
-                raise batch
+                raise ValueError(str(batch))  # not itself: its traceback would hold what holds it, workers too
             yield batch
 
     def to(self, device: torch.device) -> None:

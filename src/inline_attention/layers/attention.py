@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from inline_attention.ops import FEATURE_MAPS, inline_attention_projected, linear_attention, local_residual
 from inline_attention.ops.attention import Backend
 from inline_attention.ops.feature_maps import get_feature_map
+from inline_attention.ops.tracing import is_exporting
 
 from .local import TAPS, LocalKernel
 
@@ -232,7 +233,7 @@ def softmax_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale:
     """Softmax attention of rows (B, N, heads, d) → the same; mask broadcasts to (B, heads, Nq, N)"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
         out = out.clone(memory_format=torch.contiguous_format)
     return out

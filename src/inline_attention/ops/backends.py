@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from .tracing import is_exporting
 
 # Imported here and not where it is used: torch.compile cannot trace an import that registers operators.
 fused: Any
@@ -19,7 +20,7 @@ BACKENDS = ("triton", "reference")
 
 def why_not_triton(sources: Sequence[Tensor]) -> str | None:
     """Why the fused kernels cannot run on these inputs, or None if they can."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return "exported programs hold PyTorch's own operations only"
     if not HAS_TRITON:
         return "Triton is not installed"

@@ -6,6 +6,7 @@ projections keep them.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,12 @@ def _views(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _layout(sources: Sequence[Tensor]) -> str:
+    """Which of q, k and v each tensor holds: "qkv", "q,kv", …"""
+    names = iter("qkv")
+    return ",".join("".join(islice(names, source.shape[2])) for source in sources)
+
+
 def _rows(x: Tensor) -> Tensor:
     """x (…, heads, d) itself if the channels of a token lie next to each other, else a copy for which they do."""
     return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
@@ -176,43 +183,46 @@ def run_forward(
             q, k, v, taps, mask, count, sequences, out, state, means,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(packed, q, k, v, out),
-            **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
-            BN=CONFIG.tokens, BW=CONFIG.columns, num_warps=_warps(plan, CONFIG.fused_warps),
-            num_stages=CONFIG.fused_stages,
+            **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=CONFIG.columns,
+            **_pace(plan, CONFIG.fused_warps, CONFIG.fused_stages),
         )  # fmt: skip
         return out, state, means
     size = plan.block_channels * (plan.block_channels + 4)
     parts = torch.empty((plan.programs, plan.parts, size), dtype=torch.float32, device=q.device)
     _launch(forward.state_kernel, (plan.programs, plan.parts))(
         k, v, mask, sequences, parts, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
-        **common, **products, CENTRE=centre, BN=CONFIG.tokens,
-        num_warps=_warps(plan, CONFIG.state_warps), num_stages=CONFIG.state_stages,
+        **common, **products, CENTRE=centre, **_pace(plan, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
-    rows = _rows_of_state(plan)
+    sums = _sums(plan)
     common.pop("MAP")
-    _launch(forward.finish_kernel, (plan.programs, plan.block_channels // rows))(
+    _launch(forward.finish_kernel, (plan.programs, plan.block_channels // sums["BR"]))(
         parts, count, sequences, state, means, plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
+        **common, **sums,
     )  # fmt: skip
     tiles = make_tiles(plan, local=local, packed=packed)
     _launch(forward.output_kernel, (plan.programs, tiles.number))(
         q, v, taps, mask, sequences, out, state, means,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
         *_strides(packed, q, v, out), MAP=feature_map,
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-        num_warps=_warps(plan, CONFIG.output_warps), num_stages=CONFIG.output_stages,
+        **common, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.columns,
+        **_pace(plan, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
     return out, state, means
 
 
-def _warps(plan: Plan, warps: int) -> int:
-    """`warps` for blocks of 32 channels, more for wider ones."""
-    return min(8, warps * max(1, plan.block_channels // 32))
+def _pace(plan: Plan, warps: int, stages: int) -> dict[str, int]:
+    """Step over tokens, warps and stages: as configured for blocks of 32 channels, with more warps for 64. A state of
+    128² takes the registers of eight warps, and most of the shared memory: steps are short there, one at a time."""
+    if plan.block_channels > 64:
+        return dict(BN=16, num_warps=8, num_stages=1)
+    return dict(BN=CONFIG.tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
 
 
-def _rows_of_state(plan: Plan) -> int:
-    """So few that the parts of a state are summed by many programs."""
-    return min(plan.block_channels, 4)
+def _sums(plan: Plan) -> dict[str, int]:
+    """Parts, and rows of the state, that one program sums: all parts at once, and of few rows, so that the registers
+    hold them and many programs share the work."""
+    parts = triton.next_power_of_2(plan.parts)
+    return dict(BP=parts, BR=max(1, min(4, 16384 // (parts * plan.block_channels))))
 
 
 def run_backward(
@@ -236,7 +246,8 @@ def run_backward(
     packed = sequences is not None
     channels = plan.heads * plan.head_dim
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
-    dq, dk, dv = _views(grads)
+    grad_tensors = (*grads, None, None)[:3]
+    layout = _layout(sources)
     grad_taps = torch.empty(
         (0,) if taps is None else taps.shape, dtype=(q if taps is None else taps).dtype, device=q.device
     )
@@ -245,14 +256,13 @@ def run_backward(
     common = _common(plan, token_mask, sequences, feature_map)
     products = _products(q.dtype)
     mask_q = token_mask is not None and plan.queries == plan.tokens
-    strides = _strides(packed, q, k, v, g, dq, dk, dv)
+    strides = _strides(packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
     if plan.fused:
         _launch(backward.backward_kernel, (plan.programs,))(
-            q, k, v, taps, g, mask, count, sequences, state, means, dq, dk, dv, grad_taps,
+            q, k, v, taps, g, mask, count, sequences, state, means, *grad_tensors, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
-            **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-            BT=CONFIG.columns, num_warps=_warps(plan, CONFIG.fused_warps),
-            num_stages=CONFIG.fused_stages,
+            **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=CONFIG.columns, BT=CONFIG.columns,
+            **_pace(plan, CONFIG.fused_warps, CONFIG.fused_stages),
         )  # fmt: skip
         return [*grads, grad_taps]
     size = plan.block_channels * (plan.block_channels + 10)
@@ -263,21 +273,21 @@ def run_backward(
         q, v, g, mask, sequences, parts,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(packed, q, v, g),
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BT=CONFIG.columns,
-        num_warps=_warps(plan, CONFIG.state_warps), num_stages=CONFIG.state_stages,
+        **common, **products, LOCAL=local, MASK_Q=mask_q, BT=CONFIG.columns,
+        **_pace(plan, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
-    rows = _rows_of_state(plan)
-    _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // rows))(
+    sums = _sums(plan)
+    _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // sums["BR"]))(
         parts, count, sequences, grad_state, grad_mean, grad_taps,
         plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, LOCAL=local, BR=rows, BP=min(32, triton.next_power_of_2(plan.parts)),
+        **common, **sums, LOCAL=local,
     )  # fmt: skip
     tiles = make_tiles(plan, local=local, packed=packed)
     _launch(backward.grad_kernel, (plan.programs, tiles.number))(
-        q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, dq, dk, dv,
+        q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, *grad_tensors,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BN=CONFIG.tokens, BW=CONFIG.columns,
-        num_warps=_warps(plan, CONFIG.output_warps), num_stages=CONFIG.output_stages,
+        **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=CONFIG.columns,
+        **_pace(plan, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
     return [*grads, grad_taps]
 

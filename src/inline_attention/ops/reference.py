@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .feature_maps import FeatureMap, get_feature_map
 from .local import local_sum, local_sum_backward
+from .tracing import is_exporting
 
 
 class State(NamedTuple):
@@ -213,6 +214,6 @@ def attend(
     options: dict[str, Any] = dict(
         feature_map=get_feature_map(feature_map), scale=scale, grid=grid, num_prefix_tokens=num_prefix_tokens
     )
-    if torch.compiler.is_exporting():  # exporters trace operations, not autograd functions
+    if is_exporting():  # exporters trace operations, not autograd functions
         return forward(q, k, v, local_weight, token_mask, **options)[0]
     return _InLineAttention.apply(q, k, v, local_weight, token_mask, options)

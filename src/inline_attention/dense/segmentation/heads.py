@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from inline_attention.dense.backbone import STRIDES
 from inline_attention.dense.norm import BatchNorm
+from inline_attention.layers.drop import ChannelDrop
 
 
 class ConvNormAct(nn.Sequential):
@@ -31,7 +32,7 @@ class PixelClassifier(nn.Sequential):
         conv = nn.Conv2d(dim, num_classes, 1)
         nn.init.normal_(conv.weight, std=0.01)
         nn.init.zeros_(conv.bias)  # type: ignore[arg-type]  # a convolution with a bias has one
-        super().__init__(nn.Dropout2d(drop), conv)
+        super().__init__(ChannelDrop(drop, dim), conv)
 
 
 def resize(x: Tensor, size: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ from .blocks import (
     add_local,
     feature_map,
     feature_map_backward,
+    gradient_pointers,
     load_map_row,
     load_neighbours,
     load_rows,
@@ -158,13 +159,13 @@ def write_grads_run(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_dq, p_dk, p_dv, p_dw,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_d0, p_d1, p_d2, p_dw,
     Nq, N, H, W, prefix, scale, blocks, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     BT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+    MASK_Q: tl.constexpr, PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -178,6 +179,7 @@ def backward_kernel(
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_g += i_b * stride_gb + start * stride_g + c
+    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT)
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c
@@ -313,13 +315,13 @@ def grad_finish_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_dq, p_dk, p_dv,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_d0, p_d1, p_d2,
     Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -334,6 +336,7 @@ def grad_kernel(
     p_k += i_b * stride_kb + start * stride_k + c
     p_v += i_b * stride_vb + start * stride_v + c
     p_g += i_b * stride_gb + start * stride_g + c
+    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT)
     p_dq += i_b * stride_dqb + start * stride_dq + c
     p_dk += i_b * stride_dkb + start * stride_dk + c
     p_dv += i_b * stride_dvb + start * stride_dv + c

@@ -80,6 +80,23 @@ def present(p_mask, t, o_t, m_t, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
+def gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT: tl.constexpr):
+    """Where the gradients of q, k and v begin: in one, two or three tensors whose tokens hold them side by side.
+
+    The tensors are arguments of the kernels, and not views of them for q, k and v: what a kernel writes through a
+    view, torch.compile copies.
+    """
+    if LAYOUT == "qkv":
+        return p_d0, p_d0 + C, p_d0 + 2 * C
+    elif LAYOUT == "q,kv":
+        return p_d0, p_d1, p_d1 + C
+    elif LAYOUT == "qk,v":
+        return p_d0, p_d0 + C, p_d1
+    else:
+        return p_d0, p_d1, p_d2
+
+
+@triton.jit
 def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr):
     """Step i over a tile BW columns wide that begins at (y, x): tokens from its first one on, and which are in it"""
     o = i + tl.arange(0, BN)
@@ -134,13 +151,10 @@ def state_offsets(o_r, o_c, D: tl.constexpr):
 
 @triton.jit
 def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr):
-    """Σ over parts of what stands at offsets o (R, X), where m: (R, X)"""
+    """Σ over up to BP parts of what stands at offsets o (R, X), where m: (R, X)"""
     o_p = tl.arange(0, BP)
-    b_sum = tl.zeros(o.shape, tl.float32)
-    for p in range(0, parts, BP):
-        offset = tl.cast(p + o_p, tl.int64)[:, None, None] * part_size + o[None, :, :]
-        b_sum += tl.sum(tl.load(p_part + offset, mask=(p + o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
-    return b_sum
+    p = p_part + tl.cast(o_p, tl.int64)[:, None, None] * part_size + o[None, :, :]
+    return tl.sum(tl.load(p, mask=(o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
 
 
 @triton.jit

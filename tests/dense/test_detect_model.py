@@ -8,7 +8,7 @@ from small import shrunk
 from torch import Tensor
 
 from inline_attention.dense.detection.model import HEADS, Detector, create_detector
-from inline_attention.dense.detection.roi_heads import CASCADE, Stage
+from inline_attention.dense.detection.roi_heads import CASCADE
 
 CLASSES = 3
 
@@ -132,12 +132,11 @@ def test_half_precision_keeps_coordinates() -> None:
 
 
 def test_the_stages_demand_more_and_more_overlap() -> None:
-    stages = small_detector(head="cascade_mask_rcnn").heads.stages
+    stages = small_detector(head="cascade_mask_rcnn").heads.in_order()
     target = targets([[10, 10, 50, 50]], [2], (64, 64))
     # Overlaps of 0.55, 0.65 and 0.75 with the object: it covers the lower part of each box.
     proposals = torch.tensor([[10, 50 - 40 / overlap, 50, 50] for overlap in (0.55, 0.65, 0.75)])
     for stage, expected in zip(stages, (3, 2, 1), strict=True):
-        assert isinstance(stage, Stage)
         samples = stage.choose(proposals, target, torch.tensor(0))
         positives = len(samples.matched)
         assert positives == expected + 1  # the object's own box too
@@ -147,8 +146,7 @@ def test_the_stages_demand_more_and_more_overlap() -> None:
 
 def test_a_stage_moves_boxes_where_its_deltas_say() -> None:
     """Deltas are in units of the box, divided by the stage's weights: 0.1, 0.1, 0.2, 0.2 for the first one."""
-    stage = small_detector(head="cascade_mask_rcnn").heads.stages[0]
-    assert isinstance(stage, Stage)
+    stage = small_detector(head="cascade_mask_rcnn").heads.in_order()[0]
     box = torch.tensor([[10.0, 20.0, 50.0, 40.0]])
     deltas = torch.zeros(1, CLASSES + 1, 4)
     deltas[0, 2] = torch.tensor([1.0, -2.0, 5 * torch.log(torch.tensor(2.0)), 0.0])  # of class 2
@@ -161,8 +159,8 @@ def test_a_stage_moves_boxes_where_its_deltas_say() -> None:
 def test_scores_are_the_mean_of_the_stages() -> None:
     """With heads that see nothing but their bias: 0.9, 0.6 and 0.3 for class 1 give 0.6."""
     model = small_detector(head="cascade_mask_rcnn").eval()
-    for stage, share in zip(model.heads.stages, (0.9, 0.6, 0.3), strict=True):
-        predictor: Any = stage.box_predictor
+    for stage, share in zip(model.heads.in_order(), (0.9, 0.6, 0.3), strict=True):
+        predictor = stage.box_predictor
         torch.nn.init.zeros_(predictor.cls_score.weight)
         rest = (1 - share) / CLASSES
         predictor.cls_score.bias.data = torch.tensor([rest, share, rest, rest]).log()

@@ -170,12 +170,14 @@ class RoIHeads(nn.Module):
         )
         self.min_score, self.nms_iou, self.max_detections = min_score, nms_iou, max_detections
 
+    def in_order(self) -> list[Stage]:
+        return [stage for stage in self.stages if isinstance(stage, Stage)]
+
     def losses(
         self, maps: Maps, proposals: Sequence[Tensor], sizes: Sequence[Size], targets: Targets, keys: Tensor
     ) -> Losses:
         losses: Losses = {}
-        for number, stage in enumerate(self.stages, start=1):
-            assert isinstance(stage, Stage)
+        for number, stage in enumerate(self.in_order(), start=1):
             samples = [stage.choose(*image) for image in zip(proposals, targets, keys, strict=True)]
             logits, deltas = stage.predict_boxes(self.box_pool(maps, [s.boxes for s in samples]))
             positive_boxes = [s.boxes[: len(s.matched)] for s in samples]
@@ -198,8 +200,7 @@ class RoIHeads(nn.Module):
     def forward(self, maps: Maps, proposals: Sequence[Tensor], sizes: Sequence[Size]) -> list[Detections]:
         counts = [len(boxes) for boxes in proposals]
         scores = torch.zeros((), device=maps[0].device)
-        for number, stage in enumerate(self.stages, start=1):
-            assert isinstance(stage, Stage)
+        for number, stage in enumerate(self.in_order(), start=1):
             logits, deltas = stage.predict_boxes(self.box_pool(maps, proposals))
             scores = scores + logits.softmax(1) / len(self.stages)
             boxes = torch.cat(list(proposals))
@@ -223,7 +224,7 @@ class RoIHeads(nn.Module):
     def _with_masks(self, maps: Maps, detections: list[Detections]) -> list[Detections]:
         regions = self.mask_pool(maps, [d.boxes for d in detections])
         labels = torch.cat([d.labels for d in detections])
-        of_stages = [_of_label(stage.mask_head(regions).float().sigmoid(), labels) for stage in self.stages]  # type: ignore[operator]
+        of_stages = [_of_label(stage.mask_head(regions).float().sigmoid(), labels) for stage in self.in_order()]
         masks = torch.stack(of_stages).mean(0)
         for found, part in zip(detections, masks.split([len(d.labels) for d in detections]), strict=True):
             found.masks = part

@@ -101,7 +101,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(undisturbed: Path, tmp
     assert _runs.metrics(output, "eval") == _runs.metrics(undisturbed, "eval")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_are_one(strategy: str, undisturbed: Path, tmp_path: Path) -> None:
     """The same images, masks, drops and batch statistics: the same losses, up to the order of sums."""
     log = tmp_path / "log.txt"

@@ -12,7 +12,7 @@ from inline_attention.cli._training import configure_training, run_training
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
 
-HELP = "semantic segmentation: train, eval, predict"
+HELP = "semantic segmentation: train, eval, predict, models"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         data="folder with images/SPLIT, masks/SPLIT and classes.txt, or what data.layout says",
         recipe="name of a recipe or a .yaml file; --list-recipes shows them",
     )
+
+    actions.add_parser("models", help="published models: parameters, cost, results")
 
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--weights", required=True, help="file that `inline segment train` wrote")
@@ -49,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"train": _train, "eval": _eval, "predict": _predict}[args.action](args)
+    return {"train": _train, "models": _models, "eval": _eval, "predict": _predict}[args.action](args)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -73,6 +75,26 @@ def _farewell(outcome: "Outcome") -> str:
     if summary["skipped_images"]:
         lines.append(f"skipped   {summary['skipped_images']} unreadable images")
     return "\n".join([*lines, "", "next:", f"  inline segment predict --weights {best} IMAGE"])
+
+
+def _models(args: argparse.Namespace) -> int:
+    from inline_attention.bench.record import table
+    from inline_attention.dense.published import COST_CLASSES, COST_SIZE, SEGMENTERS
+    from inline_attention.dense.segmentation.cost import count_cost
+    from inline_attention.dense.segmentation.model import HEADS
+
+    def known(value: float | None) -> str:
+        return "–" if value is None else f"{value:g}"
+
+    rows = []
+    for backbone, facts in SEGMENTERS.items():
+        cost = count_cost(backbone, facts.head)
+        counted = (f"{cost.params / 1e6:.2f}", f"{cost.macs / 1e9:.1f}")
+        published = map(known, (facts.params, facts.macs, facts.miou, facts.macc))
+        rows.append([f"{facts.head}_{backbone}", HEADS[facts.head][0], *counted, *published])
+    print(table(["recipe", "head", "params, M", "MACs, G", "published params", "MACs", "mIoU", "mAcc"], rows))
+    print(f"MACs of one {COST_SIZE[0]}×{COST_SIZE[1]} image with {COST_CLASSES} classes; mIoU and mAcc on ADE20K.")
+    return 0
 
 
 def _load(args: argparse.Namespace) -> Any:

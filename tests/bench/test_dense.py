@@ -1,0 +1,52 @@
+"""Dense models against their softmax twins: what is built, what is written down."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from inline_attention.bench import dense as bench
+from inline_attention.cli import main
+from inline_attention.layers import InLineAttention
+
+
+def test_contenders_differ_in_the_backbone_alone() -> None:
+    setting = bench.DenseSetting.parse("fpn-pvt_tiny", size=None, batch=1, training=False)
+    assert setting.size == (512, 2048)
+    with torch.device("meta"):
+        models = {contender: bench.build(setting, contender) for contender in bench.CONTENDERS}
+    heads = {contender: {n: p.shape for n, p in m.head.named_parameters()} for contender, m in models.items()}
+    assert heads["fused"] == heads["softmax"]
+    backends = {
+        contender: {module.backend for module in model.modules() if isinstance(module, InLineAttention)}
+        for contender, model in models.items()
+    }
+    assert backends == {"fused": {"triton"}, "reference": {"reference"}, "softmax": set()}
+
+
+def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, picture = tmp_path / "dense.json", tmp_path / "dense.png"
+    command = ["bench", "dense", "fpn-pvt_tiny", "--size", "64", "64", "--modes=eager", "--quick", "--device=cpu"]
+    assert main([*command, f"--json={record}", f"--picture={picture}"]) == 0
+    results = json.loads(record.read_text())["results"]
+    assert [(r["contender"], r["task"]) for r in results] == [
+        ("reference", "infer"), ("softmax", "infer"), ("reference", "train"), ("softmax", "train"),
+    ]  # fmt: skip
+    assert all(r["error"] is None and r["timing"]["median"] > 0 for r in results)
+    assert np.asarray(Image.open(picture).convert("L")).std() > 5
+    shown = capsys.readouterr().out
+    assert main(["bench", "table", str(record)]) == 0
+    rows = [[[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "| softmax " in line]
+            for text in (shown, capsys.readouterr().out)]  # fmt: skip
+    assert len(rows[0]) == 2
+    assert rows[0] == rows[1]
+    assert all("1.00" in row for row in rows[0])  # its speed over its own
+
+
+@pytest.mark.parametrize("name", ["fpn", "unet-pvt_tiny", "fpn-pvt_huge"])
+def test_models_that_there_are_not(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "dense", name, "--device=cpu"]) == 2
+    assert f"there is no dense model '{name}'" in capsys.readouterr().err

@@ -173,6 +173,7 @@ class RoIHeads(nn.Module):
     def in_order(self) -> list[Stage]:
         return [stage for stage in self.stages if isinstance(stage, Stage)]
 
+    @torch.compiler.disable  # shapes depend on what is found
     def losses(
         self, maps: Maps, proposals: Sequence[Tensor], sizes: Sequence[Size], targets: Targets, keys: Tensor
     ) -> Losses:
@@ -197,6 +198,7 @@ class RoIHeads(nn.Module):
                 ]
         return losses
 
+    @torch.compiler.disable
     def forward(self, maps: Maps, proposals: Sequence[Tensor], sizes: Sequence[Size]) -> list[Detections]:
         counts = [len(boxes) for boxes in proposals]
         scores = torch.zeros((), device=maps[0].device)

@@ -37,6 +37,7 @@ class RegionProposals(RegionProposalNetwork):
         )
         self.fg_bg_sampler = KeyedSampler(256, positive_share=0.5, place=0)
 
+    @torch.compiler.disable  # shapes depend on what is found
     def forward(
         self, maps: Sequence[Tensor], sizes: Sequence[Size], targets: Targets | None = None, keys: Tensor | None = None
     ) -> tuple[list[Tensor], Losses]:

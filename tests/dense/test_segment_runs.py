@@ -174,6 +174,7 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "no recipe: name one": ["segment", "train"],
         "unknown recipe 'upernet'": ["segment", "train", "upernet"],
         "no data: give --data FOLDER with images/train": ["segment", "train", "fpn_inline_pvt_tiny"],
+        "data.batch_size=1: UperNet's batch norm": [*arguments(tmp_path), "data.batch_size=1"],
         "unknown setting data.mixup": ["segment", "train", "fpn_inline_pvt_tiny", "data.mixup=1"],
         "is no weights file of `inline segment train`": ["segment", "predict", "--weights=x.pth", shapes.folder()],
     }

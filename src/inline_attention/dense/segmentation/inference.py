@@ -28,12 +28,12 @@ class Inference:
     def __call__(self, segment: Segment, images: Tensor, size: Sequence[int]) -> Tensor:
         """Classes (B, *size) of images (B, 3, h, w)."""
         if len(self.scales) == 1 and not self.flip:  # the greatest logit is the greatest probability
-            return resize(self._logits(segment, images, self.scales[0]), size).argmax(1)
+            return _fitted(self._logits(segment, images, self.scales[0]), size).argmax(1)
         total: Tensor | None = None
         for scale in self.scales:
             for flipped in (False, True) if self.flip else (False,):
                 logits = self._logits(segment, images.flip(3) if flipped else images, scale)
-                probabilities = resize(logits.flip(3) if flipped else logits, size).softmax(1)
+                probabilities = _fitted(logits.flip(3) if flipped else logits, size).softmax(1)
                 total = probabilities if total is None else total.add_(probabilities)
         assert total is not None
         return total.argmax(1)
@@ -60,6 +60,10 @@ class Inference:
                 covered[window] += 1
         assert total is not None
         return total / covered
+
+
+def _fitted(logits: Tensor, size: Sequence[int]) -> Tensor:
+    return logits if tuple(logits.shape[2:]) == tuple(size) else resize(logits, size)
 
 
 def places(side: int, window: int, *, stride: float) -> list[int]:

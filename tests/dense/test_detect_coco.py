@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from coco_shapes import CATEGORY_IDS, NAMES, draw_shapes, write_annotations
 
-from inline_attention.dense.detection.coco import Instance, check_same_categories, decode_masks, read_coco
+from inline_attention.dense.detection.coco import check_same_categories, decode_masks, read_coco
 
 mask_utils = pytest.importorskip("pycocotools.mask")
 
@@ -69,8 +69,9 @@ def test_a_single_pixel_and_an_image_without_objects(tmp_path: Path, content: di
     pixel = {"image_id": 0, "category_id": 7, "bbox": [5, 6, 1, 1], "segmentation": [[5, 6, 6, 6, 6, 7, 5, 7]]}
     content["annotations"] = [pixel]
     first, second, _ = read(tmp_path, content).images
-    assert first.instances == [Instance(2, (5, 6, 6, 7), pixel["segmentation"], None, False)]  # type: ignore[comparison-overlap]
-    mask = decode_masks(first, first.instances)[0]
+    (instance,) = first.instances
+    assert (instance.label, instance.box, instance.area, instance.crowd) == (2, (5, 6, 6, 7), None, False)
+    mask = decode_masks(first, [instance])[0]
     assert mask.sum() == mask[6, 5] == 1
     assert second.instances == []
     assert decode_masks(second, []).shape == (0, 96, 64)

@@ -86,6 +86,17 @@ def test_every_family_learns_and_finds(name: str, head: str) -> None:
         assert (detections.boxes[:, 3] <= height).all()
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_a_batch_without_objects_reaches_every_parameter(head: str) -> None:
+    """Its mask heads see no region, and still take part in what ranks exchange."""
+    model = small_detector(head=head)
+    nothing = targets([], [], (64, 96))
+    losses = model(torch.randn(2, 3, 64, 96), None, [nothing] * 2)
+    sum(losses.values()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(loss == 0 for name, loss in losses.items() if "mask" in name or "box" in name)
+
+
 @pytest.mark.parametrize("size", [(375, 1242), (512, 2048), (33, 47), (1, 1)])
 def test_any_size(size: tuple[int, int]) -> None:
     model = small_detector().eval()

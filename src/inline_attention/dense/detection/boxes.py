@@ -38,7 +38,7 @@ class PyramidAlign(nn.Module):
             regions = roi_align(
                 features, rois[chosen], self.output_size, spatial_scale=1 / stride, sampling_ratio=0, aligned=True
             )
-            pooled = pooled.index_copy(0, chosen, regions.to(pooled.dtype))
+            pooled.index_copy_(0, chosen, regions.to(pooled.dtype))
         return pooled
 
 

@@ -3,7 +3,7 @@
 The size and the flip of an image are a function of (seed, epoch, sample). So is the canvas, since the annotations tell
 every image's size: all ranks use the one that fits the global batch. What a rank computes then does not depend on how
 the batch is cut into ranks, although attention over the whole map sees the padding; and ranks that wait for each other
-lose nothing, since the largest canvas decides how long a step takes.
+lose little, since the largest canvas decides how long a step takes.
 """
 
 import random
@@ -231,7 +231,7 @@ class EvalSamples(Dataset[RawDetectionBatch]):
 class TrainPlan:
     """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
 
-    What is left of both at the end of an epoch makes mixed batches, so that an epoch has as many as without grouping.
+    What is left of both at the end of an epoch may make a mixed one: an epoch has as many as without grouping.
     """
 
     def __init__(
@@ -393,5 +393,5 @@ def _size(path: Path) -> Size:
     try:
         with Image.open(path) as image:
             return image.height, image.width
-    except OSError:  # it is skipped and listed when it is to be looked at
+    except Exception:  # Pillow raises nearly every built-in one; the image is skipped and listed when it is decoded
         return 1, 1

@@ -18,6 +18,7 @@ from PIL import Image
 from inline_attention.dense.segmentation.task import Segmentation
 from inline_attention.dense.segmentation.weights import load_segmenter
 from inline_attention.training.config import load_recipe, recipe_names
+from inline_attention.training.distributed import Ranks
 from inline_attention.training.run_folder import plan_run
 
 # Everything random is on: augmentation, stochastic depth, dropout of channels; and an average of the weights.
@@ -167,6 +168,27 @@ def test_other_classes(undisturbed: Path, tmp_path: Path, capsys: pytest.Capture
         if name.startswith("backbone."):
             assert torch.allclose(after[name], value, atol=1e-6), name
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_frozen_layers_layer_decay_and_checkpointing(undisturbed: Path, tmp_path: Path) -> None:
+    """Recomputed activations change nothing, and a frozen stem keeps its weights."""
+    log = tmp_path / "log.txt"
+    assert _runs.run(arguments(tmp_path / "recomputed", "model.checkpointing=true"), log=log) == 0
+    losses = [[record["loss"] for record in _runs.metrics(run)] for run in (undisturbed, tmp_path / "recomputed")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+    settings = ("model.freeze=1", "optim.layer_decay=0.5")
+    assert _runs.run(arguments(tmp_path / "frozen", *settings), log=log) == 0
+    flags = {"data": {"path": shapes.folder()}}
+    plan = plan_run("upernet_inline_swin_tiny", task=Segmentation, overrides=TINY, flags=flags)
+    task = Segmentation(plan.config)
+    task.open_data(Ranks(torch.device("cpu")))
+    start, end = task.build_model().state_dict(), _runs.weights(tmp_path / "frozen")
+    changed = {name for name, value in start.items() if not torch.equal(value, end[name])}
+    assert not any(name.startswith("backbone.model.patch_embed.") for name in changed)
+    assert any(name.startswith("backbone.model.stages.0.") for name in changed)
+    assert "backbone.norms.0.weight" in changed
 
 
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

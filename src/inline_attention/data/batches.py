@@ -246,6 +246,12 @@ class _ErrorsAsValues(Dataset[Any]):
             return error
 
 
+def _raise_errors(batch: Any) -> Any:
+    if isinstance(batch, ValueError):
+        raise ValueError(str(batch))  # not itself: its traceback would hold what holds it, and so the workers
+    return batch
+
+
 class WorkerFeed(Generic[LoadedT]):
     """Batches decoded and transformed as they are needed, in worker processes."""
 
@@ -270,10 +276,7 @@ class WorkerFeed(Generic[LoadedT]):
 
     def batches(self, epoch: int, start_step: int) -> Iterator[LoadedT]:
         self._keys.position = (epoch, start_step)
-        for batch in self._loader:
-            if isinstance(batch, ValueError):
-                raise ValueError(str(batch))  # not itself: its traceback would hold what holds it, workers too
-            yield batch
+        return map(_raise_errors, iter(self._loader))  # the workers start here and now
 
     def to(self, device: torch.device) -> None:
         pass

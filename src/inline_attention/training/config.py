@@ -213,6 +213,7 @@ class LoopConfig:
 class TrainConfig(LoopConfig):
     """Of `inline train`: classification."""
 
+    recipe: str = "quickstart"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(path=""))  # a path must be given
     optim: ClassifierOptimConfig = field(default_factory=ClassifierOptimConfig)
@@ -230,8 +231,7 @@ def recipe_names(folder: str = "") -> list[str]:
 
 
 def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Classification's configuration: a recipe's name (or a YAML file of the user's), then `flags` (nested), then
-    `key=value` overrides."""
+    """Of classification: a recipe's name (or a YAML file of the user's), then `flags` (nested), then `key=value`."""
     return load_recipe(recipe, defaults=TrainConfig(), overrides=overrides, flags=flags)
 
 

@@ -310,7 +310,7 @@ class Trainer:
         self.reporter.note(
             f"{self.task.title}: {trained / 1e6:.2f}M trained parameters, {len(self.data.class_names)} classes, "
             f"{self.schedule.total_steps} updates of {config.global_batch(ranks.world_size)} images "
-            f"({epochs:.4g} epochs), {ranks.world_size} × {ranks.device.type}, {precision}"
+            f"({round(epochs, 2):g} epochs), {ranks.world_size} × {ranks.device.type}, {precision}"
         )
         self.reporter.note(f"run folder: {self.folder}")
 

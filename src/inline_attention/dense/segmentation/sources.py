@@ -129,8 +129,8 @@ def _match(images: Path, masks: Path, image_ending: str = "", mask_ending: str =
 
 def _by_name(folder: Path, extensions: Iterable[str], ending: str) -> dict[str, Path]:
     """Path below the folder, without its ending → file; in natural order."""
-    endings = tuple(ending + extension for extension in extensions)
-    found = (path for path in folder.rglob("*") if path.name.lower().endswith(tuple(e.lower() for e in endings)))
+    endings = tuple((ending + extension).lower() for extension in extensions)
+    found = (path for path in folder.rglob("*") if path.name.lower().endswith(endings))
     names = {str(path.relative_to(folder).with_suffix("")).removesuffix(ending): path for path in found}
     return dict(sorted(names.items(), key=lambda item: natural_key(item[0])))
 

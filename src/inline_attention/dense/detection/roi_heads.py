@@ -140,9 +140,8 @@ class Stage(nn.Module):
             mask_targets(t["masks"], s.boxes[: len(s.matched)], s.matched, side=logits.shape[-1])
             for s, t in zip(samples, targets, strict=True)
         ]
-        errors = F.binary_cross_entropy_with_logits(
-            _of_label(logits.float(), labels), torch.cat(wanted), reduction="none"
-        )
+        own = _of_label(logits, labels).float()
+        errors = F.binary_cross_entropy_with_logits(own, torch.cat(wanted), reduction="none")
         counts = torch.tensor([len(s.matched) for s in samples], device=labels.device)
         return mean_over_images(errors.mean((1, 2)), image_numbers([s.matched for s in samples]), counts)
 
@@ -171,6 +170,7 @@ class RoIHeads(nn.Module):
         self.min_score, self.nms_iou, self.max_detections = min_score, nms_iou, max_detections
 
     def in_order(self) -> list[Stage]:
+        """`stages`, with their type"""
         return [stage for stage in self.stages if isinstance(stage, Stage)]
 
     @torch.compiler.disable  # shapes depend on what is found
@@ -226,7 +226,7 @@ class RoIHeads(nn.Module):
     def _with_masks(self, maps: Maps, detections: list[Detections]) -> list[Detections]:
         regions = self.mask_pool(maps, [d.boxes for d in detections])
         labels = torch.cat([d.labels for d in detections])
-        of_stages = [_of_label(stage.mask_head(regions).float().sigmoid(), labels) for stage in self.in_order()]
+        of_stages = [_of_label(stage.mask_head(regions), labels).float().sigmoid() for stage in self.in_order()]
         masks = torch.stack(of_stages).mean(0)
         for found, part in zip(detections, masks.split([len(d.labels) for d in detections]), strict=True):
             found.masks = part

@@ -21,6 +21,7 @@ from inline_attention.dense.detection.data import (
     load,
     open_detection_data,
     show,
+    with_classes,
 )
 
 pytest.importorskip("pycocotools")
@@ -199,3 +200,12 @@ def test_the_annotations_are_coco(shapes: Path) -> None:
     path = shapes / "annotations" / "instances_val2017.json"
     coco = COCO(str(path))
     assert len(coco.getImgIds()) == len(json.loads(path.read_text())["images"]) == 5
+
+
+def test_classes_are_matched_by_name(shapes: Path) -> None:
+    data = read_coco(shapes, "val2017")
+    matched = with_classes(data, ["triangle", "star", "disc", "square"])
+    names = [[data.class_names[instance.label - 1] for instance in image.instances] for image in data.images]
+    assert names == [[matched.class_names[i.label - 1] for i in image.instances] for image in matched.images]
+    with pytest.raises(ValueError, match="classes that the model does not know: triangle"):
+        with_classes(data, ["disc", "square"])

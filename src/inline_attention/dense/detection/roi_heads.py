@@ -44,8 +44,7 @@ CASCADE = (
 )
 
 
-@dataclass
-class Detections:
+class Detections(NamedTuple):
     """What was found in one image, the surest first. Labels count from 1."""
 
     boxes: Tensor  # (n, 4) x0, y0, x1, y1 in the pixels of the model's input
@@ -212,25 +211,24 @@ class RoIHeads(nn.Module):
             else:
                 of_classes = stage.coder.decode_single(deltas.flatten(1), boxes).unflatten(1, (-1, 4))
         images = zip(of_classes.split(counts), scores.split(counts), sizes, strict=True)
-        return self._with_masks(maps, [self._select(*image) for image in images])
+        selected = [self._select(*image) for image in images]
+        masks = self._masks(maps, [boxes for boxes, _, _ in selected], [labels for _, _, labels in selected])
+        return [Detections(*image, masks=part) for image, part in zip(selected, masks, strict=True)]
 
-    def _select(self, boxes: Tensor, scores: Tensor, size: Size) -> Detections:
-        """boxes (n, classes + 1, 4), scores (n, classes + 1)"""
+    def _select(self, boxes: Tensor, scores: Tensor, size: Size) -> tuple[Tensor, Tensor, Tensor]:
+        """boxes (n, classes + 1, 4), scores (n, classes + 1) → boxes, scores, labels of what is found"""
         boxes = clip_boxes_to_image(boxes, size)
         rows, labels = (scores[:, 1:] > self.min_score).nonzero().unbind(1)
         labels = labels + 1
         boxes, scores = boxes[rows, labels], scores[rows, labels]
         kept = batched_nms(boxes, scores, labels, self.nms_iou)[: self.max_detections]
-        return Detections(boxes[kept], scores[kept], labels[kept], scores.new_empty(0))
+        return boxes[kept], scores[kept], labels[kept]
 
-    def _with_masks(self, maps: Maps, detections: list[Detections]) -> list[Detections]:
-        regions = self.mask_pool(maps, [d.boxes for d in detections])
-        labels = torch.cat([d.labels for d in detections])
-        of_stages = [_of_label(stage.mask_head(regions), labels).float().sigmoid() for stage in self.in_order()]
-        masks = torch.stack(of_stages).mean(0)
-        for found, part in zip(detections, masks.split([len(d.labels) for d in detections]), strict=True):
-            found.masks = part
-        return detections
+    def _masks(self, maps: Maps, boxes: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """For each image (n, 28, 28), the mean of the stages"""
+        regions, flat = self.mask_pool(maps, boxes), torch.cat(list(labels))
+        of_stages = [_of_label(stage.mask_head(regions), flat).float().sigmoid() for stage in self.in_order()]
+        return torch.stack(of_stages).mean(0).split([len(part) for part in labels])
 
 
 def surest_class(logits: Tensor) -> Tensor:

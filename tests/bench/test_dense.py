@@ -62,6 +62,7 @@ def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.C
     assert all("1.00" in row for row in rows[0])  # its speed over its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contender", ["reference", "softmax"])
 def test_training_steps(contender: str) -> None:
     setting = bench.DenseSetting.parse("upernet-swin_tiny", size=(64, 64), batch=2, training=True)

@@ -1,6 +1,7 @@
 """Dense models against their softmax twins: what is built, what is written down."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from inline_attention.bench import dense as bench
 from inline_attention.bench.timing import Effort
 from inline_attention.cli import main
+from inline_attention.dense.detection.model import create_detector
 from inline_attention.layers import InLineAttention
 
 
@@ -26,6 +28,21 @@ def test_contenders_differ_in_the_backbone_alone() -> None:
         for contender, model in models.items()
     }
     assert backends == {"fused": {"triton"}, "reference": {"reference"}, "softmax": set()}
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "cascade_mask_rcnn"])
+def test_detectors_have_objects_to_find_and_to_learn(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "create_detector", partial(create_detector, channels=32, regions=16))
+    setting = bench.DenseSetting.parse(f"{head}-pvt_tiny", size=None, batch=1, training=True)
+    assert setting.size == (800, 1280)
+    torch.manual_seed(0)
+    model = bench.build(setting, "reference").eval()
+    images = torch.randn(1, 3, 256, 256)
+    with torch.no_grad():
+        (found,) = model(images)
+    assert len(found.scores) > 30
+    assert set(found.labels.tolist()) == {1}
+    assert setting.head.loss(model.train(), images).isfinite()
 
 
 def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inline_attention.dense.published import COST_CLASSES, COST_SIZE
+from inline_attention.dense.detection.model import HEADS as DETECTION_HEADS
+from inline_attention.dense.detection.model import create_detector
+from inline_attention.dense.published import COST_CLASSES, COST_SIZE, DETECTOR_COST_CLASSES, DETECTOR_COST_SIZE
 from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_segmenter
 from inline_attention.dense.segmentation.task import pixel_loss
 from inline_attention.models import list_models
@@ -41,7 +43,30 @@ def _segmentation_loss(model: nn.Module, images: Tensor) -> Tensor:
     return loss if logits.auxiliary is None else loss + 0.4 * pixel_loss(logits.auxiliary, masks)
 
 
-DENSE_HEADS = {
+def _build_detector(backbone: str, *, head: str) -> nn.Module:
+    """Random weights find nothing, and the mask heads would idle: here every region is an object of the first class."""
+    model = create_detector(backbone, head, num_classes=DETECTOR_COST_CLASSES)
+    for stage in model.heads.in_order():
+        nn.init.constant_(stage.box_predictor.cls_score.bias[1:2], 5.0)
+    return model
+
+
+def _detection_loss(model: nn.Module, images: Tensor) -> Tensor:
+    """Of seven objects an image, as COCO has on average: squares of 32 to 320 pixels side by side, filled."""
+    height, width = images.shape[2:]
+    sides = torch.linspace(32, 320, 7, device=images.device).clamp(max=min(height, width))
+    corners = torch.linspace(0, width, 8, device=images.device)[:7].clamp(max=width - sides)
+    boxes = torch.stack([corners, torch.zeros_like(sides), corners + sides, sides], dim=1)
+    columns = torch.arange(width, device=images.device)
+    rows = torch.arange(height, device=images.device)
+    inside = (columns >= boxes[:, :1]) & (columns < boxes[:, 2:3])
+    masks = (rows < boxes[:, 3:]).unsqueeze(2) & inside.unsqueeze(1)
+    target = {"boxes": boxes, "labels": torch.arange(1, 8, device=images.device), "masks": masks.to(torch.uint8)}
+    losses = model(images, None, [target] * len(images), torch.arange(len(images), device=images.device))
+    return sum(losses.values(), start=images.new_zeros(()))
+
+
+DENSE_HEADS: dict[str, DenseHead] = {
     name: DenseHead(
         title,
         COST_SIZE,
@@ -50,6 +75,15 @@ DENSE_HEADS = {
         loss=_segmentation_loss,
     )
     for name, (title, _, _) in HEADS.items()
+} | {
+    name: DenseHead(
+        title,
+        DETECTOR_COST_SIZE,
+        build=partial(_build_detector, head=name),
+        infer=lambda model, images: model(images),
+        loss=_detection_loss,
+    )
+    for name, (title, _) in DETECTION_HEADS.items()
 }
 
 # contender → (for people, first part of the backbone's name, backend or None)

@@ -18,6 +18,7 @@ COMMANDS: tuple[str, ...] = (
     "eval",
     "predict",
     "segment",
+    "detect",
     "convert",
     "export",
     "bench",

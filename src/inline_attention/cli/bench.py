@@ -8,6 +8,7 @@ HELP = "speed and memory against peers"
 
 SWEEP_SIZES = (224, 384, 640, 1024, 2048)
 SWEEP_BATCHES = (256, 128, 64, 32, 8)
+DENSE_MODELS = ("fpn-pvt_tiny", "upernet-swin_tiny", "mask_rcnn-pvt_tiny", "cascade_mask_rcnn-swin_tiny")
 
 
 def _names(text: str) -> list[str]:
@@ -49,8 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     dense = kinds.add_parser("dense", parents=[common], help="backbones under dense heads, InLine against softmax")
     dense.add_argument(
-        "models", nargs="*", default=["fpn-pvt_tiny", "upernet-swin_tiny"], metavar="HEAD-BACKBONE",
-        help="such as fpn-pvt_tiny and upernet-swin_tiny, the default",
+        "models", nargs="*", default=list(DENSE_MODELS), metavar="HEAD-BACKBONE",
+        help=f"default: {', '.join(DENSE_MODELS)}",
     )  # fmt: skip
     dense.add_argument("--size", nargs=2, type=int, metavar=("H", "W"), help="default: that of the published cost")
     dense.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")

@@ -72,7 +72,7 @@ class SampledDepth:
         sample_ids: (B,) integers on the model's device; key: any integer that names the step. Written into one buffer,
         so that the next backward pass must be over before the next draw.
         """
-        samples = _scramble(_scramble(sample_ids.long()) ^ (key & 0xFFFFFFFF))
+        samples = scramble(scramble(sample_ids.long()) ^ (key & 0xFFFFFFFF))
         for layer, places in zip(self.channel_layers, self.channel_places, strict=True):
             kept = _uniform(samples.unsqueeze(1), places, key) >= layer.p  # (B, channels)
             if layer.keep is None or layer.keep.shape[0] != len(sample_ids):
@@ -89,7 +89,7 @@ class SampledDepth:
 
 def _uniform(samples: Tensor, places: Tensor, key: int) -> Tensor:
     """Numbers in [0, 1), one for each scrambled sample and place."""
-    bits = _scramble(samples ^ _scramble(places ^ (key >> 32 & 0xFFFFFFFF)))
+    bits = scramble(samples ^ scramble(places ^ (key >> 32 & 0xFFFFFFFF)))
     return (bits >> 8).float() * 2.0**-24
 
 
@@ -104,7 +104,7 @@ def _sampled(model: nn.Module, name: str, layer: timm.layers.DropPath) -> DropPa
     return replacement
 
 
-def _scramble(x: Tensor) -> Tensor:
+def scramble(x: Tensor) -> Tensor:
     """A bijection of 32-bit integers (held in int64) whose output bits each depend on all input bits.
 
     Multiply and xor-shift with the constants of C. Wellons' search for low bias ("lowbias32").

@@ -180,7 +180,7 @@ def _formats(headline: Headline) -> dict[str, Callable[[float], str]]:
         f"ema_{headline.key}": lambda v: f"EMA {v:.2f}%",
         "lr": lambda v: f"lr {v:.2e}",
         "grad_norm": lambda v: f"gradient {v:.2f}",
-        "images_per_second": lambda v: f"{v:,.0f} images/s",
+        "images_per_second": lambda v: f"{v:,.0f} images/s" if v >= 10 else f"{v:.2g} images/s",
         "waiting": lambda v: f"waiting {v:.0%}",
         "memory": lambda v: f"{v / 2**30:.2f} GiB",
     }

@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 class RawBatch:
     """What a worker hands over: pixels before normalisation, and what random erasing will do to them."""
 
-    images: Tensor  # (B, C, H, W) uint8
+    images: Tensor  # (B, C, H, W) uint8; float32 in 0 … 255 where augmented on the device
     targets: Tensor  # (B,) int64
     sample_ids: Tensor  # (B,) int64
     boxes: Tensor | None = None  # (B, 4) int64: top, left, height, width; None where nothing is erased

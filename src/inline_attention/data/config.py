@@ -70,6 +70,7 @@ class DataConfig(LoaderConfig):
     exif_rotation: bool = False  # False: ignore the EXIF orientation, as torchvision and timm do
 
     augment: bool = True  # False: training images get the evaluation transform
+    augment_on_device: bool = False  # with in_memory: crop, flip and colour jitter there, by the batch
     scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
     ratio: list[float] = field(default_factory=lambda: [3 / 4, 4 / 3])
     hflip: float = 0.5
@@ -128,6 +129,12 @@ class DataConfig(LoaderConfig):
             check(name, getattr(self, name) >= 0, "0 or more")
         check("eval_transform", self.eval_transform in EVAL_TRANSFORMS, _one_of(EVAL_TRANSFORMS))
         check("crop_pct", 0 < self.crop_pct <= 1, "above 0, at most 1")
+        if self.augment_on_device:
+            where = "with data.augment_on_device"
+            check("in_memory", self.in_memory, f"true {where}, which works on pixels in memory")
+            check("auto_augment", self.auto_augment is None, f"null {where}: policies are for single images")
+            check("random_erase", self.random_erase == 0, f"0 {where}; cutmix does the like")
+            check("interpolation", self.interpolation in ("bilinear", "bicubic"), f"bilinear or bicubic {where}")
 
 
 def _per_channel(values: list[float] | None, *, default: tuple[float, ...], in_chans: int) -> tuple[float, ...]:

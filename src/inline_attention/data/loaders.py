@@ -3,13 +3,14 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from inline_attention.data.batch_augment import BatchAugment
 from inline_attention.data.batches import (
     EvalPlan,
     EvalSamples,
@@ -286,10 +287,14 @@ def _train_loader(
     plan = _train_plan(source, config=config, seed=seed, rank=rank, world_size=world_size)
     skipped = _skip_list(config, len(source))
     feed: Feed[RawBatch]
-    if config.in_memory and not config.augment:
+    if config.in_memory and (config.augment_on_device or not config.augment):
+        augment = None
+        if config.augment:
+            augment = BatchAugment(config, num_samples=len(source), seed=seed)
+            config = replace(config, eval_transform="resize")  # crops are cut from the whole image
         store = PixelStore(source, range(len(source)), config=config, workers=workers)
         skipped.extend(store.skipped)
-        feed = TrainMemoryFeed(store, plan, seed=seed)
+        feed = TrainMemoryFeed(store, plan, seed=seed, augment=augment)
     else:
         if config.in_memory:
             source = decoded = DecodedSource(source, config=config, workers=workers)

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from inline_attention.data.batch_augment import BatchAugment
 from inline_attention.data.batches import (
     EvalPlan,
     EvalSamples,
@@ -101,11 +102,11 @@ class PixelStore:
             self.skipped.extend(batch.skipped)
 
     def __getitem__(self, rows: np.ndarray) -> RawBatch:
-        places, ids = (self._on_device(numbers) for numbers in (rows, self.samples[rows]))
+        places, ids = (self.beside_images(torch.from_numpy(numbers)) for numbers in (rows, self.samples[rows]))
         return RawBatch(self._images[places], self._targets[places], ids)
 
-    def _on_device(self, numbers: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(numbers)
+    def beside_images(self, tensor: Tensor) -> Tensor:
+        """A tensor of the CPU on the images' device."""
         if self._images.is_cuda:  # from pinned memory, or the host would wait for the device
             tensor = tensor.pin_memory().to(self._images.device, non_blocking=True)
         return tensor.to(self._images.device)
@@ -115,18 +116,29 @@ class PixelStore:
 
 
 class TrainMemoryFeed:
-    """Training batches without augmentation, from memory."""
+    """Training batches from memory, augmented on the device that holds it or not at all."""
 
-    def __init__(self, store: PixelStore, plan: Callable[[int, int], Iterator[list[SampleKey]]], *, seed: int) -> None:
-        self._store, self._plan, self._seed = store, plan, seed
+    def __init__(
+        self,
+        store: PixelStore,
+        plan: Callable[[int, int], Iterator[list[SampleKey]]],
+        *,
+        seed: int,
+        augment: BatchAugment | None = None,
+    ) -> None:
+        self._store, self._plan, self._seed, self._augment = store, plan, seed, augment
 
     def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
         if not self._store.readable.any():
             raise ValueError("none of the training images can be read")
         for keys in self._plan(epoch, start_step):
             rows = np.array([self._readable_row(key) for key in keys])
+            samples = np.array([key.sample for key in keys])
             batch = self._store[rows]
-            batch.replaced = int((rows != [key.sample for key in keys]).sum())
+            batch.replaced = int((rows != samples).sum())
+            if self._augment is not None:
+                draws = self._augment.draws(epoch, samples, np.array([key.copy for key in keys]))
+                batch.images = self._augment(batch.images, self._store.beside_images(draws))
             yield batch
 
     def _readable_row(self, key: SampleKey) -> int:

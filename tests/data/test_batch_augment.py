@@ -44,7 +44,8 @@ def test_an_image_depends_on_seed_epoch_and_sample_alone() -> None:
     late = epoch_images(open_digits(), 2, start_step=20)
     other_ranks = [epoch_images(open_digits(batch_size=16, rank=rank, world_size=2), 2) for rank in range(2)]
     for part in (late, *other_ranks):
-        assert part and all(torch.equal(image, whole[sample]) for sample, image in part.items())
+        assert part
+        assert all(torch.equal(image, whole[sample]) for sample, image in part.items())
     for other in (epoch_images(open_digits(), 3), epoch_images(open_digits(seed=2), 2)):
         shared = other.keys() & whole.keys()
         assert sum(torch.equal(other[sample], whole[sample]) for sample in shared) < len(shared) / 20
@@ -109,5 +110,6 @@ def test_an_unreadable_image_is_replaced(make_folder: Callable[..., Path]) -> No
     next((folder / "train" / "a").iterdir()).write_bytes(b"")
     data = open_digits(path=str(folder), img_size=16, in_chans=3, batch_size=4, max_broken=2)
     batches = list(data.train.epoch(0))
-    assert len(batches) == 4 and len(data.train.skipped) == 1
+    assert len(batches) == 4
+    assert len(data.train.skipped) == 1
     assert all(batch.images.isfinite().all() for batch in batches)

@@ -23,6 +23,7 @@ COMMANDS: tuple[str, ...] = (
     "export",
     "bench",
     "analyze",
+    "study",
     "explore",
     "env",
 )

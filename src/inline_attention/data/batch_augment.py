@@ -18,8 +18,8 @@ class BatchAugment:
     """Random crop, horizontal flip and colour jitter, a batch at a time.
 
     What is drawn for an image is a function of (seed, epoch, sample, copy): one table an epoch, from a generator of the
-    CPU, so that batches are the same on every device and rank. Unlike the transforms of single images, a crop that would
-    not fit is cut down to the image instead of drawn again, and its borders may lie between pixels.
+    CPU, so that batches are the same on every device and rank. Unlike with the transforms of single images, a crop that
+    would not fit is cut down to the image instead of drawn again, and its borders may lie between pixels.
     """
 
     def __init__(self, config: DataConfig, *, num_samples: int, seed: int) -> None:

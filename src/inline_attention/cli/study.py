@@ -1,0 +1,115 @@
+"""The paper's argument on a small scale: probes of one layer, a grid of trained models, a report of both.
+
+`probes` needs minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`; it can be
+stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from inline_attention.study.grid import Run
+    from inline_attention.study.runner import GridRunner, Outcome
+
+HELP = "probes and trained grids that test the paper's claims, and a report"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
+
+    probes = parts.add_parser("probes", help="what one attention layer can and cannot do; minutes on a CPU")
+    probes.add_argument("--out", default="study", metavar="DIR", help="for probes.json and probes.png (study)")
+    probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first of three repetitions (0)")
+    probes.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions (3)")
+    probes.add_argument("--steps", type=int, default=400, metavar="N", help="updates of each probe (400)")
+    probes.set_defaults(study=run_probes)
+
+    train = parts.add_parser("train", help="make the grid of trained models, or go on with it")
+    train.add_argument("--out", default="study", metavar="DIR", help="folder of the run folders (study)")
+    train.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
+    train.add_argument("--groups", nargs="+", metavar="G", help="parts of the grid, in this order (all but check)")
+    train.add_argument("--rows", nargs="+", metavar="ROW", help="these models alone")
+    train.add_argument("--main-epochs", type=int, metavar="N", help="length of the main rows")
+    train.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on one device (1)")
+    train.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to go on")
+    train.add_argument("--retry", action="store_true", help="make failed runs again")
+    train.add_argument("--list", action="store_true", help="print the commands of the runs and stop")
+    train.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run")
+    train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
+    train.set_defaults(study=run_train)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.study(args)
+
+
+def run_probes(args: argparse.Namespace) -> int:
+    import torch
+
+    from inline_attention.study import probes
+    from inline_attention.study.plots import draw_probes, save
+
+    for name, least in (("seeds", 1), ("steps", 20)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}; expected {least} or more")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
+    try:
+        effort = probes.Effort(steps=args.steps, seeds=args.seeds)
+        result = probes.run_probes(effort=effort, seed=args.seed, on_done=lambda line: print(line, flush=True))
+    finally:
+        torch.set_num_threads(threads)
+    content = probes.to_json(result, effort=effort, seed=args.seed)
+    (out / "probes.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    save(draw_probes(content), out / "probes.png")
+    print(f"\n{out / 'probes.json'}\n{out / 'probes.png'}")
+    return 0
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from inline_attention.study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
+    from inline_attention.study.runner import GridRunner, dataset_paths
+
+    runs = build_runs(args.groups or DEFAULT_GROUPS, main_epochs=args.main_epochs or MAIN_EPOCHS, rows=args.rows)
+    paths = dataset_paths(args.data)
+    extra = [*args.set, *(["--device", args.device] if args.device else [])]
+    out = Path(args.out)
+    if args.list:
+        for run in runs:
+            print(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=extra)))
+        return 0
+    for run in runs:
+        run.config(extra=args.set)  # a wrong setting is said now, once
+    options: dict = dict(paths=paths, jobs=args.jobs, minutes=args.minutes, extra=extra, retry=args.retry)
+    outcome = _make(GridRunner(out, **options), runs)
+    print(f"\n{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
+    for name in outcome.failed:
+        print(f"failed: {name}, see {out / name / 'log.txt'}")
+    if outcome.interrupted:
+        return 130
+    return 1 if outcome.failed else 0
+
+
+def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
+    """With a bar on a terminal, lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        runner.tell = lambda line: print(line, flush=True)
+        return runner.make(runs)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[running]}"), console=console) as progress:
+        task = progress.add_task("runs", total=len(runs), running="")
+
+        def show(running: dict[str, float | None], done: int, total: int) -> None:
+            where = ", ".join(f"{name} epoch {0 if epoch is None else epoch:g}" for name, epoch in running.items())
+            progress.update(task, completed=done, running=where)
+
+        runner.show, runner.tell = show, lambda line: console.print(line, markup=False)
+        return runner.make(runs)

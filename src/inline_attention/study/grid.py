@@ -1,0 +1,195 @@
+"""The grid of `inline study train`: which models, on which data, for how long, with which seeds. Edit here.
+
+Equal parameters: all DeiT rows have one width and depth, and what an attention adds (the kernel generator of the local
+residual, focused attention's positions) is taken from the MLP, whose ratio each row gives.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from inline_attention.training.config import TrainConfig, load_config
+
+RECIPE = "study"
+DEIT = {"embed_dim": 160, "depth": 7, "num_heads": 5}
+SWIN = {"embed_dim": 64, "depths": [2, 2, 2], "num_heads": [2, 4, 8]}
+PLAIN, WITH_RESIDUAL = 4.5, 3.5  # MLP ratios that make the DeiT rows equal
+SWIN_PLAIN, SWIN_WITH_RESIDUAL = 4.35, 3.5  # and the Swin rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a model and what it is built with."""
+
+    title: str
+    kwargs: Mapping[str, Any]  # of create_model
+    model: str = "inline_deit_tiny"
+
+    @property
+    def is_deit(self) -> bool:
+        return "deit" in self.model
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where a set's images are is said on the command line; this is how they are used."""
+
+    title: str
+    settings: Mapping[str, Any]
+    patches: tuple[int, ...]  # the first is the usual one
+    deit: Mapping[str, Any] = field(default_factory=lambda: DEIT)
+    path: str | None = None  # where it needs none to be given
+
+    def tokens(self, patch: int) -> int:
+        """Of a DeiT, with its class token."""
+        return (self.settings["data.img_size"] // patch) ** 2 + 1
+
+
+DATASETS = {
+    "tiny_imagenet": Dataset("Tiny ImageNet, 100 classes, 64 px", {"data.img_size": 64}, patches=(4, 8)),
+    "imagenette": Dataset("Imagenette, 10 classes, 128 px", {"data.img_size": 128}, patches=(4, 8, 16)),
+    # The whole chain in a minute, on the embedded digits; says nothing about attention.
+    "digits": Dataset(
+        "digits, 10 classes, 8 px",
+        {"data.img_size": 8, "data.in_chans": 1, "data.batch_size": 64, "data.hflip": 0.0, "data.workers": 0,
+         "log.every_steps": 21, "optim.lr": 1.6e-2, "schedule.warmup_epochs": 1},
+        patches=(2,),
+        deit={"embed_dim": 32, "depth": 2, "num_heads": 2},
+        path="digits",
+    ),
+}  # fmt: skip
+
+
+def _deit(title: str, *, mlp_ratio: float = PLAIN, **kwargs: Any) -> Row:
+    return Row(title, {**kwargs, "mlp_ratio": mlp_ratio})
+
+
+def _swin(title: str, **kwargs: Any) -> Row:
+    ratio = SWIN_WITH_RESIDUAL if kwargs["local_residual"] else SWIN_PLAIN
+    return Row(title, {**SWIN, **kwargs, "attention": "inline", "mlp_ratio": ratio}, model="inline_swin_tiny")
+
+
+MAIN = {
+    "softmax": _deit("softmax", attention="softmax"),
+    "linear": _deit("linear (ReLU)", attention="linear", local_residual=False),
+    "inline_plain": _deit("InLine without residual", attention="inline", local_residual=False),
+    "linear_residual": _deit(
+        "linear (ReLU) + residual", attention="linear", local_residual=True, mlp_ratio=WITH_RESIDUAL
+    ),
+    "inline": _deit("InLine", attention="inline", local_residual=True, mlp_ratio=WITH_RESIDUAL),
+}
+FEATURE_MAPS = {
+    f"{attention}_{name}": _deit(
+        f"{'InLine' if attention == 'inline' else attention} without residual, φ = {title}",
+        attention=attention, feature_map=name, local_residual=False,
+        # The learned map has d² + d parameters a head, shared by q and k.
+        mlp_ratio=PLAIN - 0.1 if name == "relu_affine" else PLAIN,
+    )
+    for attention in ("linear", "inline")
+    for name, title in (("identity", "identity"), ("relu", "ReLU"), ("leaky_relu", "LeakyReLU"), ("exp", "exp"),
+                        ("relu_affine", "ReLU(A·x + b)"))
+    if (attention, name) not in (("linear", "relu"), ("inline", "identity"))  # main rows
+}  # fmt: skip
+WINDOWS = {
+    f"swin_window{window}{'_residual' if residual else ''}": _swin(
+        f"InLine-Swin, window {'whole map' if window == 16 else window}{' + residual' if residual else ''}",
+        window_size=window, local_residual=residual,
+    )
+    for window in (2, 4, 8, 16)
+    for residual in (False, True)
+}  # fmt: skip
+BASELINES = {
+    "hydra": _deit("Hydra", attention="hydra"),
+    "efficient": _deit("Efficient", attention="efficient"),
+    "angular": _deit("Angular", attention="angular"),
+    "enhanced": _deit("Enhanced", attention="enhanced", mlp_ratio=4.4),
+    "focused": _deit("Focused", attention="focused", mlp_ratio=3.7),
+}
+ROWS = {**MAIN, **FEATURE_MAPS, **WINDOWS, **BASELINES}
+assert len(ROWS) == len(MAIN) + len(FEATURE_MAPS) + len(WINDOWS) + len(BASELINES)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; its name is that of its folder."""
+
+    dataset: str
+    row: str
+    epochs: int
+    seed: int
+    patch: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset}-p{self.patch}-e{self.epochs}-{self.row}-s{self.seed}"
+
+    @property
+    def tokens(self) -> int:
+        return DATASETS[self.dataset].tokens(self.patch)
+
+    def overrides(self) -> list[str]:
+        """Settings of `inline train study`, as key=value"""
+        row, dataset = ROWS[self.row], DATASETS[self.dataset]
+        kwargs = {**dataset.deit, "patch_size": self.patch, **row.kwargs} if row.is_deit else dict(row.kwargs)
+        values = {
+            "model.name": row.model,
+            "model.kwargs": kwargs,
+            "schedule.epochs": self.epochs,
+            **dataset.settings,
+        }
+        return [f"{key}={_yaml(value)}" for key, value in values.items()]
+
+    def arguments(self, path: str, out: Path, *, extra: Sequence[str] = ()) -> list[str]:
+        """Of `inline`: starts the run, or goes on with it."""
+        where = ["--data", path, "--seed", str(self.seed), "--output", str(out / self.name), "--resume", "auto"]
+        return ["train", RECIPE, *where, *self.overrides(), *extra]
+
+    def config(self, *, extra: Iterable[str] = ()) -> TrainConfig:
+        return load_config(RECIPE, overrides=[*self.overrides(), *extra], flags={"seed": self.seed})
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    return shlex.join(["inline", *arguments])
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("\n...\n").strip()
+
+
+GROUPS = ("pilot", "main", "tokens", "feature_maps", "windows", "baselines", "check")
+DEFAULT_GROUPS = GROUPS[:-1]
+MAIN_EPOCHS = 60  # chosen by the pilot
+PILOT_EPOCHS = (15, 30, 120)
+VARIANT_EPOCHS = 30
+CHECK_EPOCHS = 8
+TOKENS_EPOCHS = 60
+SEEDS = (0, 1, 2)
+
+
+def build_runs(
+    groups: Sequence[str] = DEFAULT_GROUPS, *, main_epochs: int = MAIN_EPOCHS, rows: Sequence[str] | None = None
+) -> list[Run]:
+    """The runs of these groups in the order in which they are made; `rows` alone, if given. A run is in it once."""
+    for name, known in ((set(groups), GROUPS), (set(rows or ()), tuple(ROWS))):
+        if unknown := sorted(name - set(known)):
+            raise ValueError(f"there is no {', '.join(unknown)} in the grid; expected some of {', '.join(known)}")
+    made = [run for group in groups for run in _group(group, main_epochs=main_epochs)]
+    return [run for run in dict.fromkeys(made) if rows is None or run.row in rows]
+
+
+def _group(group: str, *, main_epochs: int) -> list[Run]:
+    if group == "check":
+        return [Run("digits", row, CHECK_EPOCHS, seed, 2) for seed in SEEDS[:2] for row in MAIN]
+    if group == "main":
+        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in MAIN]
+    if group == "pilot":
+        return [Run("tiny_imagenet", row, epochs, 0, 4) for epochs in PILOT_EPOCHS for row in MAIN]
+    if group == "tokens":
+        patches = DATASETS["imagenette"].patches
+        return [Run("imagenette", row, TOKENS_EPOCHS, 0, patch) for patch in reversed(patches) for row in MAIN]
+    rows = {"feature_maps": FEATURE_MAPS, "windows": WINDOWS, "baselines": BASELINES}[group]
+    return [Run("tiny_imagenet", row, VARIANT_EPOCHS, 0, 4) for row in rows]

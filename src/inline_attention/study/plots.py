@@ -1,0 +1,157 @@
+"""Pictures of the study. Imports matplotlib, which is optional: import this module where a picture is drawn."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860", "#da8bc3", "#8c8c8c")
+GREY = "0.35"
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=110)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_probes(content: Mapping[str, Any]) -> Figure:
+    """Of probes.json: the three probes side by side, with bounds and chance."""
+    figure = _figure(13, 5.2)
+    length, local, mean = figure.subplots(1, 3, width_ratios=(2.2, 1, 1), sharey=False)
+    variants = {"bare": "nothing else", "bias": "with a bias", "skip": "with a skip"}
+    names = list(content["length"]["bare"])
+    places = np.arange(len(names))[::-1]
+    for i, (variant, title) in enumerate(variants.items()):
+        scores = content["length"][variant]
+        at = places + 0.27 * (1 - i)
+        values, errors = ([scores[name][key] for name in names] for key in ("mean", "std"))
+        length.barh(at, values, 0.25, xerr=errors, color=COLOURS[i], label=title, error_kw={"lw": 1})
+    bounds = [content["length"]["bare"][name]["bound"] for name in names]
+    length.plot(bounds, places + 0.27, "|", color="black", markersize=9, markeredgewidth=2, label="bound, nothing else")
+    length.set_yticks(places, names)
+    length.set(title=f"a  Queries of one direction, {len(content['lengths'])} lengths")
+    length.legend(fontsize=8, loc="lower right", framealpha=0.95)
+    for axes, what, title in (
+        (local, "local", "b  Which neighbour is brightest"),
+        (mean, "mean", "c  Mean brightness of the image"),
+    ):
+        scores = content[what]
+        places = np.arange(len(scores))[::-1]
+        colours = [COLOURS[2] if "residual" in name else COLOURS[0] for name in scores]
+        values, errors = ([score[key] for score in scores.values()] for key in ("mean", "std"))
+        bars = axes.barh(places, values, 0.7, xerr=errors, color=colours, error_kw={"lw": 1})
+        axes.bar_label(bars, fmt="%.1f", label_type="center", color="white", fontsize=8)
+        axes.set_yticks(places, list(scores), fontsize=8)
+        axes.set(title=title)
+    for axes in (length, local, mean):
+        axes.axvline(content["chance"], linestyle=":", color=GREY)
+        axes.set(xlim=(0, 104), xlabel="test accuracy (%)")
+        axes.grid(alpha=0.3, axis="x")
+        axes.set_axisbelow(True)
+    effort = content["effort"]
+    figure.supxlabel(
+        f"Mean ± standard deviation of {effort['seeds']} seeds, {effort['steps']} updates. Patches of two photographs; "
+        "tested on parts of them not trained on. Dotted: chance. Bound: what no readout of the layer's outputs can exceed.",
+        fontsize=8, color=GREY,
+    )  # fmt: skip
+    return figure
+
+
+def draw_curves(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *, title: str) -> Figure:
+    """Validation top-1 against epochs; by row, a curve (epoch, per cent) for each seed."""
+    figure = _figure(8, 4.6)
+    axes = figure.subplots()
+    for i, (row, seeds) in enumerate(curves.items()):
+        for j, curve in enumerate(seeds):
+            epochs, values = zip(*curve, strict=True)
+            axes.plot(epochs, values, color=COLOURS[i % len(COLOURS)], alpha=0.8, lw=1.4, label=None if j else row)
+    return _finish(figure, axes, title=title, xlabel="epoch", ylabel="validation top-1 (%)")
+
+
+def draw_scaling(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, xlabel: str) -> Figure:
+    """Final top-1 of each row against a length (epochs, tokens), which grows by factors."""
+    figure = _figure(7, 4.4)
+    axes = figure.subplots()
+    for i, (row, points) in enumerate(series.items()):
+        xs, ys = zip(*sorted(points), strict=True)
+        axes.plot(xs, ys, marker="o", color=COLOURS[i % len(COLOURS)], label=row)
+    ticks = sorted({x for points in series.values() for x, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    return _finish(figure, axes, title=title, xlabel=xlabel, ylabel="validation top-1 (%)")
+
+
+def draw_speed(points: Sequence[Mapping[str, Any]], *, machine: str) -> Figure:
+    """Accuracy against the time an image takes, in training and in inference.
+
+    A point: title, top1, std (None: one seed), train and infer (images a second).
+    """
+    figure = _figure(11, 4.6)
+    for axes, what in zip(figure.subplots(1, 2), ("train", "infer"), strict=True):
+        for i, point in enumerate(points):
+            if point.get(what) is None:
+                continue
+            micro = 1e6 / point[what]
+            axes.errorbar(
+                micro, point["top1"], yerr=point["std"], marker="o", color=COLOURS[i % len(COLOURS)], capsize=3,
+                label=point["title"],
+            )  # fmt: skip
+        name = {"train": "training step", "infer": "inference"}[what]
+        _finish(figure, axes, title=f"Accuracy against {name}", xlabel="µs an image", ylabel="validation top-1 (%)")
+    figure.supxlabel(machine, fontsize=8, color=GREY)
+    return figure
+
+
+def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]]) -> Figure:
+    """By model: confused pairs, attention to the neighbourhood by layer, what masking costs, effective rank."""
+    figure = _figure(13, 8)
+    (confusion, locality), (masking, rank) = figure.subplots(2, 2)
+    for i, (title, found) in enumerate(models):
+        colour = COLOURS[i % len(COLOURS)]
+        layers = range(1, len(found["confusion"]["by_layer"]) + 1)
+        confusion.plot(layers, 100 * np.array(found["confusion"]["by_layer"]), marker="o", color=colour, label=title)
+        over = np.array(found["locality"]["by_layer"]) / np.array(found["locality"]["chance"])
+        locality.plot(range(1, len(over) + 1), over, marker="o", color=colour, label=title)
+        effective = found["rank"]["by_layer"]
+        rank.plot(range(1, len(effective) + 1), effective, marker="o", color=colour, label=title)
+        drops = masking_drops(found["masking"])
+        for what, marker, line in (("local", "o", "-"), ("random", "x", ":")):
+            points = sorted(drops[what].items())
+            masking.plot(
+                [tokens for tokens, _ in points], [drop for _, drop in points], marker=marker, linestyle=line,
+                color=colour, label=title if what == "local" else None,
+            )  # fmt: skip
+    _finish(figure, confusion, title="Confused pairs of queries", xlabel="layer", ylabel="% of pairs")
+    locality.axhline(1, linestyle=":", color=GREY)
+    _finish(figure, locality, title="Attention to the 3×3 neighbourhood", xlabel="layer", ylabel="times chance")
+    title = "Top-1 lost by masking: local window (—), random tokens (···)"
+    _finish(figure, masking, title=title, xlabel="tokens masked for each query", ylabel="points")
+    _finish(figure, rank, title="Effective rank", xlabel="layer", ylabel="effective rank")
+    return figure
+
+
+def masking_drops(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Points of top-1 lost by the number of masked tokens, local and random; taps on masked tokens zeroed."""
+    base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
+    drops: dict[str, dict[int, float]] = {"local": {}, "random": {}}
+    for outcome in found["outcomes"]:
+        if outcome["what"] in drops and outcome["local_terms"] in ("none", "zeroed"):
+            drops[outcome["what"]][outcome["tokens"]] = 100 * (base - outcome["top1"])
+    return drops
+
+
+def _finish(figure: Figure, axes: Axes, *, title: str, xlabel: str, ylabel: str) -> Figure:
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8)
+    return figure

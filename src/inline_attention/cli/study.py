@@ -40,6 +40,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     train.set_defaults(study=run_train)
 
+    report = parts.add_parser("report", help="tables, figures and verdicts from what is there")
+    report.add_argument("out", metavar="DIR", help="what `probes` and `train` were given as --out")
+    report.add_argument("--data", metavar="NAME=PATH,…", help="images for the analyses, as for `train`")
+    report.add_argument("--no-analyses", action="store_true", help="leave out what needs weights and images")
+    report.add_argument("--no-speed", action="store_true", help="do not time the models")
+    report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
+    report.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
+    report.set_defaults(study=run_report)
+
 
 def run(args: argparse.Namespace) -> int:
     return args.study(args)
@@ -92,6 +101,32 @@ def run_train(args: argparse.Namespace) -> int:
     if outcome.interrupted:
         return 130
     return 1 if outcome.failed else 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from inline_attention.bench.timing import Effort
+    from inline_attention.cli._output import choose_device
+    from inline_attention.study import measures
+    from inline_attention.study.report import write_report
+    from inline_attention.study.results import collect
+    from inline_attention.study.runner import dataset_paths
+
+    out, device = Path(args.out), choose_device(args.device)
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    results = collect(out)
+    if results.runs and not args.no_analyses:
+        images = args.max_images or measures.IMAGES
+        measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, tell=tell)
+    if results.runs and not args.no_speed and results.speed is None:  # once, on the machine that trained
+        runs = [result.run for result in results.runs]
+        speed = measures.measure_speed(runs, device=device, effort=Effort.choose(quick=True), tell=tell)
+        (out / "speed.json").write_text(json.dumps(speed, indent=1) + "\n")
+    for path in write_report(collect(out), out):
+        print(path)
+    return 0
 
 
 def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":

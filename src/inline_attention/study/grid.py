@@ -40,9 +40,11 @@ class Dataset:
 
     title: str
     settings: Mapping[str, Any]
-    patches: tuple[int, ...]  # the first is the usual one
+    num_classes: int
+    patches: tuple[int, ...]
     deit: Mapping[str, Any] = field(default_factory=lambda: DEIT)
-    path: str | None = None  # where it needs none to be given
+    path: str | None = None  # where none need be given
+    is_evidence: bool = True  # False: for trying the study out, no verdicts
 
     def tokens(self, patch: int) -> int:
         """Of a DeiT, with its class token."""
@@ -50,16 +52,18 @@ class Dataset:
 
 
 DATASETS = {
-    "tiny_imagenet": Dataset("Tiny ImageNet, 100 classes, 64 px", {"data.img_size": 64}, patches=(4, 8)),
-    "imagenette": Dataset("Imagenette, 10 classes, 128 px", {"data.img_size": 128}, patches=(4, 8, 16)),
-    # The whole chain in a minute, on the embedded digits; says nothing about attention.
+    "tiny_imagenet": Dataset("Tiny ImageNet, 100 classes, 64 px", {"data.img_size": 64}, 100, patches=(4,)),
+    "imagenette": Dataset("Imagenette, 10 classes, 128 px", {"data.img_size": 128}, 10, patches=(16, 8, 4)),
+    # The whole chain in a minute or two, on the embedded digits.
     "digits": Dataset(
         "digits, 10 classes, 8 px",
         {"data.img_size": 8, "data.in_chans": 1, "data.batch_size": 64, "data.hflip": 0.0, "data.workers": 0,
          "log.every_steps": 21, "optim.lr": 1.6e-2, "schedule.warmup_epochs": 1},
+        10,
         patches=(2,),
         deit={"embed_dim": 32, "depth": 2, "num_heads": 2},
         path="digits",
+        is_evidence=False,
     ),
 }  # fmt: skip
 
@@ -190,6 +194,6 @@ def _group(group: str, *, main_epochs: int) -> list[Run]:
         return [Run("tiny_imagenet", row, epochs, 0, 4) for epochs in PILOT_EPOCHS for row in MAIN]
     if group == "tokens":
         patches = DATASETS["imagenette"].patches
-        return [Run("imagenette", row, TOKENS_EPOCHS, 0, patch) for patch in reversed(patches) for row in MAIN]
+        return [Run("imagenette", row, TOKENS_EPOCHS, 0, patch) for patch in patches for row in MAIN]
     rows = {"feature_maps": FEATURE_MAPS, "windows": WINDOWS, "baselines": BASELINES}[group]
     return [Run("tiny_imagenet", row, VARIANT_EPOCHS, 0, 4) for row in rows]

@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from inline_attention.study.measures import masking_drops
+
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860", "#da8bc3", "#8c8c8c")
 GREY = "0.35"
 
@@ -58,11 +60,11 @@ def draw_probes(content: Mapping[str, Any]) -> Figure:
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
     effort = content["effort"]
-    figure.supxlabel(
+    caption = (
         f"Mean ± standard deviation of {effort['seeds']} seeds, {effort['steps']} updates. Patches of two photographs; "
-        "tested on parts of them not trained on. Dotted: chance. Bound: what no readout of the layer's outputs can exceed.",
-        fontsize=8, color=GREY,
-    )  # fmt: skip
+        "tested on parts of them not trained on.\nDotted: chance. Bound: what no readout of the layer's outputs can exceed."
+    )
+    figure.supxlabel(caption, fontsize=8, color=GREY)
     return figure
 
 
@@ -137,16 +139,6 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]]) -> Figure:
     _finish(figure, masking, title=title, xlabel="tokens masked for each query", ylabel="points")
     _finish(figure, rank, title="Effective rank", xlabel="layer", ylabel="effective rank")
     return figure
-
-
-def masking_drops(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Points of top-1 lost by the number of masked tokens, local and random; taps on masked tokens zeroed."""
-    base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
-    drops: dict[str, dict[int, float]] = {"local": {}, "random": {}}
-    for outcome in found["outcomes"]:
-        if outcome["what"] in drops and outcome["local_terms"] in ("none", "zeroed"):
-            drops[outcome["what"]][outcome["tokens"]] = 100 * (base - outcome["top1"])
-    return drops
 
 
 def _finish(figure: Figure, axes: Axes, *, title: str, xlabel: str, ylabel: str) -> Figure:

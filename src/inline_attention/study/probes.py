@@ -129,9 +129,10 @@ Task = Callable[[Tensor, torch.Generator], Examples]  # from crops
 
 
 class LengthTask:
-    """A patch at all LENGTHS (in units of a mean patch) as queries, before the tokens of an image that is always the same.
+    """A patch at all LENGTHS (in units of a mean patch) as queries, before the tokens of one image.
 
-    The image is the crop with the most contrast of a few. What changes, and is new in testing, is the direction.
+    The image is the crop with the most contrast of those given, always the same. What changes, and is new in testing,
+    is the direction of the queries.
     """
 
     def __init__(self, crops: Tensor) -> None:

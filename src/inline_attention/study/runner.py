@@ -154,14 +154,13 @@ class GridRunner:
         return None
 
     def expected_seconds(self, run: Run) -> float | None:
-        """What is left of a run, from runs on the same data with as many tokens."""
-        rates = []
+        """What is left of a run, by the longest finished ones on the same data with as many tokens."""
+        rates: dict[int, float] = {}  # seconds an epoch by the number of epochs
         for folder in self.out.glob(f"{run.dataset}-p{run.patch}-e*"):
             if is_finished(folder) and (seconds := wall_seconds(folder)):
-                rates.append(seconds / int(folder.name.split("-e")[1].split("-")[0]))
-        if not rates:
-            return None
-        return max(rates) * run.epochs - wall_seconds(self.out / run.name)
+                epochs = int(folder.name.split("-e")[1].split("-")[0])
+                rates[epochs] = max(seconds / epochs, rates.get(epochs, 0.0))
+        return rates[max(rates)] * run.epochs - wall_seconds(self.out / run.name) if rates else None
 
     def _start(self, run: Run) -> None:
         folder = self.out / run.name

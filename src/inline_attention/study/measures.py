@@ -1,0 +1,141 @@
+"""What is measured of trained models after training: the paper's analyses, and speed on an idle device."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inline_attention.analysis import measure_confusion, measure_locality, measure_masking, measure_rank
+from inline_attention.analysis.report import to_plain
+from inline_attention.bench.model import EAGER, Candidate, compare, inference_step, training_step
+from inline_attention.bench.timing import Effort, Timing
+from inline_attention.data import EvalLoader, open_eval_data
+from inline_attention.environment import describe_environment
+from inline_attention.models import create_model
+from inline_attention.study.grid import DATASETS, Run
+from inline_attention.study.results import ANALYSIS, run_folders
+from inline_attention.study.runner import is_finished
+from inline_attention.training.classifier import load_classifier
+
+IMAGES = 200  # evenly spaced in the validation split
+MASKED_SIDES = (3, 5, 7)
+SPEED_BATCH = 256
+
+
+def weights_file(folder: Path) -> Path:
+    return folder / "checkpoints" / "best.safetensors"
+
+
+def analyse_runs(
+    out: Path,
+    *,
+    paths: dict[str, str],
+    device: torch.device,
+    images: int = IMAGES,
+    tell: Callable[[str], None],
+) -> None:
+    """analysis.json in the folder of each finished run of seed 0 whose weights are there, once."""
+    for run, folder in run_folders(out):
+        due = is_finished(folder) and run.seed == 0 and not (folder / ANALYSIS).exists()
+        if not due or not weights_file(folder).exists():
+            continue
+        if run.dataset not in paths:
+            raise ValueError(f"{run.name} needs its images to be analysed: give --data {run.dataset}=FOLDER")
+        tell(f"analysing {run.name}")
+        found = analyse_model(weights_file(folder), path=paths[run.dataset], device=device, images=images)
+        (folder / ANALYSIS).write_text(json.dumps(found))
+
+
+def analyse_model(weights: Path, *, path: str, device: torch.device, images: int) -> dict[str, Any]:
+    """Confusion, locality, masking and rank of a weights file, as plain values: a summary and numbers by layer."""
+    classifier = load_classifier(None, str(weights))
+    config = classifier.data
+    config.path, config.batch_size, config.workers, config.in_memory = path, 20, 0, True
+    loader = open_eval_data(config, class_names=classifier.class_names, max_images=images)
+    loader.to(device)
+    model = classifier.model.to(device).eval()
+
+    confusion = measure_confusion(model, _images(loader))
+    locality = measure_locality(model, _images(loader))
+    rank = measure_rank(model, _images(loader))
+    # A window must leave something of the map.
+    side = min(loader.input_shape[1:]) // _patch(model)
+    sides = [s for s in MASKED_SIDES if s < side] or [3]
+    masking = measure_masking(model, ((b.images, b.targets) for b in loader), sides=sides)
+    outcomes = [
+        dict(o.condition._asdict(), top1=o.top1, agreement=o.agreement, logit_change=o.logit_change)
+        for o in masking.outcomes
+    ]
+    found = dict(
+        images=images,
+        confusion=dict(confusion.summary(), by_layer=confusion.share_by_layer),
+        locality=dict(locality.summary(), by_layer=locality.share, chance=locality.chance),
+        rank=dict(rank.summary(), by_layer=rank.means(rank.effective)),
+        masking=dict(outcomes=outcomes, images=masking.images),
+    )
+    return to_plain(found)
+
+
+def masking_drops(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Points of top-1 lost by the number of masked tokens, local and random; taps on masked tokens zeroed."""
+    base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
+    drops: dict[str, dict[int, float]] = {"local": {}, "random": {}}
+    for outcome in found["outcomes"]:
+        if outcome["what"] in drops and outcome["local_terms"] in ("none", "zeroed"):
+            drops[outcome["what"]][outcome["tokens"]] = 100 * (base - outcome["top1"])
+    return drops
+
+
+def _images(loader: EvalLoader) -> Iterator[Tensor]:
+    return (batch.images for batch in loader)
+
+
+def _patch(model: torch.nn.Module) -> int:
+    return getattr(model, "patch_size", 4)  # Swin's patches are 4 pixels
+
+
+def measure_speed(
+    runs: list[Run], *, device: torch.device, effort: Effort, batch: int = SPEED_BATCH, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Images a second of each model, training and inference, all timed in turn: {"machine", "rows": {name: …}}
+
+    Models are built from the runs' settings; a name is that of the run without epochs and seed.
+    """
+    wide = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=wide)
+    rows: dict[str, dict[str, Any]] = {}
+    sizes = sorted({(run.dataset, run.patch) for run in runs})
+    for dataset, patch in sizes:
+        chosen = {run.row: run for run in runs if (run.dataset, run.patch) == (dataset, patch)}
+        settings = DATASETS[dataset].settings
+        size, channels = settings["data.img_size"], settings.get("data.in_chans", 3)
+        images = torch.randn(batch, channels, size, size, device=device)
+        labels = torch.zeros(batch, dtype=torch.int64, device=device)
+        for training in (False, True):
+            tell(f"timing {'training' if training else 'inference'}, {dataset}, patch {patch}")
+            candidates = {}
+            for row, run in chosen.items():
+                model = run.config().model
+                build = partial(
+                    create_model, model.name, img_size=size, in_chans=channels, num_classes=100, **model.kwargs
+                )
+                step = partial(training_step, images=images, labels=labels, autocast=autocast)
+                infer = partial(inference_step, images=images, autocast=autocast)
+                candidates[row] = Candidate(build, EAGER, step if training else infer, training)
+            for row, (timing, peak) in compare(candidates, device=device, effort=effort).items():
+                key = "train" if training else "infer"
+                entry = rows.setdefault(speed_name(dataset, patch, row), {"batch": batch})
+                entry[key] = batch / timing.median if isinstance(timing, Timing) else None
+                entry[f"{key}_peak_bytes"] = peak
+    facts = describe_environment()
+    machine = facts["gpu 0"] if device.type == "cuda" else facts["cpu"]
+    precision = "bf16" if wide else "fp32"
+    return {"machine": machine, "precision": precision, "environment": facts, "rows": to_plain(rows)}
+
+
+def speed_name(dataset: str, patch: int, row: str) -> str:
+    return f"{dataset}-p{patch}-{row}"

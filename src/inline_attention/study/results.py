@@ -1,0 +1,168 @@
+"""What a folder of runs holds, as numbers: accuracies with their spread, curves, times."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inline_attention.study.grid import DATASETS, ROWS, Run
+from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished, wall_seconds
+from inline_attention.training.report import METRICS, SUMMARY
+from inline_attention.training.run_folder import ENVIRONMENT
+
+ANALYSIS = "analysis.json"
+_NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")
+
+
+class Setting(NamedTuple):
+    """What runs must share to be compared."""
+
+    dataset: str
+    patch: int
+    epochs: int
+
+    @property
+    def is_evidence(self) -> bool:
+        return DATASETS[self.dataset].is_evidence
+
+    @property
+    def tokens(self) -> int:
+        return DATASETS[self.dataset].tokens(self.patch)
+
+    def __str__(self) -> str:
+        return f"{DATASETS[self.dataset].title}, {self.tokens} tokens, {self.epochs} epochs"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    run: Run
+    folder: Path
+    top1: float  # after the last epoch, so that nothing is chosen by the validation images
+    best: float  # of all epochs
+    images: int  # for validation
+    curve: list[tuple[float, float]]  # epoch, top-1
+    seconds: float  # of training alone, beside the other jobs
+    wall: float
+    analysis: dict[str, Any] | None
+    commit: str
+    machine: str
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.run.dataset, self.run.patch, self.run.epochs)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Top-1 of one row in one setting over its seeds."""
+
+    values: list[float]
+    images: int
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float | None:
+        """Over seeds; None where there is one."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds; of one seed the standard error that the number of images sets."""
+        share = self.mean / 100
+        return self.std if self.std is not None else 100 * math.sqrt(share * (1 - share) / self.images)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+@dataclass(frozen=True)
+class Results:
+    runs: list[RunResult]
+    failures: dict[str, str]  # run → what it said
+    device_seconds: float  # that all calls of `inline study train` took
+    probes: dict[str, Any] | None
+    speed: dict[str, Any] | None
+
+    @property
+    def settings(self) -> list[Setting]:
+        return sorted({result.setting for result in self.runs})
+
+    def rows(self, setting: Setting) -> dict[str, Sample]:
+        """In the order of the grid."""
+        found: dict[str, list[RunResult]] = {}
+        for result in self.runs:
+            if result.setting == setting:
+                found.setdefault(result.run.row, []).append(result)
+        return {row: Sample([r.top1 for r in found[row]], found[row][0].images) for row in ROWS if row in found}
+
+    @property
+    def main_setting(self) -> Setting | None:
+        """Where InLine and linear attention were trained with the most seeds, and the longest: on evidence if there is."""
+        both = [s for s in self.settings if {"inline", "linear"} <= self.rows(s).keys()]
+        return max(both, key=lambda s: (s.is_evidence, len(self.rows(s)["inline"].values), s.epochs), default=None)
+
+    def find(self, setting: Setting, row: str) -> RunResult | None:
+        """The run of the lowest seed."""
+        found = [r for r in self.runs if r.setting == setting and r.run.row == row]
+        return min(found, key=lambda r: r.run.seed, default=None)
+
+
+def parse_name(name: str) -> Run | None:
+    match = _NAME.fullmatch(name)
+    if match is None or match["dataset"] not in DATASETS or match["row"] not in ROWS:
+        return None
+    numbers = {key: int(match[key]) for key in ("patch", "epochs", "seed")}
+    return Run(dataset=match["dataset"], row=match["row"], **numbers)
+
+
+def run_folders(out: Path) -> list[tuple[Run, Path]]:
+    found = [(parse_name(folder.name), folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
+    return [(run, folder) for run, folder in found if run is not None]
+
+
+def collect(out: Path) -> Results:
+    """Finished runs of a folder; ValueError where there is nothing at all."""
+    if not out.is_dir():
+        raise ValueError(f"there is no folder {str(out)!r}; `inline study train --out {out}` makes it")
+    folders = run_folders(out)
+    runs = [_read(run, folder) for run, folder in folders if is_finished(folder)]
+    failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
+    probes = _read_json(out / "probes.json")
+    if not runs and probes is None:
+        raise ValueError(f"neither finished runs nor probes in {str(out)!r}")
+    sessions = out / SESSIONS
+    lines = sessions.read_text().splitlines() if sessions.exists() else []
+    seconds = sum(json.loads(line)["seconds"] for line in lines)
+    return Results(runs, failures, seconds, probes, _read_json(out / "speed.json"))
+
+
+def _read(run: Run, folder: Path) -> RunResult:
+    summary = json.loads((folder / SUMMARY).read_text())
+    records: Sequence[dict[str, Any]] = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    environment = json.loads((folder / ENVIRONMENT).read_text())[-1]
+    gpus = [value for key, value in environment.items() if key.startswith("gpu ")]
+    return RunResult(
+        run=run,
+        folder=folder,
+        top1=summary["val_top1"],
+        best=summary["best_top1"],
+        images=int(evaluations[-1]["val_images"]),
+        curve=[(record["epoch"], record["val_top1"]) for record in evaluations],
+        seconds=summary["seconds"],
+        wall=wall_seconds(folder),
+        analysis=_read_json(folder / ANALYSIS),
+        commit=environment["inline-attention"],
+        machine=gpus[0] if environment["device"].startswith("cuda") and gpus else environment["cpu"],
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None

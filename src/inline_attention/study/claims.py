@@ -41,14 +41,24 @@ def exceeds(a: Sample, b: Sample) -> bool:
     return a.mean - b.mean > 2 * hypot(a.spread, b.spread)
 
 
+def _evidence(results: Results) -> Setting | None:
+    """The setting that verdicts rest on."""
+    setting = results.main_setting
+    return setting if setting is not None and setting.is_evidence else None
+
+
 # Accuracy
+
+
+def _main_rows(results: Results) -> tuple[Setting | None, dict[str, Sample]]:
+    setting = _evidence(results)
+    return setting, {} if setting is None else results.rows(setting)
 
 
 def _compare(better: str, worse: str, claim: str) -> Callable[[Results], Claim]:
     def check(results: Results) -> Claim:
         empty = Claim(claim, TWO_DEVIATIONS)
-        setting = results.main_setting
-        rows = results.rows(setting) if setting is not None else {}
+        setting, rows = _main_rows(results)
         if not {better, worse} <= rows.keys():
             return empty
         a, b = rows[better], rows[worse]
@@ -60,8 +70,7 @@ def _compare(better: str, worse: str, claim: str) -> Callable[[Results], Claim]:
 
 def _level_with_softmax(results: Results) -> Claim:
     claim, rule = "InLine attention is at least level with softmax attention", "softmax not ahead by 2 · √(s₁² + s₂²)"
-    setting = results.main_setting
-    rows = results.rows(setting) if setting is not None else {}
+    setting, rows = _main_rows(results)
     if not {"inline", "softmax"} <= rows.keys():
         return Claim(claim, rule)
     a, b = rows["inline"], rows["softmax"]
@@ -123,7 +132,7 @@ def _local_probe(results: Results) -> Claim:
 
 
 def _analysed(results: Results, *rows: str) -> tuple[Setting, list[dict[str, Any]]] | None:
-    setting = results.main_setting
+    setting = _evidence(results)
     if setting is None:
         return None
     found = [result.analysis for row in rows if (result := results.find(setting, row)) is not None]
@@ -155,7 +164,7 @@ def _locality(results: Results) -> Claim:
 
 def _masking(results: Results) -> Claim:
     claim = "Masking local tokens hurts more than masking as many random ones, softmax more than InLine"
-    rule = "7×7 window (the largest measured): local − random > 2 points for both, softmax's drop the larger"
+    rule = "largest window measured: local − random > 2 points for both, and softmax loses more than InLine"
     found = _analysed(results, "softmax", "inline")
     if found is None:
         return Claim(claim, rule)
@@ -177,7 +186,7 @@ def _speed(results: Results) -> Claim:
         return Claim(claim, rule)
     rows = results.speed["rows"]
     pairs = []
-    for setting in results.settings:
+    for setting in filter(lambda s: s.is_evidence, results.settings):
         names = [speed_name(setting.dataset, setting.patch, row) for row in ("inline", "softmax")]
         if all(rows.get(name, {}).get("infer") for name in names):
             pairs.append((setting.tokens, *(rows[name]["infer"] for name in names)))
@@ -197,7 +206,7 @@ _CHECKS: tuple[Callable[[Results], Claim], ...] = (
     _compare("inline", "inline_plain", "Local modelling: InLine gains from its residual"),
     _compare("linear_residual", "linear", "Local modelling: linear attention gains from the residual too"),
     _compare(
-        "inline", "linear_residual", "Injectivity beside local modelling: both with the residual, InLine is ahead"
+        "inline", "linear_residual", "Injectivity beside local modelling: with the residual in both, InLine is ahead"
     ),
     _level_with_softmax,
     _windows,

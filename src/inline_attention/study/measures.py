@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inline_attention.analysis import measure_confusion, measure_locality, measure_masking, measure_rank
 from inline_attention.analysis.report import to_plain
@@ -94,8 +94,15 @@ def _images(loader: EvalLoader) -> Iterator[Tensor]:
     return (batch.images for batch in loader)
 
 
-def _patch(model: torch.nn.Module) -> int:
+def _patch(model: nn.Module) -> int:
     return getattr(model, "patch_size", 4)  # Swin's patches are 4 pixels
+
+
+def build_model(run: Run) -> nn.Module:
+    """The model of a run, untrained."""
+    config = run.config()
+    options = dict(img_size=config.data.img_size, in_chans=config.data.in_chans, **config.model.kwargs)
+    return create_model(config.model.name, num_classes=DATASETS[run.dataset].num_classes, **options)
 
 
 def measure_speed(
@@ -111,21 +118,16 @@ def measure_speed(
     sizes = sorted({(run.dataset, run.patch) for run in runs})
     for dataset, patch in sizes:
         chosen = {run.row: run for run in runs if (run.dataset, run.patch) == (dataset, patch)}
-        settings = DATASETS[dataset].settings
-        size, channels = settings["data.img_size"], settings.get("data.in_chans", 3)
-        images = torch.randn(batch, channels, size, size, device=device)
+        data = next(iter(chosen.values())).config().data
+        images = torch.randn(batch, data.in_chans, *data.size, device=device)
         labels = torch.zeros(batch, dtype=torch.int64, device=device)
         for training in (False, True):
             tell(f"timing {'training' if training else 'inference'}, {dataset}, patch {patch}")
             candidates = {}
             for row, run in chosen.items():
-                model = run.config().model
-                build = partial(
-                    create_model, model.name, img_size=size, in_chans=channels, num_classes=100, **model.kwargs
-                )
                 step = partial(training_step, images=images, labels=labels, autocast=autocast)
                 infer = partial(inference_step, images=images, autocast=autocast)
-                candidates[row] = Candidate(build, EAGER, step if training else infer, training)
+                candidates[row] = Candidate(partial(build_model, run), EAGER, step if training else infer, training)
             for row, (timing, peak) in compare(candidates, device=device, effort=effort).items():
                 key = "train" if training else "infer"
                 entry = rows.setdefault(speed_name(dataset, patch, row), {"batch": batch})

@@ -62,7 +62,8 @@ def draw_probes(content: Mapping[str, Any]) -> Figure:
     effort = content["effort"]
     caption = (
         f"Mean ± standard deviation of {effort['seeds']} seeds, {effort['steps']} updates. Patches of two photographs; "
-        "tested on parts of them not trained on.\nDotted: chance. Bound: what no readout of the layer's outputs can exceed."
+        "tested on parts of them not trained on.\n"
+        "Dotted: chance. Bound: what no readout of the layer's outputs can exceed."
     )
     figure.supxlabel(caption, fontsize=8, color=GREY)
     return figure

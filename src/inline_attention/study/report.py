@@ -6,22 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from inline_attention.models import create_model
 from inline_attention.study.claims import Claim, judge
 from inline_attention.study.grid import DATASETS, MAIN, ROWS, Run, command_line
-from inline_attention.study.measures import speed_name
+from inline_attention.study.measures import build_model, speed_name
 from inline_attention.study.results import Results, RunResult, Setting
 
 RESULTS, PAGE = "results.json", "results.md"
 
 
-def count_parameters(run: Run, *, num_classes: int) -> int:
-    config = run.config()
-    size, channels = config.data.img_size, config.data.in_chans
-    model = create_model(
-        config.model.name, img_size=size, in_chans=channels, num_classes=num_classes, **config.model.kwargs
-    )
-    return sum(parameter.numel() for parameter in model.parameters())
+def count_parameters(run: Run) -> int:
+    return sum(parameter.numel() for parameter in build_model(run).parameters())
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
@@ -94,15 +88,15 @@ def _draw(results: Results, out: Path) -> list[Path]:
     curves = {ROWS[row].title: [r.curve for r in results.runs if r.setting == main and r.run.row == row]
               for row in results.rows(main) if row in MAIN}  # fmt: skip
     keep(plots.draw_curves(curves, title=str(main)), "curves.png")
-    by_epochs = _series(results, lambda s: s[:2] == main[:2], lambda s: s.epochs)
-    if by_epochs:
+    same_tokens = [s for s in results.settings if s[:2] == main[:2]]
+    if by_epochs := _series(results, same_tokens, lambda s: s.epochs):
         title = f"{DATASETS[main.dataset].title}, {main.tokens} tokens"
         keep(plots.draw_scaling(by_epochs, title=title, xlabel="epochs"), "epochs.png")
     for dataset in DATASETS:
-        by_tokens = _series(results, lambda s, d=dataset: s.dataset == d and s.epochs == _longest(results, d),
-                            lambda s: s.tokens)  # fmt: skip
-        if by_tokens:
-            title = f"{DATASETS[dataset].title}, {_longest(results, dataset)} epochs"
+        epochs = max((s.epochs for s in results.settings if s.dataset == dataset), default=0)
+        same_length = [s for s in results.settings if (s.dataset, s.epochs) == (dataset, epochs)]
+        if by_tokens := _series(results, same_length, lambda s: s.tokens):
+            title = f"{DATASETS[dataset].title}, {epochs} epochs"
             keep(plots.draw_scaling(by_tokens, title=title, xlabel="tokens"), f"tokens-{dataset}.png")
     if points := speed_points(results, main):
         assert results.speed is not None
@@ -114,19 +108,15 @@ def _draw(results: Results, out: Path) -> list[Path]:
 
 
 def _series(
-    results: Results, chosen: Callable[[Setting], bool], place: Callable[[Setting], int]
+    results: Results, settings: Sequence[Setting], place: Callable[[Setting], int]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Main rows that were measured at several places."""
+    """Main rows that were measured at several places: (place, mean top-1) of each."""
     series: dict[str, list[tuple[float, float]]] = {}
-    for setting in filter(chosen, results.settings):
+    for setting in settings:
         for row, sample in results.rows(setting).items():
             if row in MAIN:
                 series.setdefault(ROWS[row].title, []).append((place(setting), sample.mean))
     return {title: points for title, points in series.items() if len(points) > 1}
-
-
-def _longest(results: Results, dataset: str) -> int:
-    return max((s.epochs for s in results.settings if s.dataset == dataset), default=0)
 
 
 def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
@@ -171,7 +161,7 @@ def setting_table(results: Results, setting: Setting) -> str:
     for row, sample in results.rows(setting).items():
         result = results.find(setting, row)
         assert result is not None
-        parameters = count_parameters(result.run, num_classes=_classes(result))
+        parameters = count_parameters(result.run)
         speed, analysis = speeds.get(ROWS[row].title, {}), result.analysis
         lines.append(
             [
@@ -189,10 +179,6 @@ def setting_table(results: Results, setting: Setting) -> str:
     header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s",
               "confused pairs", "3×3, times chance", "effective rank", "commit, machine"]  # fmt: skip
     return _table(header, lines)
-
-
-def _classes(result: RunResult) -> int:
-    return {"tiny_imagenet": 100}.get(result.run.dataset, 10)
 
 
 def probe_table(probes: dict[str, Any]) -> str:

@@ -104,7 +104,7 @@ class Results:
 
     @property
     def main_setting(self) -> Setting | None:
-        """Where InLine and linear attention were trained with the most seeds, and the longest: on evidence if there is."""
+        """Where InLine and linear attention were trained with the most seeds, and the longest; evidence comes first."""
         both = [s for s in self.settings if {"inline", "linear"} <= self.rows(s).keys()]
         return max(both, key=lambda s: (s.is_evidence, len(self.rows(s)["inline"].values), s.epochs), default=None)
 

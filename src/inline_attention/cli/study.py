@@ -120,10 +120,9 @@ def run_report(args: argparse.Namespace) -> int:
     if results.runs and not args.no_analyses:
         images = args.max_images or measures.IMAGES
         measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, tell=tell)
-    if results.runs and not args.no_speed and results.speed is None:  # once, on the machine that trained
+    if not args.no_speed:
         runs = [result.run for result in results.runs]
-        speed = measures.measure_speed(runs, device=device, effort=Effort.choose(quick=True), tell=tell)
-        (out / "speed.json").write_text(json.dumps(speed, indent=1) + "\n")
+        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=tell)
     for path in write_report(collect(out), out):
         print(path)
     return 0

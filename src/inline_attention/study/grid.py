@@ -82,9 +82,9 @@ MAIN = {
     "linear": _deit("linear (ReLU)", attention="linear", local_residual=False),
     "inline_plain": _deit("InLine without residual", attention="inline", local_residual=False),
     "linear_residual": _deit(
-        "linear (ReLU) + residual", attention="linear", local_residual=True, mlp_ratio=WITH_RESIDUAL
+        "linear (ReLU) with residual", attention="linear", local_residual=True, mlp_ratio=WITH_RESIDUAL
     ),
-    "inline": _deit("InLine", attention="inline", local_residual=True, mlp_ratio=WITH_RESIDUAL),
+    "inline": _deit("InLine (with residual)", attention="inline", local_residual=True, mlp_ratio=WITH_RESIDUAL),
 }
 FEATURE_MAPS = {
     f"{attention}_{name}": _deit(

@@ -17,7 +17,7 @@ from inline_attention.data import EvalLoader, open_eval_data
 from inline_attention.environment import describe_environment
 from inline_attention.models import create_model
 from inline_attention.study.grid import DATASETS, Run
-from inline_attention.study.results import ANALYSIS, run_folders
+from inline_attention.study.results import ANALYSIS, SPEED, run_folders
 from inline_attention.study.runner import is_finished
 from inline_attention.training.classifier import load_classifier
 
@@ -105,6 +105,26 @@ def build_model(run: Run) -> nn.Module:
     return create_model(config.model.name, num_classes=DATASETS[run.dataset].num_classes, **options)
 
 
+def time_runs(out: Path, runs: list[Run], *, device: torch.device, effort: Effort, tell: Callable[[str], None]) -> None:
+    """speed.json: the models that are not in it yet, on the machine that timed the others."""
+    path = out / SPEED
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    machine = machine_name(device)
+    due = [run for run in runs if speed_name(run.dataset, run.patch, run.row) not in known.get("rows", {})]
+    if not due:
+        return
+    if known and known["machine"] != machine:
+        tell(f"{len(due)} models are not timed: the others were on another machine, {known['machine']}")
+        return
+    found = measure_speed(due, device=device, effort=effort, tell=tell)
+    found["rows"] = {**known.get("rows", {}), **found["rows"]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def machine_name(device: torch.device) -> str:
+    return describe_environment()["gpu 0" if device.type == "cuda" else "cpu"]
+
+
 def measure_speed(
     runs: list[Run], *, device: torch.device, effort: Effort, batch: int = SPEED_BATCH, tell: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -133,10 +153,12 @@ def measure_speed(
                 entry = rows.setdefault(speed_name(dataset, patch, row), {"batch": batch})
                 entry[key] = batch / timing.median if isinstance(timing, Timing) else None
                 entry[f"{key}_peak_bytes"] = peak
-    facts = describe_environment()
-    machine = facts["gpu 0"] if device.type == "cuda" else facts["cpu"]
-    precision = "bf16" if wide else "fp32"
-    return {"machine": machine, "precision": precision, "environment": facts, "rows": to_plain(rows)}
+    return {
+        "machine": machine_name(device),
+        "precision": "bf16" if wide else "fp32",
+        "environment": describe_environment(),
+        "rows": to_plain(rows),
+    }
 
 
 def speed_name(dataset: str, patch: int, row: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from inline_attention.study.measures import masking_drops
 
@@ -147,4 +148,6 @@ def _finish(figure: Figure, axes: Axes, *, title: str, xlabel: str, ylabel: str)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.legend(fontsize=8)
+    if xlabel == "layer":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

@@ -14,7 +14,7 @@ from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_fini
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import ENVIRONMENT
 
-ANALYSIS = "analysis.json"
+ANALYSIS, SPEED = "analysis.json", "speed.json"
 _NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")
 
 
@@ -140,7 +140,7 @@ def collect(out: Path) -> Results:
     sessions = out / SESSIONS
     lines = sessions.read_text().splitlines() if sessions.exists() else []
     seconds = sum(json.loads(line)["seconds"] for line in lines)
-    return Results(runs, failures, seconds, probes, _read_json(out / "speed.json"))
+    return Results(runs, failures, seconds, probes, _read_json(out / SPEED))
 
 
 def _read(run: Run, folder: Path) -> RunResult:

@@ -1,0 +1,53 @@
+"""The grid itself: equal parameters, commands that are valid, names that can be read back."""
+
+import pytest
+
+from inline_attention.study.grid import GROUPS, MAIN, ROWS, WINDOWS, Run, build_runs
+from inline_attention.study.report import count_parameters
+from inline_attention.study.results import parse_name
+
+
+def parameters(row: str) -> int:
+    return count_parameters(Run("tiny_imagenet", row, 30, 0, 4))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in WINDOWS])
+def test_deit_rows_have_equal_parameters(row: str) -> None:
+    assert parameters(row) == pytest.approx(parameters("softmax"), rel=0.01)
+
+
+@pytest.mark.parametrize("row", WINDOWS)
+def test_swin_rows_have_equal_parameters(row: str) -> None:
+    assert parameters(row) == pytest.approx(parameters("swin_window2"), rel=0.01)
+
+
+def test_three_models_fit_15_megabytes_in_half_precision() -> None:
+    assert sum(2 * parameters(row) for row in ("softmax", "linear", "inline")) < 14.8e6
+
+
+def test_every_run_is_a_valid_command_and_has_its_own_name() -> None:
+    runs = build_runs(GROUPS)
+    assert len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        config = run.config()
+        assert config.schedule.epochs == run.epochs
+        assert config.data.augment_on_device
+        assert parse_name(run.name) == run
+
+
+def test_the_main_rows_have_three_seeds() -> None:
+    runs = build_runs(["main"], main_epochs=40)
+    assert {(run.row, run.seed) for run in runs} == {(row, seed) for row in MAIN for seed in range(3)}
+    assert {run.epochs for run in runs} == {40}
+
+
+def test_a_run_of_two_groups_is_made_once() -> None:
+    runs = build_runs(["pilot", "main"], main_epochs=30)
+    assert len(runs) == len(set(runs)) == 15 + 15 - 5
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(dict(groups=["mian"]), "there is no mian in the grid"),
+                                                    (dict(rows=["soft"]), "there is no soft in the grid")])  # fmt: skip
+def test_unknown_names_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_runs(**arguments)

@@ -1,0 +1,136 @@
+"""A miniature grid on the digits, from runs to report."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inline_attention.cli import main
+from inline_attention.study.claims import NOT_MEASURED, NOT_TESTABLE
+from inline_attention.study.grid import CHECK_EPOCHS, Run
+from inline_attention.study.runner import GridRunner, has_failed, is_finished, wall_seconds
+
+SHORT = ["schedule.epochs=2"]
+ROWS = ["linear", "inline"]
+RUNS = [Run("digits", row, CHECK_EPOCHS, 0, 2) for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two finished runs."""
+    out = tmp_path_factory.mktemp("study")
+    outcome = GridRunner(out, paths={"digits": "digits"}, jobs=2, extra=[*SHORT, "--device", "cpu"]).make(RUNS)
+    assert (outcome.failed, outcome.left) == ([], [])
+    assert sorted(outcome.finished) == sorted(run.name for run in RUNS)
+    return out
+
+
+def test_finished_runs_are_not_made_again(grid: Path) -> None:
+    before = {run.name: (grid / run.name / "summary.json").stat().st_mtime_ns for run in RUNS}
+    outcome = GridRunner(grid, paths={"digits": "digits"}).make(RUNS)
+    assert (outcome.finished, outcome.failed, outcome.left) == ([], [], [])
+    assert before == {run.name: (grid / run.name / "summary.json").stat().st_mtime_ns for run in RUNS}
+
+
+def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
+    """The finished ones say how long an epoch takes."""
+    long = Run("digits", "softmax", 100_000, 0, 2)
+    lines: list[str] = []
+    runner = GridRunner(grid, paths={"digits": "digits"}, minutes=1, tell=lines.append)
+    assert runner.expected_seconds(long) == pytest.approx(
+        max(wall_seconds(grid / run.name) for run in RUNS) / CHECK_EPOCHS * 100_000
+    )
+    assert runner.make([long]).left == [long.name]
+    assert not (grid / long.name).exists()
+    assert lines == ["1 runs are left, none of which would end in time"]
+
+
+def test_report(grid: Path) -> None:
+    assert main(["study", "report", str(grid), "--max-images", "10", "--device", "cpu"]) == 0
+    results = json.loads((grid / "results.json").read_text())
+    (setting,) = results["settings"]
+    assert (setting["dataset"], setting["tokens"]) == ("digits", 17)
+    by_row = {line["row"]: line for line in setting["rows"]}
+    for run in RUNS:
+        summary = json.loads((grid / run.name / "summary.json").read_text())
+        line = by_row[run.row]
+        assert line["top1"] == [summary["val_top1"]]
+        assert line["std"] is None
+        assert line["command"].startswith("inline train study --data DIGITS --seed 0")
+        assert 0 <= line["analysis"]["confusion"]["share_of_pairs"] <= 1
+        assert results["speed"]["rows"][f"digits-p2-{run.row}"]["train"] > 0
+    # Digits are for trying the study out: no verdict rests on them.
+    assert {claim["verdict"] for claim in results["claims"]} == {NOT_MEASURED, NOT_TESTABLE}
+    page = (grid / "results.md").read_text()
+    assert "| InLine (with residual) |" in page
+    for name in ("curves.png", "speed.png", "causes.png"):
+        assert (grid / name).stat().st_size > 5000
+        assert f"({name})" in page
+
+
+def test_what_fails_is_noted_and_not_tried_again(tmp_path: Path) -> None:
+    runner = GridRunner(tmp_path, paths={"digits": "nowhere"})
+    assert runner.make(RUNS[:1]).failed == [RUNS[0].name]
+    assert has_failed(tmp_path / RUNS[0].name)
+    assert "nowhere" in (tmp_path / RUNS[0].name / "failure.txt").read_text()
+    again = GridRunner(tmp_path, paths={"digits": "digits"}).make(RUNS[:1])
+    assert (again.finished, again.failed, again.left) == ([], [], [RUNS[0].name])
+
+
+@pytest.mark.slow
+def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:
+    """SIGTERM to the grid: its run saves, and the next call continues it."""
+    run = RUNS[1]
+    command = [sys.executable, "-m", "inline_attention", "study", "train", "--groups", "check", "--rows", run.row,
+               "--out", str(tmp_path), "--device", "cpu", "--set", "schedule.epochs=40"]  # fmt: skip
+    process = subprocess.Popen(command)
+    metrics = tmp_path / run.name / "metrics.jsonl"
+    limit = time.monotonic() + 60
+    while not metrics.exists() and time.monotonic() < limit:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert not is_finished(tmp_path / run.name)
+    assert not has_failed(tmp_path / run.name)
+    assert list((tmp_path / run.name / "checkpoints").glob("step-*"))
+    outcome = GridRunner(tmp_path, paths={"digits": "digits"}, extra=["schedule.epochs=40", "--device", "cpu"]).make(
+        [run]
+    )
+    assert outcome.finished == [run.name]
+    starts = json.loads((tmp_path / run.name / "environment.json").read_text())
+    assert len(starts) == 2
+
+
+def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "train", "--list", "--rows", "inline", "--data", "tiny_imagenet=images"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("inline train study --data ") for line in lines)
+    assert any("--data images" in line for line in lines)
+    assert any("--data IMAGENETTE" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "cifar=x"], "expected NAME=FOLDER with a name of tiny_imagenet"),
+        (["--rows", "softmax"], "no data for imagenette, tiny_imagenet"),
+        (["--set", "optim.lrr=1"], "did you mean optim.lr"),
+        (["--groups", "check", "--jobs", "0"], "--jobs is 0"),
+        (["--groups", "check", "--minutes", "0.1"], "--minutes is 0.1"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", "train", "--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_folder_has_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "report", str(tmp_path)]) == 2
+    assert "neither finished runs nor probes" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_yaml_and_back() -> None:
 
 def test_there_is_a_recipe_for_every_published_model() -> None:
     published = [name for name in list_models() if name.startswith("inline_")]
-    assert set(recipe_names()) == {*published, "finetune", "quickstart"}
+    assert set(recipe_names()) == {*published, "finetune", "quickstart", "study"}
     for name in published:
         assert load_config(name).model.name == name
 

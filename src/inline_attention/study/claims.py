@@ -128,6 +128,16 @@ def _local_probe(results: Results) -> Claim:
     return Claim(claim, rule, f"{without:.1f} without, {with_it:.1f} % with", _verdict(with_it - without > 5))
 
 
+def _mean_probe(results: Results) -> Claim:
+    claim = "Control: where neither property is needed, all attentions are equal"
+    rule = "mean brightness: best − worst < 2 points"
+    if results.probes is None:
+        return Claim(claim, rule)
+    means = [score["mean"] for score in results.probes["mean"].values()]
+    measured = f"{min(means):.1f} to {max(means):.1f} %"
+    return Claim(claim, rule, measured, _verdict(max(means) - min(means) < 2))
+
+
 # Analyses of trained models
 
 
@@ -201,6 +211,7 @@ _CHECKS: tuple[Callable[[Results], Claim], ...] = (
     _length_probe,
     _escape_probe,
     _local_probe,
+    _mean_probe,
     _compare("inline", "linear", "InLine attention (with its residual) is ahead of linear attention"),
     _compare("inline_plain", "linear", "Injectivity alone: InLine without residual is ahead of linear attention"),
     _compare("inline", "inline_plain", "Local modelling: InLine gains from its residual"),

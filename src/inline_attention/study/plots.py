@@ -42,10 +42,10 @@ def draw_probes(content: Mapping[str, Any]) -> Figure:
     length.plot(bounds, places + 0.27, "|", color="black", markersize=9, markeredgewidth=2, label="bound, nothing else")
     length.set_yticks(places, names)
     length.set(title=f"a  Queries of one direction, {len(content['lengths'])} lengths")
-    length.legend(fontsize=8, loc="lower right", framealpha=0.95)
+    figure.legend(fontsize=8, loc="outside upper left", ncols=4)
     for axes, what, title in (
-        (local, "local", "b  Which neighbour is brightest"),
-        (mean, "mean", "c  Mean brightness of the image"),
+        (local, "local", "b  Brightest neighbour"),
+        (mean, "mean", "c  Mean brightness"),
     ):
         scores = content[what]
         places = np.arange(len(scores))[::-1]

@@ -3,7 +3,7 @@ import timm
 import timm.layers
 import torch
 
-from inline_attention.layers.drop import DropPath, SampledDepth
+from inline_attention.layers.drop import ChannelDrop, DropPath, SampledDepth
 
 
 def tiny_model(rate: float = 0.5) -> torch.nn.Module:
@@ -123,3 +123,23 @@ def test_compiles_without_graph_break_or_recompile() -> None:
         depth.draw(ids, key=key)
         assert torch.equal(compiled(x), model(x))
     assert len(graphs) == 1
+
+
+def test_channels_are_dropped_by_sample_and_key() -> None:
+    model = torch.nn.Sequential(ChannelDrop(0.25, 64), torch.nn.Conv2d(64, 8, 1), ChannelDrop(0.25, 8)).train()
+    drops = SampledDepth(model, device="cpu")
+    ids = torch.arange(2000)
+    x = torch.ones(2000, 64, 1, 2)
+    drops.draw(ids, key=7)
+    dropped = model[0](x)
+    assert torch.equal(dropped[..., 0], dropped[..., 1])  # a channel goes as a whole
+    assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert dropped.mean() == pytest.approx(1, abs=0.01)
+    assert (dropped[..., 0] == 0).float().mean(0).std() < 0.02  # every channel alike
+    order = torch.randperm(2000)
+    drops.draw(ids[order], key=7)
+    assert torch.equal(model[0](x), dropped[order])
+    drops.draw(ids[:5], key=8)
+    assert not torch.equal(model[0](x[:5]), dropped[:5])
+    assert not torch.equal(model[0].keep[:, :8], model[2].keep)
+    assert torch.equal(model[0].eval()(x), x)

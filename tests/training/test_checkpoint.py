@@ -51,9 +51,7 @@ def checkpoints(folder: Path, *, keep: int = 2) -> tuple[Checkpoints, list[str]]
 
 
 def progress(step: int) -> Progress:
-    return Progress(
-        epoch=2, step=step, steps_per_epoch=100, images=64 * step, seconds=1.5, best_top1=12.5, best_epoch=1
-    )
+    return Progress(epoch=2, step=step, steps_per_epoch=100, images=64 * step, seconds=1.5, best=12.5, best_epoch=1)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:

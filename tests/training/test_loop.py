@@ -98,6 +98,24 @@ def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
         assert torch.allclose(_runs.weights(tmp_path / "four")[name], value, atol=1e-4), name
 
 
+def test_a_run_of_steps_ends_inside_an_epoch(tmp_path: Path) -> None:
+    """7 updates of an epoch of 5: the second epoch is cut short, evaluated, saved, and can be resumed."""
+    steps = ("schedule.steps=7", "schedule.warmup_steps=2", "schedule.kind=poly")
+    outcome = run(tmp_path / "run", *steps)
+    assert (outcome.summary["updates"], outcome.summary["epochs"]) == (7, 2)
+    assert [record["update"] for record in _runs.metrics(tmp_path / "run")] == list(range(1, 8))
+    assert [record["update"] for record in _runs.metrics(tmp_path / "run", "eval")] == [5, 7]
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-00000007")
+    outcome = run(tmp_path / "again", *steps, resume="auto")
+    assert outcome.summary["updates"] == 7
+    _runs.assert_same_weights(tmp_path / "run", tmp_path / "again")
+    # Its last checkpoint stands inside the second epoch: a longer run goes on from there.
+    outcome = run(tmp_path / "run", *steps, "schedule.steps=12", resume="auto")
+    assert (outcome.summary["updates"], outcome.summary["epochs"]) == (12, 3)
+    assert [record["update"] for record in _runs.metrics(tmp_path / "run")] == list(range(1, 13))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -163,7 +181,7 @@ class NoHostReads(TorchFunctionMode):
 def test_an_update_reads_nothing_from_the_device(tmp_path: Path) -> None:
     flags = {"data": {"path": _runs.images()}, "device": "cpu"}
     plan = plan_run("inline_deit_tiny", overrides=_runs.TINY, flags=flags, output=str(tmp_path))
-    with Reporter(tmp_path, plan.config, active=False) as reporter:
+    with Reporter(tmp_path, plan.config, headline=plan.task.headline, active=False) as reporter:
         trainer = Trainer(plan, ranks=Ranks(torch.device("cpu")), reporter=reporter, request=StopRequest())
         batches = iter(_first(trainer.data.train.epoch(0), 2))
         trainer.update(batches)  # creates the optimiser's state
@@ -177,7 +195,7 @@ def test_an_update_reads_nothing_from_the_device(tmp_path: Path) -> None:
 def test_an_update_never_waits_for_the_gpu(tmp_path: Path) -> None:
     flags = {"data": {"path": _runs.images()}, "device": "cuda"}
     plan = plan_run("inline_deit_tiny", overrides=_runs.TINY, flags=flags, output=str(tmp_path))
-    with Reporter(tmp_path, plan.config, active=False) as reporter:
+    with Reporter(tmp_path, plan.config, headline=plan.task.headline, active=False) as reporter:
         trainer = Trainer(plan, ranks=Ranks(torch.device("cuda", 0)), reporter=reporter, request=StopRequest())
         batches = iter(_first(trainer.data.train.epoch(0), 3))
         trainer.update(batches)

@@ -8,13 +8,14 @@ import training_runs as _runs
 from PIL import Image
 
 from inline_attention.training import plots
+from inline_attention.training.classification import Classification
 from inline_attention.training.config import load_config
 from inline_attention.training.report import Reporter
 
 
 def reporter(folder: Path, *overrides: str, active: bool = True) -> Reporter:
     config = load_config("inline_deit_tiny", overrides=overrides)
-    return Reporter(folder, config, active=active)
+    return Reporter(folder, config, headline=Classification.headline, active=active)
 
 
 def record(update: int, **values: object) -> dict[str, object]:
@@ -56,7 +57,7 @@ def test_other_ranks_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         report.note("nothing")
         report.record(record(1))
         report.summarise({})
-        report.draw()
+        report.leave_behind({})
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 
@@ -104,12 +105,13 @@ def test_wandb_is_named_where_it_is_missing(tmp_path: Path) -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
+    top1 = Classification.headline
     evaluations = [
         {"kind": "eval", "update": u, "epoch": u / 10, "val_loss": 1.0, "val_top1": 5.0 * u, "ema_top1": 4.0 * u}
         for u in (10, 20)
     ]
-    plots.draw_curves([*map(record, range(1, 21)), *evaluations], tmp_path / "curves.png")
-    plots.draw_curves([], tmp_path / "empty.png")
+    plots.draw_curves([*map(record, range(1, 21)), *evaluations], tmp_path / "curves.png", headline=top1)
+    plots.draw_curves([], tmp_path / "empty.png", headline=top1)
     plots.draw_confusion(torch.tensor([[9, 1], [0, 0]]), ["cat", "dog"], tmp_path / "confusion.png")
     for name in ("curves.png", "empty.png", "confusion.png"):
         assert np.asarray(Image.open(tmp_path / name).convert("L")).std() > 5  # something was drawn

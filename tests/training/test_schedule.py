@@ -126,6 +126,46 @@ def test_linear_schedule_goes_from_peak_to_minimum() -> None:
     assert [schedule.rate(s) for s in (0, 5, 10, 55, 100, 119)] == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1, 0.1])
 
 
+def test_poly_schedule_is_timms() -> None:
+    schedule = Schedule("poly", 0.3, 0.01, 0.02, 7, 50, 5, drop_every=1, drop_factor=0.1, power=0.9)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = timm.scheduler.PolyLRScheduler(
+        optimizer, t_initial=50, power=0.9, lr_min=0.02, warmup_t=7, warmup_lr_init=0.01, t_in_epochs=False
+    )
+    for step in range(55):
+        theirs.step_update(step)
+        assert schedule.rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("length", "warmup", "drops", "steps"),
+    [
+        ("schedule.epochs=12", "schedule.warmup_steps=500", "[8, 11]", (12000, 500, 8000, 11000)),
+        ("schedule.epochs=12", "schedule.warmup_epochs=0.25", "[8, 11]", (12000, 250, 8000, 11000)),
+        ("schedule.steps=9000", "schedule.warmup_steps=500", "[6000, 8000]", (9000, 500, 6000, 8000)),
+    ],
+)
+def test_lengths_in_steps_or_epochs(length: str, warmup: str, drops: str, steps: tuple[int, int, int, int]) -> None:
+    settings = [length, warmup, "schedule.kind=step", f"schedule.drop_at={drops}", "schedule.min_lr=0"]
+    config = load_config("inline_deit_tiny", overrides=[*settings, "optim.rate_batch=512", "optim.lr=1"])
+    schedule = config.build_schedule(steps_per_epoch=1000, world_size=1)
+    total, warm, first, second = steps
+    assert schedule.total_steps == total
+    assert schedule.rate(warm - 1) < schedule.rate(warm) == schedule.rate(first - 1) == 1
+    assert schedule.rate(first) == schedule.rate(second - 1) == pytest.approx(0.1)
+    assert schedule.rate(second) == schedule.rate(total - 1) == pytest.approx(0.01)
+
+
+def test_lengths_that_cannot_be() -> None:
+    short = load_config("inline_deit_tiny", overrides=["schedule.steps=300", "schedule.warmup_steps=500"])
+    with pytest.raises(ValueError, match="a warm-up of 500 updates in a run of 300"):
+        short.build_schedule(steps_per_epoch=10, world_size=1)
+    with pytest.raises(ValueError, match=r"schedule.drop_at=\[11.0, 8.0\]: expected ascending"):
+        load_config("inline_deit_tiny", overrides=["schedule.drop_at=[11, 8]"])
+    with pytest.raises(ValueError, match=r"schedule.steps=0: expected 1 or more"):
+        load_config("inline_deit_tiny", overrides=["schedule.steps=0"])
+
+
 def test_rates_grow_with_ranks_batch_and_accumulation() -> None:
     peaks = [
         load_config("inline_deit_tiny", overrides=overrides).build_schedule(steps_per_epoch=100, world_size=ranks).peak

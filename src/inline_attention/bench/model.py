@@ -1,8 +1,9 @@
 """Whole models against their counterparts: inference and training steps, throughput, latency and memory."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timm
@@ -32,8 +33,7 @@ COUNTERPARTS = {
     "inline_cswin_small": "softmax_cswin_small",
     "inline_cswin_base": "softmax_cswin_base",
 }
-INFERENCE_MODES = ("default", "max-autotune")
-TRAINING_MODES = ("default", "max-autotune-no-cudagraphs")
+COMPILE_MODES = ("reduce-overhead", "max-autotune")
 EAGER = "eager"
 PEERS = ("peer", "peer_sdpa")
 
@@ -52,9 +52,8 @@ class FreeAttention(nn.Module):
         return self.proj(q + k + v)
 
 
-def _build(name: str, img_size: int, backend: Backend) -> nn.Module:
-    """One of our models with a backend named outright: what "auto" stands for is no matter of a benchmark."""
-    model = create_model(name, img_size=img_size)
+def set_backend(model: nn.Module, backend: Backend) -> nn.Module:
+    """A backend named outright for all InLine attention: what "auto" stands for is no matter of a benchmark."""
     for module in model.modules():
         if isinstance(module, InLineAttention):
             module.backend = backend
@@ -62,11 +61,11 @@ def _build(name: str, img_size: int, backend: Backend) -> nn.Module:
 
 
 def build_fused(name: str, img_size: int) -> nn.Module:
-    return _build(name, img_size, "triton")
+    return set_backend(create_model(name, img_size=img_size), "triton")
 
 
 def build_reference(name: str, img_size: int) -> nn.Module:
-    return _build(name, img_size, "reference")
+    return set_backend(create_model(name, img_size=img_size), "reference")
 
 
 def build_peer(name: str, img_size: int) -> nn.Module:
@@ -181,15 +180,26 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Ca
 WARM_UP = 3  # calls: the first compiles, CUDA graphs are recorded by the second
 
 
-def _prepare(contender: str, setting: Setting, mode: str, step_of: Callable[[nn.Module], Call], device: torch.device,
-             ) -> tuple[Call, int | None]:  # fmt: skip
-    """A contender's step, ready to be timed, and the memory it takes."""
+@dataclass(frozen=True)
+class Candidate:
+    """A model in a mode of torch.compile (or EAGER), and what is done with it."""
+
+    build: Callable[[], nn.Module]
+    mode: str
+    step_of: Callable[[nn.Module], Call]
+    training: bool
+    latency: bool = False  # wait for each call
+
+
+def _prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | None]:
+    """A candidate's step, ready to be timed, and the memory it takes."""
+    mode = candidate.mode
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    model = CONTENDERS[contender].build(setting.model, setting.img_size).to(device)
-    model.train(setting.training)
+    model = candidate.build().to(device)
+    model.train(candidate.training)
     if mode != EAGER:
         optimize(model, mode=mode)
-    step = step_of(model)
+    step = candidate.step_of(model)
     peak = None
     for call in range(WARM_UP):
         if device.type == "cuda" and call == 1:  # what compiling and tuning took does not count
@@ -199,7 +209,42 @@ def _prepare(contender: str, setting: Setting, mode: str, step_of: Callable[[nn.
     if device.type == "cuda":
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-    return synchronised(step, device) if setting.is_latency else step, peak
+    return synchronised(step, device) if candidate.latency else step, peak
+
+
+def compare(
+    candidates: Mapping[str, Candidate],
+    *,
+    device: torch.device,
+    effort: Effort,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, tuple[Timing | str, int | None]]:
+    """Timing (or the error) and peak memory of every candidate: all are built first, then timed in turn."""
+    calls: dict[str, Call] = {}
+    peaks: dict[str, int | None] = {}
+    errors: dict[str, str] = {}
+    # Sizes are compared, each at its best: none may be served by a graph made for several.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
+        for key, candidate in candidates.items():
+            try:
+                calls[key], peaks[key] = _prepare(candidate, device)
+                log(f"ready: {key}")
+            except Exception as error:  # of one contender: the others go on
+                errors[key] = describe_error(error)
+                log(f"failed: {key}: {errors[key]}")
+                _collect(device)
+        outcome = {**measure(calls, device=device, effort=effort), **errors}
+    calls.clear()
+    torch._dynamo.reset()  # frees the graphs
+    _collect(device)
+    return {key: (outcome[key], peaks.get(key)) for key in candidates}
+
+
+def usable_modes(modes: Sequence[str], device: torch.device) -> list[str]:
+    """Those that differ on the device."""
+    if device.type != "cpu":
+        return list(modes)
+    return [mode for mode in modes if mode in (EAGER, "default")] or ["default"]
 
 
 def run_setting(
@@ -212,10 +257,8 @@ def run_setting(
     effort: Effort,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
-    """Every contender in every mode, built first, then timed in turn."""
-    modes = modes or (TRAINING_MODES if setting.training else INFERENCE_MODES)
-    if device.type == "cpu":
-        modes = [mode for mode in modes if mode in (EAGER, "default")] or ["default"]
+    """Every contender in every mode."""
+    modes = usable_modes(modes or COMPILE_MODES, device)
     images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
     labels = torch.randint(1000, (setting.batch,), device=device)
 
@@ -227,24 +270,22 @@ def run_setting(
             return training_step(model, images, labels, autocast)
         return inference_step(model, images, autocast)
 
-    calls: dict[str, Call] = {}
-    peaks: dict[str, int | None] = {}
-    errors: dict[str, str] = {}
     keys = {f"{contender} {mode}": (contender, mode) for contender in contenders for mode in modes}
-    # Sizes are compared, each at its best: none may be served by a graph made for several.
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
-        for key, (contender, mode) in keys.items():
-            try:
-                calls[key], peaks[key] = _prepare(contender, setting, mode, step_of, device)
-                log(f"ready: {setting.model} {setting.img_size}×{setting.batch} {setting.task} {key}")
-            except Exception as error:  # of one contender: the others go on
-                errors[key] = describe_error(error)
-                log(f"failed: {key}: {errors[key]}")
-                _collect(device)
-        outcome = measure(calls, device=device, effort=effort)
+    candidates = {
+        key: Candidate(
+            partial(CONTENDERS[contender].build, setting.model, setting.img_size),
+            mode,
+            step_of,
+            training=setting.training,
+            latency=setting.is_latency,
+        )
+        for key, (contender, mode) in keys.items()
+    }
+    where = f"{setting.model} {setting.img_size}×{setting.batch} {setting.task}"
+    outcome = compare(candidates, device=device, effort=effort, log=lambda line: log(f"{where}: {line}"))
     results = []
     for key, (contender, mode) in keys.items():
-        timing = outcome.get(key, errors.get(key))
+        timing, peak = outcome[key]
         results.append(
             ModelResult(
                 model=setting.model,
@@ -255,13 +296,10 @@ def run_setting(
                 mode=mode,
                 timing=timing if isinstance(timing, Timing) else None,
                 images_per_second=setting.batch / timing.median if isinstance(timing, Timing) else None,
-                peak_bytes=peaks.get(key),
+                peak_bytes=peak,
                 error=timing if isinstance(timing, str) else None,
             )
         )
-    calls.clear()
-    torch._dynamo.reset()  # frees the graphs
-    _collect(device)
     return results
 
 
@@ -292,13 +330,17 @@ def make_settings(
     return settings
 
 
+def check_modes(modes: Sequence[str] | None) -> None:
+    if unknown := [mode for mode in modes or () if mode not in (*MODES, EAGER)]:
+        raise ValueError(f"there is no mode {', '.join(unknown)}; expected some of {', '.join((*MODES, EAGER))}")
+
+
 def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str] | None) -> None:
     if unknown := [name for name in models if not timm.is_model(name)]:
         raise ValueError(f"there is no model {', '.join(unknown)}; `inline models` lists them")
     if unknown := [name for name in contenders if name not in CONTENDERS]:
         raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(CONTENDERS)}")
-    if unknown := [mode for mode in modes or () if mode not in (*MODES, EAGER)]:
-        raise ValueError(f"there is no mode {', '.join(unknown)}; expected some of {', '.join((*MODES, EAGER))}")
+    check_modes(modes)
     without = [name for name in models if name not in COUNTERPARTS]
     if without and {*PEERS, "free"} & set(contenders):
         raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference")

@@ -17,10 +17,13 @@ COMMANDS: tuple[str, ...] = (
     "train",
     "eval",
     "predict",
+    "segment",
+    "detect",
     "convert",
     "export",
     "bench",
     "analyze",
+    "explore",
     "env",
 )
 

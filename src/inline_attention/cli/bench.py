@@ -1,4 +1,4 @@
-"""Speed and memory of the operation and of whole models, against peers measured in the same run."""
+"""Speed and memory of the operation, of whole models and of dense prediction, against peers in the same run."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,7 @@ HELP = "speed and memory against peers"
 
 SWEEP_SIZES = (224, 384, 640, 1024, 2048)
 SWEEP_BATCHES = (256, 128, 64, 32, 8)
+DENSE_MODELS = ("fpn-pvt_tiny", "upernet-swin_tiny", "mask_rcnn-pvt_tiny", "cascade_mask_rcnn-swin_tiny")
 
 
 def _names(text: str) -> list[str]:
@@ -47,6 +48,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
 
+    dense = kinds.add_parser("dense", parents=[common], help="backbones under dense heads, InLine against softmax")
+    dense.add_argument(
+        "models", nargs="*", default=list(DENSE_MODELS), metavar="HEAD-BACKBONE",
+        help=f"default: {', '.join(DENSE_MODELS)}",
+    )  # fmt: skip
+    dense.add_argument("--size", nargs=2, type=int, metavar=("H", "W"), help="default: that of the published cost")
+    dense.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
+    dense.add_argument("--train", action="store_true", help="only training steps")
+    dense.add_argument("--infer", action="store_true", help="only inference")
+    dense.add_argument("--contenders", type=_names, metavar="A,B", help="fused, reference, softmax")
+    dense.add_argument("--modes", type=_names, metavar="A,B", help="of torch.compile, or eager; each keeps its best")
+    dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory there")
+
     tables = kinds.add_parser("table", help="records of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
 
@@ -70,7 +84,8 @@ def run(args: argparse.Namespace) -> None:
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
-    (_run_op if args.kind == "op" else _run_models)(args, facts, options)
+    run_kind = {"op": _run_op, "dense": _run_dense}.get(args.kind, _run_models)
+    run_kind(args, facts, options)
 
 
 def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
@@ -136,11 +151,41 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         draw_sweep(everything, args.picture)
 
 
+def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+    from dataclasses import asdict
+
+    from inline_attention.bench import dense
+    from inline_attention.bench.model import check_modes
+    from inline_attention.bench.record import Record
+
+    contenders = args.contenders or dense.default_contenders(options["device"])
+    if unknown := [name for name in contenders if name not in dense.CONTENDERS]:
+        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(dense.CONTENDERS)}")
+    check_modes(args.modes)
+    settings = [
+        dense.DenseSetting.parse(model, size=args.size, batch=args.batch, training=task == "train")
+        for model in args.models
+        for task in _chosen(args.infer, args.train, ("infer", "train"))
+    ]
+    if args.picture is not None:
+        import matplotlib  # noqa: F401  # missing libraries are found out before the work
+    facts["compile modes"] = ", ".join(args.modes) if args.modes else "each contender's best"
+    _print_facts(facts)
+    record = Record("dense", facts, args.json)
+    for setting in settings:
+        results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=_log, **options)
+        record.add(results)
+        print(dense.dense_table([asdict(r) for r in results]), flush=True)
+    if args.picture is not None:
+        dense.draw_dense([asdict(r) for r in record.results], args.picture)
+
+
 def _log(line: str) -> None:
     print(line, flush=True)
 
 
 def _print_records(paths: list[Path]) -> None:
+    from inline_attention.bench.dense import dense_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
     from inline_attention.bench.record import read_record
@@ -148,4 +193,10 @@ def _print_records(paths: list[Path]) -> None:
     for path in paths:
         kind, facts, results = read_record(path)
         print(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")
-        print(op_table(results) if kind == "op" else f"{ratio_table(results)}\n\n{model_table(results)}", end="\n\n")
+        if kind == "op":
+            text = op_table(results)
+        elif kind == "dense":
+            text = dense_table(results)
+        else:
+            text = f"{ratio_table(results)}\n\n{model_table(results)}"
+        print(text, end="\n\n")

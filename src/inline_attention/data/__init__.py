@@ -1,6 +1,6 @@
 """Data sets, augmentation and loaders: `open_data(DataConfig(path=…))`."""
 
-from inline_attention.data.config import DataConfig
+from inline_attention.data.config import DataConfig, LoaderConfig
 from inline_attention.data.loaders import (
     Batch,
     Data,
@@ -16,6 +16,7 @@ from inline_attention.data.skipped import SkippedImage, SkippedImages
 
 __all__ = [
     "DataConfig",
+    "LoaderConfig",
     "open_data",
     "open_eval_data",
     "open_files",

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from inline_attention.data.config import DataConfig
+from inline_attention.data.config import DataConfig, LoaderConfig
 from inline_attention.data.decode import UnreadableImage, decode_image
 from inline_attention.data.order import epoch_order, rank_positions, replacement
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
@@ -44,6 +44,13 @@ class RawBatch:
     noise: Tensor | None = None  # float32, the values of all boxes one after the other
     skipped: Sequence[SkippedImage] = ()
     replaced: int = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def on_device(self) -> bool:
+        return self.images.is_cuda
 
     def pin_memory(self) -> "RawBatch":  # called by DataLoader
         return replace(
@@ -156,19 +163,16 @@ class EvalSamples(Dataset[RawBatch]):
 class TrainPlan:
     """The keys of this rank's batches of an epoch: a function of (seed, epoch), cut into ranks afterwards."""
 
-    def __init__(self, num_samples: int, *, config: DataConfig, seed: int, rank: int, world_size: int) -> None:
-        self._num_samples, self._seed, self._repeats = num_samples, seed, config.repeats
-        self._positions = rank_positions(config.batch_size, rank=rank, world_size=world_size)
-        self._global_batch = config.batch_size * world_size
+    def __init__(
+        self, num_samples: int, *, batch_size: int, seed: int, rank: int, world_size: int, repeats: int = 0
+    ) -> None:
+        self._num_samples, self._seed, self._repeats = num_samples, seed, repeats
+        self._positions = rank_positions(batch_size, rank=rank, world_size=world_size)
+        self._global_batch = batch_size * world_size
         self.steps = num_samples // self._global_batch
-        if config.mixes and config.batch_size % 2:
-            raise ValueError(
-                f"data.batch_size is {config.batch_size}; mixup mixes pairs and needs an even number "
-                "(or set data.mixup and data.cutmix to 0)"
-            )
         if self.steps == 0:
             raise ValueError(
-                f"a batch of {config.batch_size} on {world_size} rank(s) needs {self._global_batch} images, "
+                f"a batch of {batch_size} on {world_size} rank(s) needs {self._global_batch} images, "
                 f"the training split has {num_samples}; lower data.batch_size"
             )
 
@@ -192,10 +196,27 @@ class EvalPlan:
             yield list(self.indices[start : start + self._batch_size])
 
 
-class Feed(Protocol):
-    """Where a loader gets its raw batches."""
+class Loaded(Protocol):
+    """What every loader asks of the batches that workers hand over, whatever is in them."""
 
-    def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]: ...
+    skipped: Sequence[SkippedImage]  # unreadable images that were met
+    replaced: int  # images that stand in for one of them
+
+    def __len__(self) -> int: ...
+
+    @property
+    def on_device(self) -> bool:
+        """There is nothing to transfer."""
+
+
+LoadedT = TypeVar("LoadedT", bound=Loaded)
+LoadedT_co = TypeVar("LoadedT_co", bound=Loaded, covariant=True)
+
+
+class Feed(Protocol[LoadedT_co]):
+    """Where a loader gets its batches."""
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[LoadedT_co]: ...
 
     def to(self, device: torch.device) -> None:
         """Pixels kept in memory move to the device; a feed without any has nothing to do."""
@@ -212,21 +233,40 @@ class _PlannedKeys:
         return iter(self._plan(*self.position))
 
 
-class WorkerFeed:
+class _ErrorsAsValues(Dataset[Any]):
+    """What is wrong with the data reaches the user as it was said, not as the traceback of a worker process."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __getitems__(self, keys: Sequence[Any]) -> Any:
+        try:
+            return self._samples.__getitems__(keys)
+        except ValueError as error:
+            return error
+
+
+def _raise_errors(batch: Any) -> Any:
+    if isinstance(batch, ValueError):
+        raise ValueError(str(batch))  # not itself: its traceback would hold what holds it, and so the workers
+    return batch
+
+
+class WorkerFeed(Generic[LoadedT]):
     """Batches decoded and transformed as they are needed, in worker processes."""
 
     def __init__(
         self,
-        samples: Dataset[RawBatch],
+        samples: Dataset[LoadedT],
         plan: Callable[[int, int], Iterable[Sequence[object]]],
         *,
-        config: DataConfig,
+        config: LoaderConfig,
         workers: int,
         keep_workers: bool,
     ) -> None:
         self._keys = _PlannedKeys(plan)
         self._loader = DataLoader(
-            samples,
+            _ErrorsAsValues(samples),
             batch_sampler=self._keys,  # type: ignore[arg-type]  # anything that iterates over batches of keys will do
             collate_fn=as_it_is,
             persistent_workers=keep_workers and workers > 0,
@@ -234,15 +274,15 @@ class WorkerFeed:
             **loader_arguments(config, workers=workers),
         )
 
-    def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
+    def batches(self, epoch: int, start_step: int) -> Iterator[LoadedT]:
         self._keys.position = (epoch, start_step)
-        return iter(self._loader)
+        return map(_raise_errors, iter(self._loader))  # the workers start here and now
 
     def to(self, device: torch.device) -> None:
         pass
 
 
-def loader_arguments(config: DataConfig, *, workers: int) -> dict[str, Any]:
+def loader_arguments(config: LoaderConfig, *, workers: int) -> dict[str, Any]:
     return {
         "num_workers": workers,
         "prefetch_factor": config.prefetch if workers else None,

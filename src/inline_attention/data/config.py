@@ -11,7 +11,46 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos",
 
 
 @dataclass
-class DataConfig:
+class LoaderConfig:
+    """What every loader is told, whatever its targets are."""
+
+    path: str = ""
+    train_split: str = "train"
+    val_split: str = "val"
+
+    batch_size: int = 128  # per rank
+    workers: int | None = None  # processes per rank; None: the rank's share of the cores, at most 8
+    prefetch: int = 2  # batches that each worker prepares ahead
+    pin_memory: bool | None = None  # None: when there is a CUDA device
+    in_memory: bool = False  # decode once and keep the pixels; for small sets
+    max_broken: float = 0.01  # stop above this share of unreadable images (from 1 on: above this count)
+
+    def resolved_workers(self, world_size: int) -> int:
+        """Results do not depend on the number of workers, so choosing it by the machine is harmless."""
+        if self.workers is not None:
+            return self.workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return min(8, max(1, cores // ranks_here))
+
+    def max_broken_count(self, total: int) -> int:
+        """How many of `total` images may be unreadable; a share is rounded up."""
+        return int(self.max_broken) if self.max_broken >= 1 else math.ceil(self.max_broken * total)
+
+    def check(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"data.{name} is {getattr(self, name)!r}; expected {expected}")
+
+    def validate(self) -> None:
+        """Raise ValueError for a value that cannot work, before anything is opened."""
+        self.check("batch_size", self.batch_size >= 1, "at least 1")
+        self.check("workers", self.workers is None or self.workers >= 0, "0 or more, or null")
+        self.check("prefetch", self.prefetch >= 1, "at least 1")
+        self.check("max_broken", self.max_broken >= 0, "0 or more")
+
+
+@dataclass
+class DataConfig(LoaderConfig):
     """Where images come from and how they are transformed. The defaults are the published training's.
 
     `path` is "digits" (embedded), a folder (class folders, zip or tar layout), or "hfds/NAME", "wds/FOLDER"
@@ -19,8 +58,6 @@ class DataConfig:
     """
 
     path: str = "digits"
-    train_split: str = "train"
-    val_split: str = "val"
     num_classes: int | None = None  # needed only where the data cannot tell: WebDataset shards
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the usual one
     target_key: str | None = None  # hfds/, tfds/: the column of the label
@@ -31,12 +68,6 @@ class DataConfig:
     std: list[float] | None = None
     interpolation: str = "bicubic"
     exif_rotation: bool = False  # False: ignore the EXIF orientation, as torchvision and timm do
-
-    batch_size: int = 128  # per rank
-    workers: int | None = None  # processes per rank; None: the rank's share of the cores, at most 8
-    prefetch: int = 2  # batches that each worker prepares ahead
-    pin_memory: bool | None = None  # None: when there is a CUDA device
-    in_memory: bool = False  # decode once and keep the pixels; for small sets
 
     augment: bool = True  # False: training images get the evaluation transform
     scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
@@ -55,7 +86,6 @@ class DataConfig:
     # "published", "timm" (short side, then centre crop) or "resize" (straight to the size)
     eval_transform: str = "published"
     crop_pct: float = 0.875  # of the "timm" evaluation transform
-    max_broken: float = 0.01  # stop above this share of unreadable images (from 1 on: above this count)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -75,25 +105,9 @@ class DataConfig:
     def mixes(self) -> bool:
         return (self.mixup > 0 or self.cutmix > 0) and self.mixup_prob > 0
 
-    def resolved_workers(self, world_size: int) -> int:
-        """Results do not depend on the number of workers, so choosing it by the machine is harmless."""
-        if self.workers is not None:
-            return self.workers
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return min(8, max(1, cores // ranks_here))
-
-    def max_broken_count(self, total: int) -> int:
-        """How many of `total` images may be unreadable; a share is rounded up."""
-        return int(self.max_broken) if self.max_broken >= 1 else math.ceil(self.max_broken * total)
-
     def validate(self) -> None:
-        """Raise ValueError for a value that cannot work, before anything is opened."""
-
-        def check(name: str, holds: bool, expected: str) -> None:
-            if not holds:
-                raise ValueError(f"data.{name} is {getattr(self, name)!r}; expected {expected}")
-
+        super().validate()
+        check = self.check
         is_pair = isinstance(self.img_size, int) or len(self.img_size) == 2
         check("img_size", is_pair and min(self.size) >= 1, "a positive side or [height, width]")
         check("in_chans", self.in_chans in (1, 3), "1 (greyscale) or 3 (colour)")
@@ -105,15 +119,12 @@ class DataConfig:
             )
         check("std", self.std is None or min(self.std) > 0, "positive values")
         check("interpolation", self.interpolation in INTERPOLATIONS, _one_of(INTERPOLATIONS))
-        check("batch_size", self.batch_size >= 1, "at least 1")
-        check("workers", self.workers is None or self.workers >= 0, "0 or more, or null")
-        check("prefetch", self.prefetch >= 1, "at least 1")
         check("num_classes", self.num_classes is None or self.num_classes >= 1, "at least 1, or null")
         for name, bounds in (("scale", self.scale), ("ratio", self.ratio)):
             check(name, len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
         for name in ("hflip", "random_erase", "mixup_switch", "mixup_prob"):
             check(name, 0 <= getattr(self, name) <= 1, "a probability")
-        for name in ("color_jitter", "repeats", "mixup", "cutmix", "max_broken"):
+        for name in ("color_jitter", "repeats", "mixup", "cutmix"):
             check(name, getattr(self, name) >= 0, "0 or more")
         check("eval_transform", self.eval_transform in EVAL_TRANSFORMS, _one_of(EVAL_TRANSFORMS))
         check("crop_pct", 0 < self.crop_pct <= 1, "above 0, at most 1")

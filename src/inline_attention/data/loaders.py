@@ -1,9 +1,11 @@
 """Loaders of normalised batches, on the device that trains, and the one call that opens a data set."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from inline_attention.data.batches import (
     EvalPlan,
     EvalSamples,
     Feed,
+    LoadedT,
     RawBatch,
     TrainPlan,
     TrainSamples,
@@ -41,57 +44,72 @@ class Batch:
     sample_ids: Tensor  # (B,) int64, the images' numbers in the data set
 
 
+Ready = TypeVar("Ready")  # a batch as a model sees it
 TrainBatch = Batch  # both loaders give the same; the name is for signatures of training code
 
 
-class DeviceStage:
-    """Transfer, normalise, erase. Bytes cross the bus, not floats, the next batch while this one trains."""
+class DeviceStage(ABC, Generic[LoadedT, Ready]):
+    """From what workers hand over to what a model sees, the next batch while this one trains."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) * 255 for values in config.statistics)
-        self._device = torch.device("cpu")
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None
 
+    @abstractmethod
+    def finish(self, raw: LoadedT) -> Ready:
+        """Transfer (without waiting) and compute the rest, on `self.device`."""
+
     def to(self, device: torch.device) -> None:
-        if device == self._device:  # memory is pooled by stream: one for the loader's lifetime
+        if device == self.device:  # memory is pooled by stream: one for the loader's lifetime
             return
-        self._device = device
-        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, batches: Iterator[RawBatch]) -> Iterator[Batch]:
+    def __call__(self, batches: Iterator[LoadedT]) -> Iterator[Ready]:
         if self._stream is None:
-            yield from map(self._finish, batches)
+            yield from map(self.finish, batches)
             return
         stream = self._stream
-        ready: tuple[Batch, torch.cuda.Event] | None = None
+        ready: tuple[Ready, torch.cuda.Event] | None = None
         for raw in batches:
-            consumer = torch.cuda.current_stream(self._device)
-            if raw.images.is_cuda:  # kept on the device: nothing to transfer
-                yield self._finish(raw)
+            consumer = torch.cuda.current_stream(self.device)
+            if raw.on_device:
+                yield self.finish(raw)
                 continue
             # Memory that the consumer has given back may be used again here, once its queued work is done.
             stream.wait_stream(consumer)
             with torch.cuda.stream(stream):
-                following = (self._finish(raw), stream.record_event())
+                following = (self.finish(raw), stream.record_event())
             if ready is not None:
                 consumer.wait_event(ready[1])
                 yield ready[0]
             ready = following
         if ready is not None:
-            torch.cuda.current_stream(self._device).wait_event(ready[1])
+            torch.cuda.current_stream(self.device).wait_event(ready[1])
             yield ready[0]
 
-    def _finish(self, raw: RawBatch) -> Batch:
-        images = raw.images.to(self._device, non_blocking=True).float().sub_(self._mean).div_(self._std)
+
+class ImageStage(DeviceStage[RawBatch, Batch]):
+    """Transfer, normalise, erase. Bytes cross the bus, not floats."""
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__()
+        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) * 255 for values in config.statistics)
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+
+    def finish(self, raw: RawBatch) -> Batch:
+        images = raw.images.to(self.device, non_blocking=True).float().sub_(self._mean).div_(self._std)
         if raw.boxes is not None and raw.noise is not None:
-            boxes, noise = (t.to(self._device, non_blocking=True) for t in (raw.boxes, raw.noise))
+            boxes, noise = (t.to(self.device, non_blocking=True) for t in (raw.boxes, raw.noise))
             images = erase_(images, boxes, noise)
-        targets, ids = (t.to(self._device, non_blocking=True) for t in (raw.targets, raw.sample_ids))
+        targets, ids = (t.to(self.device, non_blocking=True) for t in (raw.targets, raw.sample_ids))
         return Batch(images, targets, ids)
 
 
-class TrainLoader:
+class TrainLoader(Generic[LoadedT, Ready]):
     """Training batches: `epoch(e, start_step=k)` gives what an uninterrupted epoch e gives from step k on.
 
     `steps_per_epoch` is the same on every rank (the last, incomplete batch is dropped). `waiting_seconds` is
@@ -101,27 +119,28 @@ class TrainLoader:
 
     def __init__(
         self,
-        feed: Feed,
+        feed: Feed[LoadedT],
         *,
-        config: DataConfig,
+        stage: DeviceStage[LoadedT, Ready],
+        batch_size: int,
         steps_per_epoch: int,
         skipped: SkippedImages,
         exact_resume: bool,
     ) -> None:
-        self.batch_size = config.batch_size
+        self.batch_size = batch_size
         self.steps_per_epoch = steps_per_epoch
         self.skipped = skipped
         self.exact_resume = exact_resume
         self.waiting_seconds = 0.0
         self._feed = feed
-        self._stage = DeviceStage(config)
+        self._stage = stage
 
-    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[Ready]:
         if not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(f"start_step is {start_step}; an epoch has {self.steps_per_epoch} steps")
         return self._stage(self._timed(self._feed.batches(epoch, start_step)))
 
-    def _timed(self, batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
+    def _timed(self, batches: Iterator[LoadedT]) -> Iterator[LoadedT]:
         while True:
             start = time.perf_counter()
             raw = next(batches, None)
@@ -130,7 +149,7 @@ class TrainLoader:
                 return
             self.skipped.extend(raw.skipped)
             self.skipped.replaced += raw.replaced
-            if len(raw.images) != self.batch_size:
+            if len(raw) != self.batch_size:
                 raise ValueError(f"no readable image found to stand in for {raw.skipped[-1].path}")
             yield raw
 
@@ -148,7 +167,7 @@ class EvalLoader:
 
     def __init__(
         self,
-        feed: Feed,
+        feed: Feed[RawBatch],
         *,
         config: DataConfig,
         class_names: list[str],
@@ -164,7 +183,7 @@ class EvalLoader:
         self.skipped = skipped
         self._feed = feed
         self._known_skipped = list(skipped)  # of images in memory, which are read only once
-        self._stage = DeviceStage(config)
+        self._stage = ImageStage(config)
 
     def __iter__(self) -> Iterator[Batch]:
         self.skipped.clear()
@@ -185,7 +204,7 @@ class EvalLoader:
 class Data:
     """A training and a validation split. Call `to(device)` once: batches then arrive on that device."""
 
-    train: TrainLoader
+    train: TrainLoader[RawBatch, Batch]
     val: EvalLoader
     class_names: list[str]
     in_chans: int
@@ -260,11 +279,13 @@ def open_files(paths: Sequence[Path], *, config: DataConfig) -> EvalLoader:
     return _eval_loader(FilesSource(paths), config=config, rank=0, world_size=1)
 
 
-def _train_loader(source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int) -> TrainLoader:
+def _train_loader(
+    source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int
+) -> TrainLoader[RawBatch, Batch]:
     workers = _workers(config, source, world_size=world_size)
-    plan = TrainPlan(len(source), config=config, seed=seed, rank=rank, world_size=world_size)
+    plan = _train_plan(source, config=config, seed=seed, rank=rank, world_size=world_size)
     skipped = _skip_list(config, len(source))
-    feed: Feed
+    feed: Feed[RawBatch]
     if config.in_memory and not config.augment:
         store = PixelStore(source, range(len(source)), config=config, workers=workers)
         skipped.extend(store.skipped)
@@ -275,10 +296,35 @@ def _train_loader(source: Source, *, config: DataConfig, seed: int, rank: int, w
             skipped.extend(decoded.skipped)
         samples = TrainSamples(source, config=config, seed=seed)
         feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True)
-    return TrainLoader(feed, config=config, steps_per_epoch=plan.steps, skipped=skipped, exact_resume=True)
+    return TrainLoader(
+        feed,
+        stage=ImageStage(config),
+        batch_size=config.batch_size,
+        steps_per_epoch=plan.steps,
+        skipped=skipped,
+        exact_resume=True,
+    )
 
 
-def _open_train_stream(config: DataConfig, *, seed: int, rank: int, world_size: int) -> tuple[TrainLoader, list[str]]:
+def _train_plan(source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int) -> TrainPlan:
+    if config.mixes and config.batch_size % 2:
+        raise ValueError(
+            f"data.batch_size is {config.batch_size}; mixup mixes pairs and needs an even number "
+            "(or set data.mixup and data.cutmix to 0)"
+        )
+    return TrainPlan(
+        len(source),
+        batch_size=config.batch_size,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        repeats=config.repeats,
+    )
+
+
+def _open_train_stream(
+    config: DataConfig, *, seed: int, rank: int, world_size: int
+) -> tuple[TrainLoader[RawBatch, Batch], list[str]]:
     stream = Stream(config, config.train_split, training=True, seed=seed, rank=rank, world_size=world_size)
     steps = stream.num_samples // (config.batch_size * world_size)
     if steps == 0:
@@ -288,7 +334,14 @@ def _open_train_stream(config: DataConfig, *, seed: int, rank: int, world_size: 
         )
     feed = StreamFeed(StreamSamples(stream), stream, steps=steps, workers=config.resolved_workers(world_size))
     skipped = _skip_list(config, stream.num_samples)
-    loader = TrainLoader(feed, config=config, steps_per_epoch=steps, skipped=skipped, exact_resume=False)
+    loader = TrainLoader(
+        feed,
+        stage=ImageStage(config),
+        batch_size=config.batch_size,
+        steps_per_epoch=steps,
+        skipped=skipped,
+        exact_resume=False,
+    )
     return loader, stream.class_names
 
 
@@ -296,7 +349,7 @@ def _eval_loader(source: Source, *, config: DataConfig, rank: int, world_size: i
     workers = _workers(config, source, world_size=world_size)
     plan = EvalPlan(len(source), batch_size=config.batch_size, rank=rank, world_size=world_size)
     skipped = _skip_list(config, len(source))
-    feed: Feed
+    feed: Feed[RawBatch]
     if config.in_memory:
         store = PixelStore(source, plan.indices, config=config, workers=workers)
         skipped.extend(store.skipped)

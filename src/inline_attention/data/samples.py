@@ -1,4 +1,4 @@
-"""The two photographs that scikit-learn brings along."""
+"""Two photographs to try things on: scikit-learn's, under licences that photos/README.md names."""
 
 from importlib import resources
 from pathlib import Path
@@ -6,10 +6,5 @@ from pathlib import Path
 
 def sample_photographs() -> list[Path]:
     """Files of a temple and of a flower."""
-    try:
-        folder = resources.files("sklearn.datasets.images")
-    except ImportError as error:
-        raise ImportError(
-            "the sample photographs come with scikit-learn: pip install 'inline-attention[train]', or name images"
-        ) from error
+    folder = resources.files("inline_attention.data") / "photos"
     return [Path(str(folder / name)) for name in ("china.jpg", "flower.jpg")]

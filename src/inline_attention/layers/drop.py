@@ -1,4 +1,4 @@
-"""Stochastic depth whose draws can be given from outside.
+"""Stochastic depth, and dropout of channels, whose draws can be given from outside.
 
 `timm.layers.DropPath` draws from the global generator, so its masks change with the number of ranks, with gradient
 checkpointing and with a restart. A training loop that wants masks which depend on (seed, step, sample) alone calls
@@ -27,8 +27,23 @@ class DropPath(timm.layers.DropPath):
         return x * self.keep.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
 
 
+class ChannelDrop(nn.Dropout2d):
+    """nn.Dropout2d on (B, channels, H, W), except that `keep` (B, channels), where set, replaces the random draw."""
+
+    keep: Tensor | None = None
+
+    def __init__(self, p: float, channels: int) -> None:
+        super().__init__(p)
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keep is None or not self.training:
+            return super().forward(x)
+        return x * self.keep.to(x.dtype)[:, :, None, None]
+
+
 class SampledDepth:
-    """Draws for every DropPath of a model as a function of (key of the step, place in the model, sample)."""
+    """Draws for every DropPath and ChannelDrop of a model, a function of (key of the step, place in it, sample)."""
 
     def __init__(self, model: nn.Module, *, device: torch.device | str) -> None:
         self.layers = [
@@ -43,6 +58,13 @@ class SampledDepth:
         self.scale = torch.where(kept & (column < 1), 1 / (1 - column), 1.0).to(device)
         self.places = torch.arange(1, len(self.layers) + 1, device=device).unsqueeze(1)
         self.keep = self.scale.new_empty(len(self.layers), 0)
+        self.channel_layers = [layer for layer in model.modules() if isinstance(layer, ChannelDrop) and layer.p > 0]
+        # Places behind those of the DropPaths, far enough apart for the channels of one layer.
+        starts = [(len(self.layers) + 1 + i) << 16 for i in range(len(self.channel_layers))]
+        self.channel_places = [
+            torch.arange(start, start + layer.channels, device=device)
+            for start, layer in zip(starts, self.channel_layers, strict=True)
+        ]
 
     def draw(self, sample_ids: Tensor, *, key: int) -> None:
         """Set the masks of one forward pass.
@@ -50,16 +72,25 @@ class SampledDepth:
         sample_ids: (B,) integers on the model's device; key: any integer that names the step. Written into one buffer,
         so that the next backward pass must be over before the next draw.
         """
+        samples = scramble(scramble(sample_ids.long()) ^ (key & 0xFFFFFFFF))
+        for layer, places in zip(self.channel_layers, self.channel_places, strict=True):
+            kept = _uniform(samples.unsqueeze(1), places, key) >= layer.p  # (B, channels)
+            if layer.keep is None or layer.keep.shape[0] != len(sample_ids):
+                layer.keep = self.scale.new_empty(kept.shape)
+            torch.mul(kept, 1 / (1 - layer.p), out=layer.keep)
         if not self.layers:
             return
         if self.keep.shape[1] != len(sample_ids):
             self.keep = self.scale.new_empty(len(self.layers), len(sample_ids))
-            for layer, row in zip(self.layers, self.keep, strict=True):
-                layer.keep = row
-        samples = _scramble(_scramble(sample_ids.long()) ^ (key & 0xFFFFFFFF))
-        bits = _scramble(samples ^ _scramble(self.places ^ (key >> 32 & 0xFFFFFFFF)))  # (layers, B)
-        uniform = (bits >> 8).float() * 2.0**-24
-        torch.mul(uniform >= self.drop_prob, self.scale, out=self.keep)
+            for depth_layer, row in zip(self.layers, self.keep, strict=True):
+                depth_layer.keep = row
+        torch.mul(_uniform(samples, self.places, key) >= self.drop_prob, self.scale, out=self.keep)  # (layers, B)
+
+
+def _uniform(samples: Tensor, places: Tensor, key: int) -> Tensor:
+    """Numbers in [0, 1), one for each scrambled sample and place."""
+    bits = scramble(samples ^ scramble(places ^ (key >> 32 & 0xFFFFFFFF)))
+    return (bits >> 8).float() * 2.0**-24
 
 
 def _sampled(model: nn.Module, name: str, layer: timm.layers.DropPath) -> DropPath:
@@ -73,7 +104,7 @@ def _sampled(model: nn.Module, name: str, layer: timm.layers.DropPath) -> DropPa
     return replacement
 
 
-def _scramble(x: Tensor) -> Tensor:
+def scramble(x: Tensor) -> Tensor:
     """A bijection of 32-bit integers (held in int64) whose output bits each depend on all input bits.
 
     Multiply and xor-shift with the constants of C. Wellons' search for low bias ("lowbias32").

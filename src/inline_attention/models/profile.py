@@ -54,6 +54,16 @@ def count_macs(model: VisionModel, *, img_size: Grid | None = None) -> int:
     return sum(cost.macs for cost in profile(model, img_size=img_size))
 
 
+def count_module_macs(module: nn.Module, *inputs: Any) -> int:
+    """Multiply-accumulates of one call of any module that holds models of this library, counted as in `profile`.
+
+    Module and inputs must be on the meta device.
+    """
+    with torch.no_grad(), _counted(module) as counts:
+        module(*inputs)
+    return counts.macs
+
+
 Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
 
 

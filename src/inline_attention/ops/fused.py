@@ -32,8 +32,10 @@ class Config(NamedTuple):
     output_warps: int = 2
     output_stages: int = 2
     fused_warps: int = 2
-    fused_stages: int = 3
-    programs: int = 16  # a multiprocessor, where the tokens of a sample are split
+    forward_stages: int = 2
+    backward_stages: int = 3
+    state_programs: int = 6  # a multiprocessor, where the tokens of a sample are split
+    grad_state_programs: int = 8
     most_parts: int = 128
     fused_tokens: int = 256  # up to so many a sample is one program's,
     fused_programs: int = 4  # unless they are fewer than so many a multiprocessor
@@ -42,7 +44,9 @@ class Config(NamedTuple):
 CONFIG = Config()
 # A step of the interpreter costs the same whatever its size: small ones make small test shapes go through every loop.
 if INTERPRETED:
-    CONFIG = Config(tokens=16, rows=2, steps=1, programs=2, fused_tokens=40, fused_programs=0)
+    CONFIG = Config(
+        tokens=16, rows=2, steps=1, state_programs=2, grad_state_programs=3, fused_tokens=40, fused_programs=0
+    )
 
 # Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
 LEAST_CHANNELS = 32
@@ -64,7 +68,6 @@ class Plan(NamedTuple):
     block_channels: int
     blocks: int  # of channels
     fused: bool  # one program a sample and block
-    parts: int  # of the tokens, otherwise
     height: int
     width: int
 
@@ -79,12 +82,15 @@ def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, height: int, width
     block_channels = max(16, triton.next_power_of_2(heads_per_block * head_dim))
     blocks = triton.cdiv(heads, heads_per_block)
     batch = q.shape[0] if sequences is None else sequences.shape[0]
-    processors = _multiprocessors(q.device)
-    parts = max(1, min(CONFIG.most_parts, CONFIG.programs * processors // (batch * blocks)))
     longest = k.shape[1] if sequences is None else height * width
-    fused = longest <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * processors
-    return Plan(batch, q.shape[1], k.shape[1], heads, head_dim, heads_per_block, block_channels, blocks, fused, parts,
+    fused = longest <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * _multiprocessors(q.device)
+    return Plan(batch, q.shape[1], k.shape[1], heads, head_dim, heads_per_block, block_channels, blocks, fused,
                 height, width)  # fmt: skip
+
+
+def _parts(plan: Plan, programs: int, device: torch.device) -> int:
+    """Of a sample's tokens, for so many programs a multiprocessor: a number that does not depend on the tokens."""
+    return max(1, min(CONFIG.most_parts, programs * _multiprocessors(device) // plan.programs))
 
 
 def _common(plan: Plan, mask: Tensor | None, sequences: Tensor | None, feature_map: str) -> dict[str, Any]:
@@ -184,20 +190,21 @@ def run_forward(
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(packed, q, k, v, out),
             **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=CONFIG.columns,
-            **_pace(plan, CONFIG.fused_warps, CONFIG.fused_stages),
+            **_pace(plan, CONFIG.fused_warps, CONFIG.forward_stages),
         )  # fmt: skip
         return out, state, means
     size = plan.block_channels * (plan.block_channels + 4)
-    parts = torch.empty((plan.programs, plan.parts, size), dtype=torch.float32, device=q.device)
-    _launch(forward.state_kernel, (plan.programs, plan.parts))(
-        k, v, mask, sequences, parts, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
+    parts = _parts(plan, CONFIG.state_programs, q.device)
+    sums = torch.empty((plan.programs, parts, size), dtype=torch.float32, device=q.device)
+    _launch(forward.state_kernel, (plan.programs, parts))(
+        k, v, mask, sequences, sums, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
         **common, **products, CENTRE=centre, **_pace(plan, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
-    sums = _sums(plan)
+    block = _summed(plan, parts)
     common.pop("MAP")
-    _launch(forward.finish_kernel, (plan.programs, plan.block_channels // sums["BR"]))(
-        parts, count, sequences, state, means, plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, **sums,
+    _launch(forward.finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
+        sums, count, sequences, state, means, plan.tokens, height, width, scale, parts, plan.blocks, channels,
+        **common, **block, CENTRE=centre,
     )  # fmt: skip
     tiles = make_tiles(plan, local=local, packed=packed)
     _launch(forward.output_kernel, (plan.programs, tiles.number))(
@@ -218,10 +225,10 @@ def _pace(plan: Plan, warps: int, stages: int) -> dict[str, int]:
     return dict(BN=CONFIG.tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
 
 
-def _sums(plan: Plan) -> dict[str, int]:
+def _summed(plan: Plan, parts: int) -> dict[str, int]:
     """Parts, and rows of the state, that one program sums: all parts at once, and of few rows, so that the registers
     hold them and many programs share the work."""
-    parts = triton.next_power_of_2(plan.parts)
+    parts = triton.next_power_of_2(parts)
     return dict(BP=parts, BR=max(1, min(4, 16384 // (parts * plan.block_channels))))
 
 
@@ -262,25 +269,26 @@ def run_backward(
             q, k, v, taps, g, mask, count, sequences, state, means, *grad_tensors, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
             **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=CONFIG.columns, BT=CONFIG.columns,
-            **_pace(plan, CONFIG.fused_warps, CONFIG.fused_stages),
+            **_pace(plan, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
         return [*grads, grad_taps]
     size = plan.block_channels * (plan.block_channels + 10)
-    parts = torch.empty((plan.programs, plan.parts, size), dtype=torch.float32, device=q.device)
+    parts = _parts(plan, CONFIG.grad_state_programs, q.device)
+    sums = torch.empty((plan.programs, parts, size), dtype=torch.float32, device=q.device)
     grad_state = torch.empty(state.shape, dtype=torch.float32, device=q.device)
     grad_mean = torch.empty((plan.batch, channels), dtype=torch.float32, device=q.device)
-    _launch(backward.grad_state_kernel, (plan.programs, plan.parts))(
-        q, v, g, mask, sequences, parts,
+    _launch(backward.grad_state_kernel, (plan.programs, parts))(
+        q, v, g, mask, sequences, sums,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(packed, q, v, g),
         **common, **products, LOCAL=local, MASK_Q=mask_q, BT=CONFIG.columns,
         **_pace(plan, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
-    sums = _sums(plan)
-    _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // sums["BR"]))(
-        parts, count, sequences, grad_state, grad_mean, grad_taps,
-        plan.tokens, height, width, scale, plan.parts, plan.blocks, channels,
-        **common, **sums, LOCAL=local,
+    block = _summed(plan, parts)
+    _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
+        sums, count, sequences, grad_state, grad_mean, grad_taps,
+        plan.tokens, height, width, scale, parts, plan.blocks, channels,
+        **common, **block, LOCAL=local,
     )  # fmt: skip
     tiles = make_tiles(plan, local=local, packed=packed)
     _launch(backward.grad_kernel, (plan.programs, tiles.number))(

@@ -62,7 +62,7 @@ class Progress:
     steps_per_epoch: int = 0
     images: int = 0
     seconds: float = 0.0  # spent in training steps
-    best_top1: float | None = None
+    best: float | None = None  # of the figure that the task is judged by, in per cent
     best_epoch: int | None = None
     bad_steps: int = 0  # updates left out for a non-finite gradient
 

@@ -1,29 +1,32 @@
 """Everything a training run can be told, with its type and its default, and the recipes inside the package.
 
-The defaults are those of the published DeiT and Swin runs; a recipe holds what differs.
+`LoopConfig` is what every task shares, `TrainConfig` classification's. Its defaults are those of the published DeiT and
+Swin runs; a recipe holds what differs.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
-from inline_attention.data import DataConfig
+from inline_attention.data import DataConfig, LoaderConfig
 from inline_attention.training import settings
 from inline_attention.training.schedule import Schedule, ScheduleKind
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class BackboneConfig:
+    """A registered model, whatever is put behind it."""
+
     name: str = "inline_deit_tiny"
     kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of create_model
     drop_path: float | None = None  # stochastic depth of the last block; None: the model's own default
     weights: str | None = None  # start from "pretrained", another model's published weights by name, or a file
-    reset_head: bool = False  # keep the head random, for other classes than those of `weights`
     freeze: int = 0  # layer groups that stay as they are: 1 is the stem, 2 the first stage (or block) too, …
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
 
@@ -32,6 +35,11 @@ class ModelConfig:
             raise ValueError(f"model.drop_path={self.drop_path}: expected a rate in [0, 1)")
         if self.freeze < 0:
             raise ValueError(f"model.freeze={self.freeze}: expected 0 (nothing is frozen) or more")
+
+
+@dataclass(frozen=True)
+class ModelConfig(BackboneConfig):
+    reset_head: bool = False  # keep the head random, for other classes than those of `weights`
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,6 @@ class OptimConfig:
     layer_decay: float | None = None  # the rate of each layer group is this times the next one's
     clip_norm: float | None = 5.0
     accumulate: int = 1  # batches per update; part of the global batch
-    label_smoothing: float = 0.1
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
@@ -60,28 +67,56 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class ClassifierOptimConfig(OptimConfig):
+    label_smoothing: float = 0.1
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
+    """How long, and with which rates. A length in steps (updates) takes the place of the one in epochs."""
+
     kind: ScheduleKind = "cosine"
     epochs: int = 300
+    steps: int | None = None
     warmup_epochs: float = 20
+    warmup_steps: int | None = None
     warmup_lr: float = 5e-7
     min_lr: float = 5e-6
     cooldown_epochs: int = 0  # at min_lr, after `epochs`
+    power: float = 1.0  # poly schedule alone
     drop_epochs: float = 30  # step schedule alone
+    drop_at: tuple[float, ...] = ()  # step schedule: drops here (in the unit of the length) instead
     drop_factor: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"schedule.epochs={self.epochs}: expected 1 or more")
-        if not 0 <= self.warmup_epochs <= self.epochs:
+        for name, value in (("epochs", self.epochs), ("steps", self.steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"schedule.{name}={value}: expected 1 or more")
+        if self.steps is None and self.warmup_steps is None and not 0 <= self.warmup_epochs <= self.epochs:
             raise ValueError(
                 f"schedule.warmup_epochs={self.warmup_epochs}: expected 0 to schedule.epochs={self.epochs}; "
                 "give a shorter warm-up with fewer epochs"
             )
+        if list(self.drop_at) != sorted(self.drop_at):
+            raise ValueError(f"schedule.drop_at={list(self.drop_at)}: expected ascending numbers")
 
-    @property
-    def total_epochs(self) -> int:
-        return self.epochs + self.cooldown_epochs
+    def decay_steps(self, steps_per_epoch: int) -> int:
+        """Updates before the cool-down."""
+        return self.epochs * steps_per_epoch if self.steps is None else self.steps
+
+    def warm_up_steps(self, steps_per_epoch: int) -> int:
+        length = self.decay_steps(steps_per_epoch)
+        steps = int(self.warmup_epochs * steps_per_epoch) if self.warmup_steps is None else self.warmup_steps
+        if not 0 <= steps <= length:
+            raise ValueError(
+                f"a warm-up of {steps} updates in a run of {length}: give a shorter schedule.warmup_steps (or "
+                "schedule.warmup_epochs)"
+            )
+        return steps
+
+    def drop_steps(self, steps_per_epoch: int) -> tuple[int, ...]:
+        unit = steps_per_epoch if self.steps is None else 1
+        return tuple(int(drop * unit) for drop in self.drop_at)
 
 
 @dataclass(frozen=True)
@@ -134,14 +169,16 @@ class LogConfig:
                 raise ValueError(f"log.{name}={value}: expected 1 or more")
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    recipe: str = "quickstart"
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What the loop reads. A task's own configuration says what its model and data are, and has its own defaults."""
+
+    recipe: str = ""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     deterministic: bool = False  # deterministic algorithms alone; some are slower
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=lambda: DataConfig(path=""))  # a path must be given
+    model: BackboneConfig
+    data: LoaderConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -162,40 +199,67 @@ class TrainConfig:
             peak=self.optim.lr * scale,
             warmup_rate=plan.warmup_lr * scale,
             minimum=plan.min_lr * scale,
-            warmup_steps=int(plan.warmup_epochs * steps_per_epoch),
-            decay_steps=plan.epochs * steps_per_epoch,
+            warmup_steps=plan.warm_up_steps(steps_per_epoch),
+            decay_steps=plan.decay_steps(steps_per_epoch),
             cooldown_steps=plan.cooldown_epochs * steps_per_epoch,
             drop_every=max(1, int(plan.drop_epochs * steps_per_epoch)),
             drop_factor=plan.drop_factor,
+            drop_at=plan.drop_steps(steps_per_epoch),
+            power=plan.power,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """Of `inline train`: classification."""
+
+    recipe: str = "quickstart"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(path=""))  # a path must be given
+    optim: ClassifierOptimConfig = field(default_factory=ClassifierOptimConfig)
+
+
+Config = TypeVar("Config", bound=LoopConfig)
 
 
 _RECIPES = files("inline_attention") / "recipes"
 
 
-def recipe_names() -> list[str]:
-    return sorted(file.name.removesuffix(".yaml") for file in _RECIPES.iterdir())
+def recipe_names(folder: str = "") -> list[str]:
+    """The recipes of a task, which has a folder of its own unless it is classification."""
+    return sorted(file.name.removesuffix(".yaml") for file in (_RECIPES / folder).iterdir() if file.is_file())
 
 
 def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """A recipe's name (or a YAML file of the user's), then `flags` (nested), then `key=value` overrides."""
+    """Of classification: a recipe's name (or a YAML file of the user's), then `flags` (nested), then `key=value`."""
+    return load_recipe(recipe, defaults=TrainConfig(), overrides=overrides, flags=flags)
+
+
+def load_recipe(
+    recipe: str,
+    *,
+    defaults: Config,
+    folder: str = "",
+    overrides: Iterable[str] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
+    """`load_config` for any task: its defaults, and the folder of its recipes."""
     if recipe.endswith((".yaml", ".yml")):
         text, name = Path(recipe).read_text(), Path(recipe).stem
     else:
-        names = recipe_names()
+        names = recipe_names(folder)
         if recipe not in names:
             close = difflib.get_close_matches(recipe, names, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(
                 f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
             )
-        text, name = (_RECIPES / f"{recipe}.yaml").read_text(), recipe
-    return change(settings.update(TrainConfig(recipe=name), read_yaml(text, recipe)), overrides=overrides, flags=flags)
+        text, name = (_RECIPES / folder / f"{recipe}.yaml").read_text(), recipe
+    config = settings.update(dataclasses.replace(defaults, recipe=name), read_yaml(text, recipe))
+    return change(config, overrides=overrides, flags=flags)
 
 
-def change(
-    config: TrainConfig, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None
-) -> TrainConfig:
+def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> Config:
     """`config` with `flags` (nested), then `key=value` overrides; ValueError for what cannot work."""
     changed = settings.update(settings.update(config, flags or {}), settings.parse_overrides(overrides))
     changed.data.validate()

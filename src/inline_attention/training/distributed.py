@@ -167,6 +167,21 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """A sharded model has its whole weights on every rank inside, so that ranks may call it unequally often."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(part is not model, recurse=False)  # as `fully_shard` has it
+            part.reshard()
+
+
+@contextmanager
 def gathering_gradients(model: nn.Module, *, sync: bool) -> Iterator[None]:
     """With `sync` off, backward passes inside add to the gradient without talking to the other ranks."""
     if isinstance(model, DistributedDataParallel) and not sync:

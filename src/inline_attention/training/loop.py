@@ -1,8 +1,9 @@
 """The training loop: one process or many, CPU or GPU, from the first update or from a checkpoint.
 
-The host never waits for the device inside an epoch except to log and to save. Nothing random depends on the state of a
-generator: data order, augmentation, mixup and stochastic depth are functions of (seed, epoch, step, sample), so that a
-resumed run repeats what the interrupted one would have done, whatever the number of workers and ranks.
+What is learnt is the task's business: data, model, losses, evaluation (`training.task`). The host never waits for the
+device inside an epoch except to log and to save. Nothing random depends on the state of a generator: data order,
+augmentation, mixup and stochastic depth are functions of (seed, epoch, step, sample), so that a resumed run repeats
+what the interrupted one would have done, whatever the number of workers and ranks.
 """
 
 import dataclasses
@@ -15,21 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from inline_attention.data import Batch, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
 from inline_attention.layers.drop import SampledDepth
 from inline_attention.training.checkpoint import Checkpoints, Progress, read_manifest, restore
 from inline_attention.training.distributed import Ranks, StopAgreement, gathering_gradients, join_ranks, spread
 from inline_attention.training.ema import WeightAverage
-from inline_attention.training.evaluate import EvalResult, evaluate
 from inline_attention.training.meters import DeviceMeter
 from inline_attention.training.optim import Optimizer
 from inline_attention.training.report import Reporter, memory_bytes
 from inline_attention.training.run_folder import CHECKPOINTS, Plan, check_folder, take_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
-from inline_attention.training.task import build_model, check_same_task, describe, fetch_weights
+from inline_attention.training.task import Evaluation, TrainingBatch, check_same_task
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def train(plan: Plan) -> Outcome:
     config = plan.config
     with stop_on_signals() as request, join_ranks(config.device) as ranks:
         plan = ranks.broadcast(plan)  # the default folder has the time in its name
-        with Reporter(plan.folder, config, active=ranks.is_first) as reporter:
+        with Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter:
             ranks.decide(lambda: check_folder(plan))
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
@@ -61,8 +60,8 @@ class Trainer:
     def __init__(self, plan: Plan, *, ranks: Ranks, reporter: Reporter, request: StopRequest) -> None:
         config = self.config = plan.config
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
-        self.data = open_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
-        self.data.to(ranks.device)
+        self.task = plan.task(config)
+        self.data = self.task.open_data(ranks)
         self.steps_per_epoch = self.data.train.steps_per_epoch // config.optim.accumulate
         if self.steps_per_epoch == 0:
             raise ValueError(
@@ -70,12 +69,11 @@ class Trainer:
                 "of that size; lower optim.accumulate or data.batch_size"
             )
         self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
+        self.total_epochs = -(-self.schedule.total_steps // self.steps_per_epoch)  # the last may be cut short
 
-        ranks.decide(lambda: fetch_weights(config.model))
-        self.model, arguments = build_model(config, self.data)
-        self.model.to(ranks.device)
+        ranks.decide(self.task.fetch_weights)
+        self.model = self.task.build_model().to(ranks.device)
         self.depth = SampledDepth(self.model, device=ranks.device)
-        self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
         self.amp_dtype = choose_precision(config.run.precision, ranks.device)
         self.forward = spread(self.model, strategy=config.run.strategy, ranks=ranks, compile=config.run.compile)
         scaler = torch.amp.GradScaler(ranks.device.type) if self.amp_dtype == torch.float16 else None
@@ -87,7 +85,7 @@ class Trainer:
             self.folder / CHECKPOINTS,
             keep=config.checkpoint.keep,
             ranks=ranks,
-            about=describe(config, arguments, self.data),
+            about=self.task.describe(),
             notify=reporter.note,
         )
         self.progress = Progress(steps_per_epoch=self.steps_per_epoch)
@@ -99,11 +97,11 @@ class Trainer:
     # One run
 
     def fit(self) -> Outcome:
-        progress, total_epochs = self.progress, self.config.schedule.total_epochs
+        progress = self.progress
         self.introduce()
         self.reporter.start(total_updates=self.schedule.total_steps, done_updates=progress.updates)
         result = None
-        while progress.epoch < total_epochs:
+        while progress.epoch < self.total_epochs:
             if signal := self.train_epoch():
                 self.reporter.note(
                     f"stopped by signal {signal} after update {progress.updates}; continue with --resume"
@@ -116,7 +114,7 @@ class Trainer:
             result = self.evaluate()
         summary = self.summary(result)
         self.reporter.summarise(summary)
-        self.reporter.draw(confusion=result.confusion, class_names=self.data.class_names)
+        self.reporter.leave_behind(self.task.leave_behind(result))
         if self.checkpoints.failing:
             raise OSError(f"the run is over, but its last state could not be saved in {self.checkpoints.folder}")
         return Outcome(self.folder, summary, is_first_rank=self.ranks.is_first)
@@ -127,14 +125,14 @@ class Trainer:
         self.forward.train()
         batches = self.data.train.epoch(progress.epoch, start_step=progress.step * config.optim.accumulate)
         self.start_clock()
-        while progress.step < self.steps_per_epoch:
+        while progress.step < self.steps_in_epoch:
             self.update(batches)
             progress.step += 1
             self.reporter.advance(progress.updates)
             if signal := self.agreement.stop_now(self.request.number):
                 self.save()
                 return signal
-            ends_epoch = progress.step == self.steps_per_epoch
+            ends_epoch = progress.step == self.steps_in_epoch
             if progress.updates % config.log.every_steps == 0 or ends_epoch:
                 self.log()
             every = config.checkpoint.every_steps
@@ -144,30 +142,40 @@ class Trainer:
             self.save()
         return 0
 
-    def update(self, batches: Iterator[Batch]) -> None:
+    @property
+    def steps_in_epoch(self) -> int:
+        """Of this epoch: a schedule in steps may end inside its last one."""
+        return min(self.steps_per_epoch, self.schedule.total_steps - self.progress.epoch * self.steps_per_epoch)
+
+    def update(self, batches: Iterator[TrainingBatch]) -> None:
         """One optimiser update from `accumulate` batches. Nothing in here reads from the device."""
         progress, accumulate = self.progress, self.config.optim.accumulate
-        smoothing = self.config.optim.label_smoothing
         total = torch.zeros((), device=self.ranks.device)
+        parts: dict[str, Tensor] = {}
         for part in range(accumulate):
             batch = next(batches)
             step = progress.step * accumulate + part
             self.seed_step(step, batch)
-            images, targets = self.mixup(batch.images, batch.targets, epoch=progress.epoch, step=step)
             with gathering_gradients(self.forward, sync=part + 1 == accumulate):
-                with torch.autocast(self.ranks.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
-                    logits = self.forward(images)
-                loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing) / accumulate
+                losses = self.task.losses(self.call_model, batch, epoch=progress.epoch, step=step)
+                loss = sum(losses.values(), start=torch.zeros_like(total)) / accumulate
                 self.optimizer.backward(loss)
             total += loss.detach()
+            if len(losses) > 1:
+                for name, value in losses.items():
+                    parts[name] = parts.get(name, 0) + value.detach() / accumulate
         norm = self.optimizer.step(self.schedule.rate(progress.updates))
         if self.average is not None:
             self.average.update()
         # The scaler of fp16 provokes infinite gradients now and then to find its scale: there the loss decides.
         judged = norm if self.optimizer.scaler is None else total
-        self.meter.add(total, norm, bad=~judged.isfinite())
+        self.meter.add(total, norm, bad=~judged.isfinite(), parts=parts)
 
-    def seed_step(self, step: int, batch: Batch) -> None:
+    def call_model(self, *inputs: Any) -> Any:
+        with torch.autocast(self.ranks.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+            return self.forward(*inputs)
+
+    def seed_step(self, step: int, batch: TrainingBatch) -> None:
         """Stochastic depth by (seed, epoch, step, sample); whatever else a model draws (dropout) by rank besides."""
         key = derive_seed("forward", self.config.seed, self.progress.epoch, step)
         self.depth.draw(batch.sample_ids, key=key)
@@ -178,39 +186,34 @@ class Trainer:
     def is_due(self, every_epochs: int) -> bool:
         """What happens every so many epochs, and at the end, happens after this one."""
         done = self.progress.epoch + 1
-        return done % every_epochs == 0 or done == self.config.schedule.total_epochs
+        return done % every_epochs == 0 or done == self.total_epochs
 
-    def evaluate(self) -> EvalResult:
-        return evaluate(self.model, self.data.val, device=self.ranks.device, amp_dtype=self.amp_dtype)
+    def evaluate(self) -> Evaluation:
+        return self.task.evaluate(self.model, device=self.ranks.device, amp_dtype=self.amp_dtype)
 
-    def evaluate_epoch(self) -> EvalResult:
+    def evaluate_epoch(self) -> Evaluation:
         """Evaluate the weights and their average, and keep the best of all epochs."""
-        progress = self.progress
+        progress, headline = self.progress, self.task.headline
         result = self.evaluate()
-        record: dict[str, Any] = {
-            "kind": "eval",
-            "update": progress.updates,
-            "epoch": progress.epoch + 1,
-            "val_loss": result.loss,
-            "val_top1": result.top1,
-            "val_top5": result.top5,
-            "val_images": result.images,
-        }
-        self.keep_best(result.top1, weights="model")
+        record: dict[str, Any] = {"kind": "eval", "update": progress.updates, "epoch": progress.epoch + 1}
+        record |= {f"val_{name}": value for name, value in result.figures.items()}
+        self.keep_best(result, weights="model")
         if self.average is not None:
             with self.average.in_place():
                 averaged = self.evaluate()
-                self.keep_best(averaged.top1, weights="ema")
-            record |= {"ema_top1": averaged.top1, "ema_loss": averaged.loss}
+                self.keep_best(averaged, weights="ema")
+            both = [name for name in (headline.key, "loss") if name in averaged.figures]
+            record |= {f"ema_{name}": averaged.figures[name] for name in both}
         self.reporter.record(record)
         return result
 
-    def keep_best(self, top1: float, *, weights: str) -> None:
+    def keep_best(self, result: Evaluation, *, weights: str) -> None:
         """Save what the model holds now (its own weights or their average) if it is the best so far."""
-        progress = self.progress
-        if progress.best_top1 is None or top1 > progress.best_top1:
-            progress.best_top1, progress.best_epoch = top1, progress.epoch + 1
-            about = {"weights": weights, "epoch": str(progress.epoch + 1), "top1": f"{top1:.4f}"}
+        progress, key = self.progress, self.task.headline.key
+        figure = result.figures[key]
+        if progress.best is None or figure > progress.best:
+            progress.best, progress.best_epoch = figure, progress.epoch + 1
+            about = {"weights": weights, "epoch": str(progress.epoch + 1), key: f"{figure:.4f}"}
             self.checkpoints.save_best(self.model, about=about)
 
     def start_clock(self) -> None:
@@ -235,6 +238,7 @@ class Trainer:
                 "update": self.progress.updates,
                 "epoch": round(self.progress.updates / self.steps_per_epoch, 4),
                 "loss": reading.loss,
+                **{f"loss_{name}": value for name, value in reading.parts.items()},
                 "lr": self.schedule.rate(self.progress.updates - 1),
                 "grad_norm": reading.grad_norm,
                 "images_per_second": images / seconds,
@@ -244,7 +248,7 @@ class Trainer:
             },
             eta_seconds=(self.schedule.total_steps - self.progress.updates) * seconds / updates,
             # The line of the evaluation that follows says it all.
-            show=self.progress.step < self.steps_per_epoch or not self.is_due(self.config.log.eval_epochs),
+            show=self.progress.step < self.steps_in_epoch or not self.is_due(self.config.log.eval_epochs),
         )
         if reading.first_bad is not None and self.config.run.on_nan == "stop":
             step = self.clock_updates + reading.first_bad
@@ -301,29 +305,29 @@ class Trainer:
     def introduce(self) -> None:
         config, ranks = self.config, self.ranks
         trained = sum(p.numel() for p in self.optimizer.parameters)
+        epochs = self.schedule.total_steps / self.steps_per_epoch
         precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.amp_dtype]
         self.reporter.note(
-            f"{config.model.name}: {trained / 1e6:.2f}M trained parameters, {self.data.num_classes} classes, "
+            f"{self.task.title}: {trained / 1e6:.2f}M trained parameters, {len(self.data.class_names)} classes, "
             f"{self.schedule.total_steps} updates of {config.global_batch(ranks.world_size)} images "
-            f"({config.schedule.total_epochs} epochs), {ranks.world_size} × {ranks.device.type}, {precision}"
+            f"({round(epochs, 2):g} epochs), {ranks.world_size} × {ranks.device.type}, {precision}"
         )
         self.reporter.note(f"run folder: {self.folder}")
 
-    def summary(self, result: EvalResult | None) -> dict[str, Any]:
-        progress = self.progress
+    def summary(self, result: Evaluation | None) -> dict[str, Any]:
+        progress, task = self.progress, self.task
         skipped = {image.path for loader in (self.data.train, self.data.val) for image in loader.skipped}
         return {
-            "val_top1": None if result is None else result.top1,
-            "val_top5": None if result is None else result.top5,
-            "best_top1": progress.best_top1,
+            **{f"val_{name}": None if result is None else result.figures[name] for name in task.summary_figures},
+            f"best_{task.headline.key}": progress.best,
             "best_epoch": progress.best_epoch,
             "epochs": progress.epoch,
-            "updates": progress.updates,
+            "updates": min(progress.updates, self.schedule.total_steps),  # the last epoch may have been cut short
             "seconds": round(progress.seconds, 2),
             "images_per_second": round(progress.images / progress.seconds, 1) if progress.seconds else None,
             "skipped_images": len(set().union(*self.ranks.gather(skipped))),
             "bad_steps": progress.bad_steps,
-            "model": self.config.model.name,
+            "model": task.title,
             "recipe": self.config.recipe,
         }
 

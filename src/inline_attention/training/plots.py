@@ -8,11 +8,14 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from inline_attention.training.task import Headline
+
 TRAIN_COLOUR, EVAL_COLOUR, AVERAGE_COLOUR = "#4c72b0", "#c44e52", "#55a868"
 
 
-def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Loss, accuracy and learning rate over the epochs, from the lines of metrics.jsonl."""
+def draw_curves(records: Sequence[Mapping[str, Any]], path: Path, *, headline: Headline) -> None:
+    """Loss, the headline figure and learning rate over the epochs, from the lines of metrics.jsonl."""
+    shown, averaged = f"val_{headline.key}", f"ema_{headline.key}"
     steps = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -20,16 +23,17 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     loss, accuracy, rate = figure.subplots(1, 3)
 
     loss.plot(*_series(steps, "loss"), color=TRAIN_COLOUR, label="training")
-    loss.plot(*_series(evaluations, "val_loss"), color=EVAL_COLOUR, marker=".", label="validation")
+    if any("val_loss" in record for record in evaluations):
+        loss.plot(*_series(evaluations, "val_loss"), color=EVAL_COLOUR, marker=".", label="validation")
     loss.set(title="Loss", xlabel="epoch", ylim=(0, None))
     loss.legend()
 
-    accuracy.plot(*_series(evaluations, "val_top1"), color=EVAL_COLOUR, marker=".", label="weights")
-    if any(record.get("ema_top1") is not None for record in evaluations):
-        accuracy.plot(*_series(evaluations, "ema_top1"), color=AVERAGE_COLOUR, marker=".", label="moving average")
+    accuracy.plot(*_series(evaluations, shown), color=EVAL_COLOUR, marker=".", label="weights")
+    if any(record.get(averaged) is not None for record in evaluations):
+        accuracy.plot(*_series(evaluations, averaged), color=AVERAGE_COLOUR, marker=".", label="moving average")
         accuracy.legend()
-    best = max((record["val_top1"] for record in evaluations), default=None)
-    title = "Validation top-1 (%)" if best is None else f"Validation top-1 (%), best {best:.2f}"
+    best = max(_series(evaluations, shown)[1], default=None)
+    title = f"Validation {headline.label} (%)" + ("" if best is None else f", best {best:.2f}")
     accuracy.set(title=title, xlabel="epoch")
 
     rate.plot(*_series(steps, "lr"), color=TRAIN_COLOUR)

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inline_attention.training import settings
-from inline_attention.training.config import TrainConfig
+from inline_attention.training.config import LoopConfig
 from inline_attention.training.run_folder import write_atomically
+from inline_attention.training.task import Headline, Writer
 
-METRICS, SUMMARY, CURVES, CONFUSION = "metrics.jsonl", "summary.json", "curves.png", "confusion.png"
-MAX_CONFUSION_CLASSES = 50  # above this the picture is a grey square
+METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
 
 
 class Reporter(AbstractContextManager["Reporter"]):
@@ -28,8 +28,9 @@ class Reporter(AbstractContextManager["Reporter"]):
     A record is a flat dictionary with `kind` ("train" or "eval"), `update` (optimiser updates done) and `epoch`.
     """
 
-    def __init__(self, folder: Path, config: TrainConfig, *, active: bool) -> None:
-        self.folder, self.config, self.active = folder, config, active
+    def __init__(self, folder: Path, config: LoopConfig, *, headline: Headline, active: bool) -> None:
+        self.folder, self.config, self.headline, self.active = folder, config, headline, active
+        self.formats = _formats(headline)
         self.console = Console(file=sys.stdout, soft_wrap=True, quiet=not active, highlight=False)
         self.latest: dict[str, Any] = {}
         self.bar: Progress | None = None
@@ -82,14 +83,20 @@ class Reporter(AbstractContextManager["Reporter"]):
                 self._tolerating(partial(self.board.add_scalar, f"{record['kind']}/{key}", value, record["update"]))
         if self.wandb is not None:
             self.wandb.log({f"{record['kind']}/{k}": v for k, v in numbers.items()}, step=record["update"])
-        line = "  ".join(form(self.latest[key]) for key, form in _FORMATS.items() if self.latest.get(key) is not None)
+        line = "  ".join(
+            form(self.latest[key]) for key, form in self.formats.items() if self.latest.get(key) is not None
+        )
         if self.bar is not None:
             self.bar.update(self.task, shown=line)
         elif show:
             left = f"  left {_clock(self.latest['eta'])}" if "eta" in self.latest else ""
-            self.console.print(
-                f"epoch {record['epoch']:g}/{self.config.schedule.total_epochs}  {line}{left}", markup=False
-            )
+            self.console.print(f"{self._position(record)}  {line}{left}", markup=False)
+
+    def _position(self, record: Mapping[str, Any]) -> str:
+        schedule = self.config.schedule
+        if schedule.steps is not None:
+            return f"update {record['update']}/{schedule.steps}"
+        return f"epoch {record['epoch']:g}/{schedule.epochs + schedule.cooldown_epochs}"
 
     def records(self) -> list[dict[str, Any]]:
         path = self.folder / METRICS
@@ -99,19 +106,20 @@ class Reporter(AbstractContextManager["Reporter"]):
         if self.active:
             self._tolerating(lambda: write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=1)))
 
-    def draw(self, *, confusion: torch.Tensor | None = None, class_names: Iterable[str] = ()) -> None:
-        """curves.png from metrics.jsonl and, for few classes, confusion.png from counts (true, predicted)."""
+    def leave_behind(self, files: Mapping[str, Writer]) -> None:
+        """curves.png from metrics.jsonl, and the task's own `files`: name → what writes it."""
         if not self.active:
             return
-        try:
-            from inline_attention.training import plots
-        except ImportError:
-            self.note("no pictures: matplotlib is not installed (pip install 'inline-attention[train]')")
-            return
-        self._tolerating(lambda: plots.draw_curves(self.records(), self.folder / CURVES))
-        if confusion is not None and len(confusion) <= MAX_CONFUSION_CLASSES:
-            names = list(class_names)
-            self._tolerating(lambda: plots.draw_confusion(confusion, names, self.folder / CONFUSION))
+        for name, write in {CURVES: self._draw_curves, **files}.items():
+            try:
+                self._tolerating(partial(write, self.folder / name))
+            except ImportError:
+                self.note(f"no {name}: matplotlib is not installed (pip install 'inline-attention[train]')")
+
+    def _draw_curves(self, path: Path) -> None:
+        from inline_attention.training import plots
+
+        plots.draw_curves(self.records(), path, headline=self.headline)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -164,16 +172,18 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-_FORMATS: dict[str, Callable[[float], str]] = {
-    "loss": lambda v: f"loss {v:.4f}",
-    "val_top1": lambda v: f"val top-1 {v:.2f}%",
-    "ema_top1": lambda v: f"EMA {v:.2f}%",
-    "lr": lambda v: f"lr {v:.2e}",
-    "grad_norm": lambda v: f"gradient {v:.2f}",
-    "images_per_second": lambda v: f"{v:,.0f} images/s",
-    "waiting": lambda v: f"waiting {v:.0%}",
-    "memory": lambda v: f"{v / 2**30:.2f} GiB",
-}
+def _formats(headline: Headline) -> dict[str, Callable[[float], str]]:
+    """What of the records a line shows, and how."""
+    return {
+        "loss": lambda v: f"loss {v:.4f}",
+        f"val_{headline.key}": lambda v: f"val {headline.label} {v:.2f}%",
+        f"ema_{headline.key}": lambda v: f"EMA {v:.2f}%",
+        "lr": lambda v: f"lr {v:.2e}",
+        "grad_norm": lambda v: f"gradient {v:.2f}",
+        "images_per_second": lambda v: f"{v:,.0f} images/s" if v >= 10 else f"{v:.2g} images/s",
+        "waiting": lambda v: f"waiting {v:.0%}",
+        "memory": lambda v: f"{v / 2**30:.2f} GiB",
+    }
 
 
 def _clock(seconds: float) -> str:
@@ -190,7 +200,7 @@ def _open_tensorboard(folder: Path, done_updates: int, note: Any) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=done_updates + 1 if done_updates else None)
 
 
-def _open_wandb(folder: Path, config: TrainConfig) -> Any:
+def _open_wandb(folder: Path, config: LoopConfig) -> Any:
     try:
         import wandb  # type: ignore[import-not-found]  # optional, without an extra of its own
     except ImportError as error:

@@ -11,8 +11,10 @@ from typing import Any
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import find_damage
-from inline_attention.training.config import TrainConfig, change, load_config, read_yaml
+from inline_attention.training.classification import Classification
+from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
+from inline_attention.training.task import Task
 
 CONFIG, ENVIRONMENT, CHECKPOINTS = "config.yaml", "environment.json", "checkpoints"
 
@@ -21,7 +23,8 @@ CONFIG, ENVIRONMENT, CHECKPOINTS = "config.yaml", "environment.json", "checkpoin
 class Plan:
     """What to train, where, and what from."""
 
-    config: TrainConfig
+    task: type[Task]
+    config: LoopConfig
     folder: Path
     source: Path | None = None  # the run that goes on (usually `folder` itself); None: a new one
     checkpoint: Path | None = None  # one of its checkpoints that was named; None: the newest, if there is any
@@ -31,6 +34,7 @@ class Plan:
 def plan_run(
     recipe: str | None = None,
     *,
+    task: type[Task] = Classification,
     overrides: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
     output: str | None = None,
@@ -41,18 +45,18 @@ def plan_run(
     A run that is resumed has the settings in its config.yaml, then the flags and overrides given now.
     """
     if resume is None:
-        config = load_config(recipe or "quickstart", overrides=overrides, flags=flags)
-        return Plan(config, Path(output) if output else default_folder(config))
+        config = _new_config(recipe, task=task, overrides=overrides, flags=flags)
+        return Plan(task, config, Path(output) if output else default_folder(config))
     if resume == "auto":
         if output is None:
             raise ValueError("--resume auto continues the run in --output: give --output DIR too")
         source, checkpoint = Path(output), None
         if not (source / CONFIG).exists():  # nothing to continue yet: the first start of a command made for restarts
-            config = load_config(recipe or "quickstart", overrides=overrides, flags=flags)
-            return Plan(config, source, source=source)
+            config = _new_config(recipe, task=task, overrides=overrides, flags=flags)
+            return Plan(task, config, source, source=source)
     else:
         source, checkpoint = _resume_source(Path(resume))
-    before = settings.update(TrainConfig(), read_yaml((source / CONFIG).read_text(), str(source / CONFIG)))
+    before = settings.update(task.defaults(), read_yaml((source / CONFIG).read_text(), str(source / CONFIG)))
     if recipe is not None and _recipe_name(recipe) != before.recipe:
         raise ValueError(
             f"{source} holds a run of recipe {before.recipe}, not {recipe}: "
@@ -60,6 +64,7 @@ def plan_run(
         )
     config = change(before, overrides=overrides, flags=flags)
     return Plan(
+        task,
         config,
         Path(output) if output else source,
         source=source,
@@ -72,16 +77,14 @@ def check_folder(plan: Plan) -> None:
     """ValueError where the folder holds another run, or there is nothing to train on."""
     folder = plan.folder
     if not plan.config.data.path:
-        raise ValueError(
-            "no data: give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
-        )
+        raise ValueError(f"no data: {plan.task.data_hint}")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; expected a folder")
     if (folder / CONFIG).exists() and (plan.source is None or plan.source.resolve() != folder.resolve()):
         raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
 
 
-def default_folder(config: TrainConfig) -> Path:
+def default_folder(config: LoopConfig) -> Path:
     return Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -123,11 +126,20 @@ def _resume_source(path: Path) -> tuple[Path, Path | None]:
     )
 
 
+def _new_config(
+    recipe: str | None, *, task: type[Task], overrides: Iterable[str], flags: Mapping[str, Any] | None
+) -> LoopConfig:
+    recipe = recipe or task.default_recipe
+    if recipe is None:
+        raise ValueError("no recipe: name one (--list-recipes shows them) or a .yaml file of your own")
+    return load_recipe(recipe, defaults=task.defaults(), folder=task.recipes, overrides=overrides, flags=flags)
+
+
 def _recipe_name(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
 
 
-def _differences(before: TrainConfig, after: TrainConfig) -> list[str]:
+def _differences(before: LoopConfig, after: LoopConfig) -> list[str]:
     old, new = _flat(settings.to_mapping(before)), _flat(settings.to_mapping(after))
     return [f"{key}={new.get(key)} (was {old.get(key)})" for key in sorted(old | new) if old.get(key) != new.get(key)]
 

@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-ScheduleKind = Literal["cosine", "linear", "step"]
+ScheduleKind = Literal["cosine", "linear", "poly", "step"]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Warm-up from `warmup_rate` to `peak`, decay to `minimum` until `decay_steps`, cool-down at `minimum`.
 
-    The warm-up takes the place of the decay's first steps (as published; timm's `warmup_prefix=False`): the cosine's
-    clock starts at step 0, so that the rate right after the warm-up lies a little under the peak.
+    The warm-up takes the place of the decay's first steps (as published; timm's `warmup_prefix=False`): the clock of
+    cosine and polynomial starts at step 0, so that the rate right after the warm-up lies a little under the peak.
     """
 
     kind: ScheduleKind
@@ -24,6 +24,8 @@ class Schedule:
     cooldown_steps: int
     drop_every: int  # step schedule alone: steps between two drops
     drop_factor: float
+    drop_at: tuple[int, ...] = ()  # step schedule: drops at these steps instead
+    power: float = 1.0  # of the polynomial
 
     @property
     def total_steps(self) -> int:
@@ -41,4 +43,7 @@ class Schedule:
         if self.kind == "linear":
             done = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
             return self.peak + (self.minimum - self.peak) * done
-        return max(self.peak * self.drop_factor ** (step // self.drop_every), self.minimum)
+        if self.kind == "poly":
+            return self.minimum + (self.peak - self.minimum) * (1 - step / self.decay_steps) ** self.power
+        drops = sum(step >= drop for drop in self.drop_at) if self.drop_at else step // self.drop_every
+        return max(self.peak * self.drop_factor**drops, self.minimum)

@@ -153,7 +153,7 @@ def _unknown(name: str, value: Any, known: list[str]) -> str:
         name = f"{name}.{key}"
     guess = nearest(name, known)
     meant = f"; did you mean {guess}?" if guess else ""
-    return f"unknown setting {name}{meant} (`inline train --print-config` lists all)"
+    return f"unknown setting {name}{meant} (--print-config lists all)"
 
 
 def _wrong(name: str, value: Any, hint: Any) -> ValueError:

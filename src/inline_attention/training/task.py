@@ -1,60 +1,149 @@
-"""What is learnt: the model for the data, and how a weights file describes both."""
+"""What a task is to the loop: where its data come from, what it learns, how it is judged. And what tasks share."""
 
 import json
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention._version import __version__
-from inline_attention.data import Data
-from inline_attention.data.seeding import derive_seed
+from inline_attention.data import SkippedImage
 from inline_attention.models.published import PUBLISHED
-from inline_attention.models.registry import create_model
-from inline_attention.models.weights import load_weights, local_path
-from inline_attention.training.classifier import preprocessing
-from inline_attention.training.config import ModelConfig, TrainConfig
-from inline_attention.training.optim import freeze_layers
+from inline_attention.models.weights import local_path
+from inline_attention.training.config import BackboneConfig, LoopConfig
+from inline_attention.training.distributed import Ranks
 
 
-def fetch_weights(config: ModelConfig) -> None:
-    """Download what `model.weights` names, for every rank to find it in the cache."""
-    name = config.name if config.weights == "pretrained" else config.weights
-    if name in PUBLISHED:
-        local_path(_source(name))
+class TrainingBatch(Protocol):
+    """Whatever a task's model and losses take; the loop itself reads nothing but whose samples they are."""
+
+    sample_ids: Tensor  # (B,) int64 on the device, in the order in which the model sees the samples
 
 
-def build_model(config: TrainConfig, data: Data) -> tuple[nn.Module, dict[str, Any]]:
-    """The model on the CPU, from weights that are a function of the seed or of a file, and its arguments."""
-    wanted = config.model
-    arguments = {
-        "num_classes": data.num_classes,
-        "in_chans": data.in_chans,
-        "img_size": config.data.img_size,
-        **({} if wanted.drop_path is None else {"drop_path_rate": wanted.drop_path}),
-        **wanted.kwargs,
-    }
-    torch.manual_seed(derive_seed("weights", config.seed))
-    model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **arguments)
-    if wanted.weights not in (None, "pretrained"):
-        load_weights(model, _source(wanted.weights), reset_head=wanted.reset_head)
-    if wanted.checkpointing:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]  # timm's contract
-    freeze_layers(model, wanted.freeze)
-    return model, arguments
+class TrainSplit(Protocol):
+    """Training batches, a function of (seed, epoch, step); `inline_attention.data.TrainLoader` is one."""
+
+    steps_per_epoch: int  # the same on every rank
+    waiting_seconds: float  # spent in waiting for batches since it was opened
+    exact_resume: bool  # False: a resumed epoch starts again at its first sample
+
+    @property
+    def skipped(self) -> Iterable[SkippedImage]: ...
+
+    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[Any]: ...
 
 
-def describe(config: TrainConfig, arguments: dict[str, Any], data: Data) -> dict[str, str]:
-    """What goes into every weights file: enough to build the model again, and to name its classes."""
+class EvalSplit(Protocol):
+    @property
+    def skipped(self) -> Iterable[SkippedImage]: ...
+
+
+class TaskData(Protocol):
+    """Both splits, on the device of the rank they were opened for."""
+
+    @property
+    def train(self) -> TrainSplit: ...
+
+    @property
+    def val(self) -> EvalSplit: ...
+
+    @property
+    def class_names(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The figure of an evaluation, in per cent, that says which weights are the best: the highest."""
+
+    key: str  # among the figures, in metrics.jsonl behind "val_", in the summary behind "best_"
+    label: str  # for people
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The same on every rank."""
+
+    figures: dict[str, float]  # by name; "loss" where there is one
+    details: Any = None  # what the task makes its pictures and tables from
+
+
+Writer = Callable[[Path], None]
+
+
+class Task(ABC):
+    """One per run and rank. The loop calls its methods in the order in which they stand here."""
+
+    recipes: ClassVar[str]  # folder of its recipes below the package's; "": the recipes of classification
+    default_recipe: ClassVar[str | None]  # None: the user must name one
+    data_hint: ClassVar[str]  # how to name the data, for who has not
+    headline: ClassVar[Headline]
+    summary_figures: ClassVar[tuple[str, ...]]  # of the last evaluation, in summary.json
+
+    @staticmethod
+    @abstractmethod
+    def defaults() -> LoopConfig:
+        """The configuration that recipes change."""
+
+    def __init__(self, config: Any) -> None:
+        """config: of the type of `defaults()`"""
+        self.config = config
+
+    @property
+    def title(self) -> str:
+        """What is trained, in a word or two."""
+        return self.config.model.name
+
+    @abstractmethod
+    def open_data(self, ranks: Ranks) -> TaskData:
+        """Open this rank's share of both splits on its device; what is wrong with the data is a ValueError here."""
+
+    def fetch_weights(self) -> None:
+        """Download what `model.weights` names, for every rank to find it in the cache. On rank 0 alone."""
+        model: BackboneConfig = self.config.model
+        name = model.name if model.weights == "pretrained" else model.weights
+        if name in PUBLISHED:
+            local_path(weights_source(name))
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """The model on the CPU, from weights that are a function of the seed or of a file."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """What goes into every weights file: enough to build the model again; see `describe`."""
+
+    @abstractmethod
+    def losses(self, forward: Callable[..., Any], batch: Any, *, epoch: int, step: int) -> dict[str, Tensor]:
+        """The parts () of the loss of one batch by name; their sum is what is learnt.
+
+        forward: calls the model, in the run's precision. Each part is a mean over the batch whose divisor does not
+        depend on the rank, so that the mean over ranks is that of the global batch. Nothing may read from the device.
+        """
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
+        """Over the validation split of all ranks; called on every rank, leaves the model in the mode it found."""
+
+    def leave_behind(self, evaluation: Evaluation) -> dict[str, Writer]:
+        """Files for the run folder when the run is over: name → what writes it. ImportError: without that one."""
+        return {}
+
+
+def describe(
+    config: LoopConfig, *, arguments: Mapping[str, Any], class_names: list[str], **more: str
+) -> dict[str, str]:
+    """The metadata of a weights file that `check_same_task` compares, and `more`."""
     return {
         "format": "pt",
         "library": f"inline_attention {__version__}",
         "architecture": config.model.name,
         "config": json.dumps(arguments),
-        "class_names": json.dumps(list(data.class_names)),
-        "preprocessing": preprocessing(config.data),
+        "class_names": json.dumps(class_names),
+        **more,
         "recipe": config.recipe,
     }
 
@@ -81,7 +170,7 @@ def check_same_task(before: dict[str, str], now: Mapping[str, str], checkpoint: 
             )
 
 
-def _source(weights: str) -> str:
+def weights_source(weights: str) -> str:
     """The file or address of `model.weights`, which may be the name of a model with published weights."""
     if weights not in PUBLISHED:
         return weights

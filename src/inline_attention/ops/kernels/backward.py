@@ -16,6 +16,7 @@ from .blocks import (
     locate,
     operand,
     present,
+    product_plus,
     same_head,
     state_offsets,
     store_rows,
@@ -32,11 +33,13 @@ def accumulate_taps(
     """Adds the taps' gradient from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
     g_above = tl.zeros([BW, BC], tl.float32)
     g_here = tl.zeros([BW, BC], tl.float32)
+    # Row y of v lies above row y + 1 of the outputs, and so on. Rows are loaded one turn before they are used.
+    g_next = load_map_row(p_g, stride_g, p_mask, y_begin, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     for y in range(y_begin - 1, y_end + 1):
-        # Row y of v lies above row y + 1 of the outputs, and so on.
-        g_below = load_map_row(p_g, stride_g, p_mask, y + 1, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
-        g_below = g_below.to(tl.float32)
-        left, here, right = load_neighbours(p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        g_next1 = load_map_row(p_g, stride_g, p_mask, y + 2, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+        left1, here1, right1 = load_neighbours(p_v, stride_v, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        g_below = g_next.to(tl.float32)
         left, here, right = left.to(tl.float32), here.to(tl.float32), right.to(tl.float32)
         a0 += g_below * left
         a1 += g_below * here
@@ -47,8 +50,8 @@ def accumulate_taps(
         a6 += g_above * left
         a7 += g_above * here
         a8 += g_above * right
-        g_above = g_here
-        g_here = g_below
+        g_above, g_here, g_next = g_here, g_below, g_next1
+        left, here, right = left1, here1, right1
     return a0, a1, a2, a3, a4, a5, a6, a7, a8
 
 
@@ -113,7 +116,7 @@ def write_key_grads(
     b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_c, m_c).to(tl.float32) - b_v_mean[None, :]
     b_dk = feature_map_backward(b_k, tl.dot(operand(b_v, DOT, PRECISION), b_dst, input_precision=PRECISION), MAP)
     b_k = feature_map(b_k, MAP) - b_k_mean[None, :]
-    b_dv = tl.dot(operand(b_k, DOT, PRECISION), b_ds, input_precision=PRECISION) + b_g_mean[None, :]
+    b_dv = product_plus(operand(b_k, DOT, PRECISION), b_ds, b_g_mean, PRECISION)
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
         b_dv = tl.where(m_here[:, None], b_dv, 0.0)

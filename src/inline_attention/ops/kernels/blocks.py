@@ -21,6 +21,9 @@ SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
 # Tokens whose products the tensor cores sum before float32 addition takes over: they round towards zero.
 CHUNK = tl.constexpr(2048)
 
+# Stages of the pipeline over a map's rows.
+ROW_STAGES = tl.constexpr(4)
+
 
 @triton.jit
 def feature_map(b_x, MAP: tl.constexpr):
@@ -112,6 +115,16 @@ def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
         b_rounded = ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         b_x = tl.where(b_x == b_x, b_rounded, b_x)
     return b_x
+
+
+@triton.jit
+def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
+    """b_x·b_y + b_base, in this order: of a plain sum Triton makes a product that starts from b_base (BC,), and loses
+    the digits that the base's size hides"""
+    b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
+    return tl.fma(
+        b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base[None, :], b_product.shape)
+    )
 
 
 @triton.jit
@@ -253,16 +266,12 @@ def add_local(
     left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     b_next = weigh(b_next, w3, w4, w5, left, here, right)
     b_after = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row after it
-    # Rows are loaded one turn before they are used.
-    left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    b_out = load_map_row(p_out, stride_out, p_mask, y_begin, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
     o_x = tl.arange(0, BW)
-    for y in range(y_begin, y_end):
-        left1, here1, right1 = load_neighbours(p_x, stride_x, p_mask, y + 2, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        b_out1 = load_map_row(p_out, stride_out, p_mask, y + 1, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+    for y in tl.range(y_begin, y_end, num_stages=ROW_STAGES):
+        left, here, right = load_neighbours(p_x, stride_x, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        b_out = load_map_row(p_out, stride_out, p_mask, y, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
         t = prefix + y * W + x
         b_next = weigh(b_next, w6, w7, w8, left, here, right) + b_out.to(tl.float32)
         store_rows(p_out, b_next, stride_out, t, o_x, present(p_mask, t, o_x, x + o_x < W, HAS_MASK), o_c, m_c)
         b_next = weigh(b_after, w3, w4, w5, left, here, right)
         b_after = weigh(b_zero, w0, w1, w2, left, here, right)
-        left, here, right, b_out = left1, here1, right1, b_out1

@@ -13,6 +13,7 @@ from .blocks import (
     locate,
     operand,
     present,
+    product_plus,
     same_head,
     state_offsets,
     store_rows,
@@ -51,7 +52,7 @@ def write_outputs(
     b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
     if MAP != "identity":
         b_q = feature_map(b_q.to(tl.float32), MAP)
-    b_out = tl.dot(operand(b_q, DOT, PRECISION), b_s, input_precision=PRECISION) + b_base[None, :]
+    b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base, PRECISION)
     if HAS_MASK:
         b_out = tl.where(m_here[:, None], b_out, 0.0)
     store_rows(p_out, b_out, stride_out, t, o_t, m_t, o_c, m_c)
@@ -160,14 +161,15 @@ def state_kernel(
     p_part += BC * BC
     tl.store(p_part + o_c, b_k_sum)
     tl.store(p_part + BC + o_c, b_v_sum)
-    tl.store(p_part + 2 * BC + o_c, b_dk_sum)
-    tl.store(p_part + 3 * BC + o_c, b_dv_sum)
+    if CENTRE:
+        tl.store(p_part + 2 * BC + o_c, b_dk_sum)
+        tl.store(p_part + 3 * BC + o_c, b_dv_sum)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
     p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, C,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, CENTRE: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The state from its parts. Grid (B·blocks, BC / BR): a program sums BR rows of S"""
@@ -189,8 +191,11 @@ def finish_kernel(
     p_part += BC * BC
     b_k_sum = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP)
     b_v_sum = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP)
-    b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP)
-    b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP)
+    b_dk_sum = b_k_sum
+    b_dv_sum = b_v_sum
+    if CENTRE:
+        b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP)
+        b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP)
     b_s = covariance(b_kv, b_dk_sum, b_dv_sum, count, scale)
     tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s, mask=m_head)
     p_means += i_b * 2 * C + c

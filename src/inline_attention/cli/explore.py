@@ -1,0 +1,40 @@
+"""A local web page: drag queries and keys in the plane, look at attention on images, and see what it costs."""
+
+import argparse
+
+HELP = "attention to play with, in a browser"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="what `inline train` wrote, one file for each attention (default: random weights)",
+    )
+    parser.add_argument("--port", type=int, default=7860, help="default: 7860; 0 takes any free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+
+
+def run(args: argparse.Namespace) -> None:
+    from contextlib import closing
+
+    import torch
+
+    from inline_attention.cli._output import choose_device
+    from inline_attention.explore import App, load_subjects, open_server
+
+    device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    subjects = load_subjects(args.weights, device=device)
+    with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
+        print(f"{server.url} (Ctrl-C ends)", flush=True)
+        if not server.is_local:
+            print("everybody who reaches this machine can use it, under its name or address", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")

@@ -1,0 +1,124 @@
+"""A registered model as a pyramid of feature maps."""
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.layers.windows import ceil_div
+from inline_attention.models.cswin import CSwin
+from inline_attention.models.deit import DeiT
+from inline_attention.models.registry import create_model, list_models
+from inline_attention.models.swin import Swin
+from inline_attention.models.weights import load_weights
+
+STRIDES = (4, 8, 16, 32)
+
+
+class Backbone(nn.Module):
+    """Images (B, 3, H, W) of any size → maps (B, C, ceil(H / s), ceil(W / s)) at strides s of 4, 8, 16 and 32.
+
+    The maps are those of timm's `features_only`. Where a family's blocks end without a norm of their own and were
+    published with one on every output (Swin, CSwin), there is one. DeiT's single map becomes four, as in ViTDet's
+    simple feature pyramid.
+    """
+
+    channels: tuple[int, ...]
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList()
+        self.pyramid: nn.Module | None = None
+        dims = [info["num_chs"] for info in model.feature_info]  # type: ignore[union-attr]  # timm's contract
+        if isinstance(model, DeiT):
+            model.prune_intermediate_layers(1)  # the norm stays: it is the last thing that was trained on this map
+            self.pyramid = SimplePyramid(dims[-1])
+            self.channels = self.pyramid.channels
+        else:
+            model.prune_intermediate_layers(len(STRIDES), prune_norm=True)  # type: ignore[operator]  # timm's contract
+            if isinstance(model, Swin | CSwin):
+                self.norms.extend(nn.LayerNorm(dim, eps=model.norm_eps) for dim in dims)
+            self.channels = tuple(dims)
+        self.model = model
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        model: Any = self.model  # timm's contract
+        if self.pyramid is not None:
+            (tokens,) = model.forward_intermediates(x, 1, norm=True, intermediates_only=True)
+            maps = self.pyramid(tokens)
+            # The last patches of sides that are no multiple of 16 hang over; so would their finer maps.
+            sizes = [[ceil_div(side, stride) for side in x.shape[2:]] for stride in STRIDES]
+            return [y[:, :, :rows, :columns] for y, (rows, columns) in zip(maps, sizes, strict=True)]
+        if not self.norms:
+            return model.forward_intermediates(x, intermediates_only=True)
+        maps = model.forward_intermediates(x, output_fmt="NHWC", intermediates_only=True)
+        return [norm(y).permute(0, 3, 1, 2) for norm, y in zip(self.norms, maps, strict=True)]
+
+    def group_matcher(self, *, prefix: str, coarse: bool = False) -> dict[str, Any]:
+        """The model's layer groups (timm's contract) for a module that holds this one as `prefix`.
+
+        What they do not match, the heads, is the last group.
+        """
+        start = "^" + re.escape(f"{prefix}.model.")
+
+        def behind(pattern: str) -> str:
+            return pattern.replace("^", start)
+
+        groups = self.model.group_matcher(coarse=coarse)  # type: ignore[operator]  # timm's contract
+        return {
+            name: behind(found) if isinstance(found, str) else [(behind(part), suffix) for part, suffix in found]
+            for name, found in groups.items()
+        }
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"model.{name}" for name in self.model.no_weight_decay()}  # type: ignore[operator]  # timm's contract
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.model.set_grad_checkpointing(enable)  # type: ignore[operator]  # timm's contract
+
+
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of (B, C, H, W)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class SimplePyramid(nn.Module):
+    """One map at stride 16 → four at strides 4, 8, 16 and 32 ("Exploring Plain Vision Transformer Backbones for Object
+    Detection", arXiv 2203.16527): transposed convolutions upwards, a pooling downwards."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.channels = (dim // 4, dim // 2, dim, dim)
+        self.to_stride_4 = nn.Sequential(
+            nn.ConvTranspose2d(dim, dim // 2, 2, stride=2),
+            ChannelNorm(dim // 2, eps=1e-6),
+            nn.GELU(),
+            nn.ConvTranspose2d(dim // 2, dim // 4, 2, stride=2),
+        )
+        self.to_stride_8 = nn.ConvTranspose2d(dim, dim // 2, 2, stride=2)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.to_stride_4(x), self.to_stride_8(x), x, F.max_pool2d(x, 2, ceil_mode=True)]
+
+
+def create_backbone(
+    name: str, *, weights: str | None = None, drop_path: float | None = None, kwargs: dict[str, Any] | None = None
+) -> Backbone:
+    """The registered model `name` as a backbone.
+
+    weights: "pretrained" (the published classifier's), or a file or URL of one; its head is left out.
+    drop_path: stochastic depth of the last block; None for the model's default. kwargs: further model arguments.
+    """
+    if name not in list_models():
+        create_model(name)  # names the nearest, where there is no such model at all
+        raise ValueError(
+            f"{name} is not a model of this library (`inline models` lists them), which a backbone must be"
+        )
+    arguments = {**({} if drop_path is None else {"drop_path_rate": drop_path}), **(kwargs or {})}
+    model = create_model(name, pretrained=weights == "pretrained", **arguments)
+    if weights not in (None, "pretrained"):
+        load_weights(model, weights, reset_head=True)
+    return Backbone(model)

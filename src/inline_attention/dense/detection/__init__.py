@@ -1,0 +1,1 @@
+"""Detection and instance segmentation: models, COCO data, average precision."""

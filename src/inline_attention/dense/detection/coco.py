@@ -1,0 +1,237 @@
+"""COCO's format: `annotations/instances_SPLIT.json` beside folders of images, read and checked before a run starts."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inline_attention.dense.detection.boxes import Size
+
+_logger = logging.getLogger(__name__)
+
+Rle = dict[str, Any]  # pycocotools' compressed run lengths: size [height, width], counts as bytes
+# Polygons x0, y0, x1, y1, … as float32, a sixth of the memory that COCO's take as lists; or run lengths as in the file.
+Segmentation = list[np.ndarray] | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    label: int  # 1 for the first class: 0 is the background
+    box: tuple[float, float, float, float]  # x0, y0, x1, y1, inside the image
+    segmentation: Segmentation
+    area: float | None  # of the mask, which decides between small, medium and large; None: it is counted
+    crowd: bool  # many objects in one region: nothing is learnt from it, and detections in it count for nothing
+
+
+@dataclass
+class AnnotatedImage:
+    id: int
+    path: Path
+    size: Size
+    instances: list[Instance] = field(default_factory=list)
+
+    @property
+    def objects(self) -> list[Instance]:
+        """What can be learnt from."""
+        return [instance for instance in self.instances if not instance.crowd]
+
+
+@dataclass
+class CocoData:
+    """One split. Classes are in the order of their category ids."""
+
+    source: Path  # the JSON file
+    class_names: list[str]
+    category_ids: list[int]
+    images: list[AnnotatedImage]
+
+
+def read_coco(root: str | Path, split: str) -> CocoData:
+    """`root`/annotations/instances_`split`.json and `root`/`split`/…; ValueError says what is wrong, and where.
+
+    Objects whose box or polygons enclose nothing are left out and counted in the log, as COCO has some itself.
+    """
+    root = Path(root)
+    source, folder = root / "annotations" / f"instances_{split}.json", root / split
+    if not source.is_file() or not folder.is_dir():
+        missing = source if not source.is_file() else folder
+        raise ValueError(f"{missing} does not exist; expected {source} and the images in {folder}")
+    content = _parse(source)
+    names = _categories(content, source)
+    labels = {category: label for label, category in enumerate(names, start=1)}
+    images = _images(content, source, folder)
+    left_out = _add_instances(images, content, labels, source)
+    if left_out:
+        _logger.warning("%s: %d objects with an empty box or mask are left out", source, left_out)
+    return CocoData(source, list(names.values()), list(names), list(images.values()))
+
+
+def check_same_categories(train: CocoData, val: CocoData) -> None:
+    if train.class_names != val.class_names:
+        differing = sorted(set(train.class_names) ^ set(val.class_names)) or ["their order"]
+        raise ValueError(f"{train.source} and {val.source} have different categories: {', '.join(differing[:10])}")
+
+
+def _parse(source: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(source.read_bytes())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{source} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}; is the file complete?"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not text: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{source} holds a {type(content).__name__}; expected an object with images and categories")
+    for key in ("images", "categories"):
+        if not isinstance(content.get(key), list) or not content[key]:
+            raise ValueError(f"{source}: no list of {key}; expected COCO's instances format")
+    return content
+
+
+def _categories(content: Mapping[str, Any], source: Path) -> dict[int, str]:
+    """Names by id, ascending"""
+    entries = {entry["id"]: str(entry["name"]) for entry in _entries(content, "categories", ("id", "name"), source)}
+    if len(entries) < len(content["categories"]):
+        raise ValueError(f"{source}: two categories have the same id")
+    return dict(sorted(entries.items()))
+
+
+def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int, AnnotatedImage]:
+    images: dict[int, AnnotatedImage] = {}
+    files: dict[Path, set[str]] = {}  # a folder is listed once: asking for each file takes minutes on network disks
+    missing = []
+    for entry in _entries(content, "images", ("id", "file_name", "height", "width"), source):
+        path = folder / entry["file_name"]
+        if path.parent not in files:
+            files[path.parent] = set(os.listdir(path.parent)) if path.parent.is_dir() else set()
+        if path.name not in files[path.parent]:
+            missing.append(path)
+        if entry["id"] in images:
+            raise ValueError(f"{source}: two images have the id {entry['id']}")
+        size = (entry["height"], entry["width"])
+        if not all(isinstance(side, int) and side > 0 for side in size):
+            raise ValueError(
+                f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected whole pixels"
+            )
+        images[entry["id"]] = AnnotatedImage(entry["id"], path, size)
+    if missing:
+        raise ValueError(
+            f"{source} names {len(missing)} of {len(images)} images that do not exist, such as {missing[0]}"
+        )
+    return images
+
+
+def _add_instances(
+    images: dict[int, AnnotatedImage], content: Mapping[str, Any], labels: Mapping[int, int], source: Path
+) -> int:
+    """Give every image its instances; how many were left out."""
+    left_out = 0
+    for entry in _entries(content, "annotations", ("image_id", "category_id", "bbox"), source):
+        where = f"{source}: annotation {entry.get('id', '')} of image {entry['image_id']}"
+        if entry["image_id"] not in images:
+            raise ValueError(f"{where}: there is no image of that id")
+        if entry["category_id"] not in labels:
+            known = ", ".join(map(str, list(labels)[:10])) + (", …" if len(labels) > 10 else "")
+            raise ValueError(f"{where}: category id {entry['category_id']} is not in the file's list ({known})")
+        image = images[entry["image_id"]]
+        box = _box(entry["bbox"], image.size, where)
+        segmentation = _segmentation(entry.get("segmentation"), image, where)
+        if box is None or segmentation is None:
+            left_out += 1
+            continue
+        image.instances.append(
+            Instance(
+                label=labels[entry["category_id"]],
+                box=box,
+                segmentation=segmentation,
+                area=entry.get("area"),
+                crowd=bool(entry.get("iscrowd", 0)),
+            )
+        )
+    return left_out
+
+
+def _entries(content: Mapping[str, Any], key: str, fields: Sequence[str], source: Path) -> Iterator[dict[str, Any]]:
+    for number, entry in enumerate(content.get(key) or []):
+        missing = [name for name in fields if not isinstance(entry, dict) or name not in entry]
+        if missing:
+            raise ValueError(f"{source}: {key}[{number}] has no {missing[0]}")
+        yield entry
+
+
+def _box(bbox: Any, size: Size, where: str) -> tuple[float, float, float, float] | None:
+    """x, y, width, height → x0, y0, x1, y1 inside the image; None where nothing is left"""
+    if not isinstance(bbox, list) or len(bbox) != 4 or not all(_is_number(value) for value in bbox):
+        raise ValueError(f"{where}: bbox is {bbox}; expected four numbers, x, y, width and height")
+    x, y, width, height = bbox
+    x0, y0 = max(0.0, x), max(0.0, y)
+    x1, y1 = min(float(size[1]), x + width), min(float(size[0]), y + height)
+    return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
+
+
+def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:
+    """The annotation's mask, checked; None where its polygons enclose nothing"""
+    if isinstance(value, dict):
+        if list(value.get("size", [])) != list(image.size):
+            raise ValueError(
+                f"{where}: its mask is for {value.get('size')} (height, width), "
+                f"but {image.path.name} is said to be {list(image.size)}"
+            )
+        counts = value.get("counts")
+        if isinstance(counts, list) and sum(counts) != math.prod(image.size):
+            raise ValueError(f"{where}: its run lengths add up to {sum(counts)} pixels, not {math.prod(image.size)}")
+        if not isinstance(counts, list | str):
+            raise ValueError(f"{where}: its run lengths are {type(counts).__name__}; expected a list or a string")
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: no segmentation; expected polygons or run lengths, which the mask head learns from")
+    for polygon in value:
+        if not isinstance(polygon, list) or len(polygon) % 2 or not all(_is_number(number) for number in polygon):
+            raise ValueError(f"{where}: a polygon is {str(polygon)[:60]}; expected x0, y0, x1, y1, …")
+    return [np.array(polygon, np.float32) for polygon in value if len(polygon) >= 6] or None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def to_rle(segmentation: Segmentation, size: Size) -> Rle:
+    """Polygons or run lengths of either kind → pycocotools' compressed run lengths"""
+    mask_utils = load_pycocotools("mask")
+    height, width = size
+    if isinstance(segmentation, list):
+        return mask_utils.merge(mask_utils.frPyObjects([polygon.tolist() for polygon in segmentation], height, width))
+    if isinstance(segmentation["counts"], list):
+        return mask_utils.frPyObjects(segmentation, height, width)
+    return {"size": [height, width], "counts": segmentation["counts"].encode()}
+
+
+def decode_masks(image: AnnotatedImage, instances: Sequence[Instance]) -> np.ndarray:
+    """(instances, height, width) uint8"""
+    height, width = image.size
+    if not instances:
+        return np.zeros((0, height, width), np.uint8)
+    runs = [to_rle(instance.segmentation, image.size) for instance in instances]
+    try:
+        return np.ascontiguousarray(load_pycocotools("mask").decode(runs).transpose(2, 0, 1))
+    except ValueError as error:
+        raise ValueError(f"a mask of {image.path} cannot be decoded: {error}") from error
+
+
+def load_pycocotools(module: str) -> Any:
+    """`pycocotools.module`; it comes with the extra [dense]."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"pycocotools.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "masks and average precision need pycocotools: pip install 'inline-attention[dense]'"
+        ) from error

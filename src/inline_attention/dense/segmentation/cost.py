@@ -1,0 +1,23 @@
+"""What a segmenter costs, counted without computing."""
+
+from typing import NamedTuple
+
+import torch
+
+from inline_attention.dense.published import COST_CLASSES, COST_SIZE
+from inline_attention.dense.segmentation.model import create_segmenter
+from inline_attention.models.profile import count_module_macs
+
+
+class SegmenterCost(NamedTuple):
+    params: int  # of everything that is trained, the auxiliary head too
+    macs: int  # of one image in evaluation, without it
+
+
+def count_cost(
+    backbone: str, head: str, *, num_classes: int = COST_CLASSES, img_size: tuple[int, int] = COST_SIZE
+) -> SegmenterCost:
+    with torch.device("meta"):
+        model = create_segmenter(backbone, head, num_classes=num_classes).eval()
+        image = torch.empty(1, 3, *img_size)
+    return SegmenterCost(sum(p.numel() for p in model.parameters()), count_module_macs(model, image))

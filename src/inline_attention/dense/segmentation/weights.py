@@ -1,0 +1,71 @@
+"""Segmenters from and for weights files."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from inline_attention.dense.segmentation.config import SegmentDataConfig, SegmenterConfig
+from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_segmenter
+from inline_attention.dense.weights import load_whole, task_file
+from inline_attention.training.task import weights_source
+
+TASK = "segmentation"  # in the metadata of a file
+# What of the data configuration belongs to the weights: how their images are prepared and segmented.
+_PREPARATION = ("short_side", "max_long_side", "window", "window_stride", "eval_scales", "eval_flip")
+
+
+def title(config: SegmenterConfig) -> str:
+    return f"{config.name} + {HEADS[config.head][0]}"
+
+
+def arguments_of(config: SegmenterConfig) -> dict[str, Any]:
+    """What builds the model again, beside its backbone's name and its class count."""
+    return {"head": config.head, "kwargs": config.kwargs, "head_kwargs": config.head_kwargs}
+
+
+def preparation(config: SegmentDataConfig) -> str:
+    """What a weights file should say about its images, under the key "preprocessing"."""
+    return json.dumps({key: getattr(config, key) for key in _PREPARATION})
+
+
+def build(config: SegmenterConfig, *, num_classes: int) -> Segmenter:
+    """The segmenter, with the weights that the configuration names: a segmenter's, or a classifier's below the head."""
+    source = config.weights
+    whole = None
+    if source is not None and source != "pretrained":
+        source = weights_source(source)
+        whole = task_file(source, TASK)
+    model = create_segmenter(
+        config.name,
+        config.head,
+        num_classes=num_classes,
+        weights=source if whole is None else None,
+        drop_path=config.drop_path,
+        kwargs=config.kwargs,
+        head_kwargs=config.head_kwargs,
+    )
+    if whole is not None:
+        load_whole(model, whole[0], backbone_only=config.reset_head)
+    return model
+
+
+@dataclass
+class TrainedSegmenter:
+    model: Segmenter
+    title: str
+    class_names: list[str]
+    data: SegmentDataConfig  # how images are prepared and segmented
+
+
+def load_segmenter(weights: str) -> TrainedSegmenter:
+    """A segmenter from a weights file (or its URL) that `inline segment train` wrote."""
+    file = task_file(weights, TASK)
+    if file is None:
+        raise ValueError(f"{weights!r} is no weights file of `inline segment train`")
+    path, metadata = file
+    class_names = json.loads(metadata["class_names"])
+    config = SegmenterConfig(name=metadata["architecture"], **json.loads(metadata["config"]))
+    model = build(config, num_classes=len(class_names))
+    load_whole(model, path)
+    data = SegmentDataConfig(**json.loads(metadata["preprocessing"]))
+    return TrainedSegmenter(model.eval(), title(config), class_names, data)

@@ -1,0 +1,38 @@
+"""Who may compute: one at a time, for PyTorch takes all cores anyway, and a few who wait."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Busy(Exception):
+    """More is asked for than can be done now; the text is for the user."""
+
+
+class Gate:
+    """Lets `running` computations run and `waiting` others wait, for `seconds` at most; the rest is `Busy`."""
+
+    def __init__(self, *, running: int = 1, waiting: int, seconds: float = 60.0) -> None:
+        self._running, self._seconds = running, seconds
+        self._places = threading.BoundedSemaphore(running + waiting)
+        self._turns = threading.BoundedSemaphore(running)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        if not self._places.acquire(blocking=False):
+            raise Busy("too many people are computing here at once; try again in a moment")
+        try:
+            if not self._turns.acquire(timeout=self._seconds):
+                raise Busy(f"no turn came within {self._seconds:.0f} seconds; try again later")
+            try:
+                yield
+            finally:
+                self._turns.release()
+        finally:
+            self._places.release()
+
+    def close(self) -> None:
+        """Waits for what is running and lets nothing more begin: threads that are inside PyTorch when the interpreter
+        ends abort the process."""
+        for _ in range(self._running):
+            self._turns.acquire(timeout=self._seconds)

@@ -1,0 +1,100 @@
+"""Attention maps of a picture: what one token of it gives to the others, in a layer and head of a model."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from inline_attention.analysis import LayerAttention, capture, layer_names
+
+from .subjects import Subject
+
+CACHED_LAYERS = 32
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """Weights on the token map, row by row; None outside the query's window."""
+
+    layer: str  # name of the module
+    kind: str  # its attention; models may have several
+    grid: tuple[int, int]  # (height, width) of the keys' map
+    query_grid: tuple[int, int]
+    query: tuple[int, int]  # (row, column)
+    heads: int
+    head: int | None  # its number; None: the mean of all
+    tokens: int  # N of the weights' mean 1/N
+    weights: list[float | None]
+    with_local: list[float | None] | None  # the same with the local terms; None where the layer has none
+
+
+def prepare(image: Image.Image, subject: Subject, *, device: torch.device) -> Tensor:
+    """The picture as the model takes it: scaled to its size, normalised. (1, channels, H, W)"""
+    data = subject.data
+    mean, std = data.statistics
+    scaled = image.convert("L" if data.in_chans == 1 else "RGB").resize(data.size[::-1], Image.Resampling.BICUBIC)
+    pixels = F.to_dtype(F.pil_to_tensor(scaled), torch.float32, scale=True)
+    return F.normalize(pixels, list(mean), list(std))[None].to(device)
+
+
+class Maps:
+    """Maps of pictures, for one caller at a time.
+
+    The layers looked at last are kept: another query or head of theirs needs no run of a model.
+    """
+
+    def __init__(self, subjects: Sequence[Subject], *, device: torch.device) -> None:
+        self._subjects, self._device = subjects, device
+        self._layers: OrderedDict[tuple[str, int, int], LayerAttention] = OrderedDict()
+        self.layer_counts = [len(layer_names(subject.model)) for subject in subjects]
+
+    def look(
+        self, name: str, image: Image.Image, *, model: int, layer: int, head: int | None, x: float, y: float
+    ) -> AttentionMap:
+        """
+        Args:
+            name: of the picture, the same for the same image.
+            model, layer: their numbers.
+            head: its number, the last one's where there are fewer (layers differ); None for the mean of all.
+            x, y: where the query is, from 0 to 1 across and down the picture.
+        """
+        attention = self._layer(name, image, model, layer)
+        height, width = attention.map_grid
+        query = (min(int(y * height), height - 1), min(int(x * width), width - 1))
+        if head is not None:
+            head = min(head, attention.num_heads - 1)
+        by_head = [attention.row(0, query, local=local) for local in (False, True)]  # (heads, H, W) each
+        rows = [row.mean(0) if head is None else row[head] for row in by_head]
+        return AttentionMap(
+            layer=attention.name,
+            kind=attention.kind,
+            grid=(rows[0].shape[0], rows[0].shape[1]),
+            query_grid=(height, width),
+            query=query,
+            heads=attention.num_heads,
+            head=head,
+            tokens=attention.k.shape[1],
+            weights=_numbers(rows[0]),
+            with_local=_numbers(rows[1]) if attention.local else None,
+        )
+
+    def _layer(self, name: str, image: Image.Image, model: int, layer: int) -> LayerAttention:
+        key = (name, model, layer)
+        if key not in self._layers:
+            subject = self._subjects[model]
+            (attention,) = capture(subject.model, prepare(image, subject, device=self._device), layers=[layer])
+            self._layers[key] = attention
+            if len(self._layers) > CACHED_LAYERS:
+                self._layers.popitem(last=False)
+        self._layers.move_to_end(key)
+        return self._layers[key]
+
+
+def _numbers(row: Tensor) -> list[float | None]:
+    """JSON has no NaN; five digits are more than a picture shows."""
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in row.flatten().tolist()]

@@ -1,0 +1,333 @@
+// Part two: what a chosen token of a picture attends to, in a layer and head of each model.
+
+import { ask, byId, html, number, titleOf } from "./dom.js";
+
+const POSITIVE = [178, 24, 43];
+const NEGATIVE = [33, 102, 172];
+const PIXELS = 448; // a side of a canvas
+
+const state = { picture: null, layer: 0, x: 0.5, y: 0.5, residual: false, reference: "zero" };
+const panels = [];
+let maxBytes;
+let photo = null; // the picture as an <img>
+
+export function startImage(setup) {
+  maxBytes = setup.max_bytes;
+  const random = setup.models.filter((model) => !model.weights);
+  if (random.length > 0) {
+    const names = new Intl.ListFormat("en").format(random.map((model) => titleOf(model.kind)));
+    const notice = byId("image-random");
+    notice.append(
+      html("strong", {}, `${names}: random weights. `),
+      "Maps of untrained models are nearly uniform and mean little. Trained ones: ",
+      html("code", {}, "inline explore --weights FILE…"),
+      ", files that ",
+      html("code", {}, "inline train"),
+      " wrote.",
+    );
+    notice.hidden = false;
+  }
+  // Weights that all are nearly 1/N would make one colour of each map.
+  state.reference = random.length === setup.models.length ? "uniform" : "zero";
+  buildPanels(setup.models);
+  buildControls(setup);
+  usePicture(setup.photos[0].picture);
+}
+
+function say(text, { error = false } = {}) {
+  const status = byId("image-status");
+  status.textContent = text;
+  status.classList.toggle("error", error);
+}
+
+function buildControls({ photos, models }) {
+  for (const { picture, title } of photos) {
+    const button = html(
+      "button",
+      { type: "button", "data-picture": picture, "aria-label": title, onclick: () => usePicture(picture) },
+      html("img", { src: `/pictures/${picture}`, alt: "" }),
+    );
+    byId("image-samples").append(button);
+  }
+  byId("image-credit").textContent = `Photographs: ${photos.map(({ title }) => title).join("; ")}. Pictures are cut to their centre square.`;
+  const file = byId("image-file");
+  file.addEventListener("change", () => {
+    if (file.files.length > 0) upload(file.files[0]);
+    file.value = ""; // so that the same file can be chosen again
+  });
+  const tab = byId("image");
+  tab.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    tab.classList.add("dropping");
+  });
+  tab.addEventListener("dragleave", () => tab.classList.remove("dropping"));
+  tab.addEventListener("drop", (event) => {
+    event.preventDefault();
+    tab.classList.remove("dropping");
+    if (event.dataTransfer.files.length > 0) upload(event.dataTransfer.files[0]);
+  });
+  const layer = byId("image-layer");
+  layer.max = Math.max(...models.map((model) => model.layers));
+  layer.value = state.layer + 1;
+  layer.addEventListener("input", () => {
+    state.layer = layer.valueAsNumber - 1;
+    update();
+  });
+  const reference = byId("image-reference");
+  reference.value = state.reference;
+  reference.addEventListener("change", () => {
+    state.reference = reference.value;
+    panels.forEach(draw);
+  });
+  byId("image-residual").addEventListener("change", (event) => {
+    state.residual = event.target.checked;
+    panels.forEach(draw);
+  });
+}
+
+function buildPanels(models) {
+  panels.push(makePanel({ title: html("h2", {}, "Picture"), name: "Picture" }));
+  for (const [index, model] of models.entries()) {
+    const title = html("h2", { class: `kind ${model.kind}` }, titleOf(model.kind));
+    const head = html("select", { "aria-label": `Head of ${titleOf(model.kind)}` }, html("option", { value: "" }, "mean of heads"));
+    const panel = makePanel({ title, name: titleOf(model.kind), model: { ...model, index }, head });
+    head.addEventListener("change", () => refresh(panel));
+    panels.push(panel);
+  }
+  byId("image-panels").append(...panels.map((panel) => panel.node));
+}
+
+function makePanel({ title, name, model = null, head = null }) {
+  const canvas = html("canvas", {
+    width: PIXELS,
+    height: PIXELS,
+    tabindex: 0,
+    role: "slider",
+    "aria-roledescription": "token chooser",
+    "aria-label": model ? `Attention map, ${name}` : "Token of the picture",
+    "aria-valuenow": 0,
+  });
+  const low = html("span");
+  const middle = html("span");
+  const high = html("span");
+  const facts = html("p", { class: "facts" });
+  const node = html("article", { class: "card panel", "data-kind": model?.kind ?? "picture" }, html("header", {}, title));
+  if (head) node.firstChild.append(head);
+  node.append(canvas);
+  if (model) {
+    node.append(html("div", { class: "ramp", "aria-hidden": "true" }), html("div", { class: "legend" }, low, middle, high));
+    const source = model.weights ?? html("span", { class: "badge" }, "random weights");
+    node.append(facts, html("p", {}, `${describe(model)} · `, source));
+  } else {
+    node.append(facts);
+  }
+  const panel = { node, canvas, model, head, low, middle, high, facts, map: null, asking: false, outdated: false };
+  const choose = (event) => {
+    const box = canvas.getBoundingClientRect();
+    select((event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
+  };
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    choose(event);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (canvas.hasPointerCapture(event.pointerId)) choose(event);
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const direction = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (!direction) return;
+    event.preventDefault();
+    const [height, width] = queryGrid();
+    select(state.x + direction[0] / width, state.y + direction[1] / height);
+  });
+  return panel;
+}
+
+const describe = ({ name, kind }) => (name.startsWith(kind) ? name : `${name}, ${kind} attention`);
+
+/** Of the finest map: arrow keys then reach every token of every model. */
+function queryGrid() {
+  const grids = panels.filter((panel) => panel.map).map((panel) => panel.map.query_grid);
+  return grids.sort((p, q) => q[0] - p[0])[0] ?? [14, 14];
+}
+
+function select(x, y) {
+  const inside = (value) => Math.min(0.999, Math.max(0, value));
+  const [height, width] = queryGrid();
+  // The middle of the token, from which steps of a token lead to the middle of others.
+  const centre = (value, count) => (Math.floor(inside(value) * count) + 0.5) / count;
+  const [newX, newY] = [centre(x, width), centre(y, height)];
+  if (newX === state.x && newY === state.y) return;
+  state.x = newX;
+  state.y = newY;
+  update();
+}
+
+async function usePicture(picture) {
+  const image = new Image();
+  image.src = `/pictures/${picture}`;
+  try {
+    await image.decode();
+  } catch {
+    say("The picture is no longer on the server; load it again.", { error: true });
+    return;
+  }
+  photo = image;
+  state.picture = picture;
+  for (const button of byId("image-samples").children) {
+    button.setAttribute("aria-pressed", button.dataset.picture === picture);
+  }
+  panels.forEach((panel) => (panel.map = null));
+  update();
+}
+
+async function upload(file) {
+  if (file.size > maxBytes) {
+    const most = Math.round(maxBytes / 2 ** 20);
+    say(`“${file.name}” has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${most} MiB are taken here.`, { error: true });
+    return;
+  }
+  say(`Loading “${file.name}”…`);
+  try {
+    const { picture } = await ask("/api/pictures", {
+      method: "POST",
+      body: file,
+      headers: { "Content-Type": "application/octet-stream" },
+    });
+    say(`“${file.name}” is loaded.`);
+    await usePicture(picture);
+  } catch (error) {
+    say(`“${file.name}”: ${error.message}`, { error: true });
+  }
+}
+
+function update() {
+  byId("image-layer-value").textContent = `${state.layer + 1} of ${byId("image-layer").max}`;
+  panels.forEach(refresh);
+}
+
+/** Asks for a panel's map. While an answer is awaited further wishes are only noted: the last one counts. */
+async function refresh(panel) {
+  if (!panel.model) {
+    draw(panel);
+    return;
+  }
+  panel.outdated = true;
+  if (panel.asking) return;
+  panel.asking = true;
+  panel.node.classList.add("stale");
+  while (panel.outdated) {
+    panel.outdated = false;
+    const { model, head } = panel;
+    const layer = Math.min(state.layer, model.layers - 1);
+    try {
+      panel.map = await ask("/api/map", {
+        json: {
+          picture: state.picture,
+          model: model.index,
+          layer,
+          head: head.value === "" ? null : Number(head.value),
+          x: state.x,
+          y: state.y,
+        },
+      });
+      panel.error = null;
+      offerHeads(panel);
+    } catch (error) {
+      panel.error = error.message;
+    }
+    draw(panel);
+    draw(panels[0]);
+  }
+  panel.node.classList.remove("stale");
+  panel.asking = false;
+}
+
+/** The heads of the layer, and the one that is shown: another layer may have fewer. */
+function offerHeads({ head, map, outdated }) {
+  if (head.options.length !== map.heads + 1) {
+    head.replaceChildren(head.options[0]);
+    for (let i = 0; i < map.heads; i++) head.append(html("option", { value: i }, `head ${i + 1} of ${map.heads}`));
+  }
+  if (!outdated) head.value = map.head ?? "";
+}
+
+function draw(panel) {
+  const { canvas, map, model } = panel;
+  const context = canvas.getContext("2d");
+  if (!photo) return;
+  context.globalAlpha = 1;
+  context.filter = model ? "grayscale(1) contrast(0.7) brightness(1.15)" : "none";
+  context.drawImage(photo, 0, 0, PIXELS, PIXELS);
+  context.filter = "none";
+  if (!model) {
+    const [height, width] = queryGrid();
+    drawGrid(context, [height, width]);
+    const [row, column] = [Math.floor(state.y * height), Math.floor(state.x * width)];
+    drawQuery(context, [row, column], [height, width]);
+    const text = `row ${row + 1} of ${height}, column ${column + 1} of ${width}`;
+    panel.facts.textContent = `Token in ${text}.`;
+    panels.forEach((other) => other.canvas.setAttribute("aria-valuetext", text));
+    return;
+  }
+  panel.facts.classList.toggle("error", Boolean(panel.error));
+  if (panel.error) {
+    panel.facts.textContent = panel.error;
+    return;
+  }
+  if (!map) return;
+  const weights = state.residual && map.with_local ? map.with_local : map.weights;
+  const reference = state.reference === "uniform" ? 1 / map.tokens : 0;
+  const seen = weights.filter((weight) => weight !== null);
+  const range = Math.max(...seen.map((weight) => Math.abs(weight - reference))) || 1;
+  const [height, width] = map.grid;
+  const [tall, wide] = [PIXELS / height, PIXELS / width];
+  weights.forEach((weight, i) => {
+    const [row, column] = [Math.floor(i / width), i % width];
+    if (weight === null) {
+      context.fillStyle = "rgb(40 44 52 / 0.72)"; // outside the window of the query
+    } else {
+      const share = (weight - reference) / range;
+      const colour = share < 0 ? NEGATIVE : POSITIVE;
+      context.fillStyle = `rgb(${colour.join(" ")} / ${(0.92 * Math.abs(share)).toFixed(3)})`;
+    }
+    context.fillRect(Math.floor(column * wide), Math.floor(row * tall), Math.ceil(wide), Math.ceil(tall));
+  });
+  drawQuery(context, map.query, map.query_grid);
+  panel.low.textContent = `−${number(range, 3)}`;
+  panel.middle.textContent = state.reference === "uniform" ? "1/N" : "0";
+  panel.high.textContent = `+${number(range, 3)}`;
+  const negative = seen.filter((weight) => weight < 0).length;
+  const facts = [
+    `Smallest ${number(Math.min(...seen), 4)}, largest ${number(Math.max(...seen), 4)}`,
+    `1/N ${number(1 / map.tokens, 4)}`,
+    `${negative} of ${seen.length} negative`,
+  ];
+  if (map.kind !== model.kind) facts.unshift(`${titleOf(map.kind)} attention in this layer`);
+  if (state.residual) facts.push(map.with_local ? "with the local residual" : "this attention has no local residual");
+  panel.facts.textContent = `${facts.join("; ")}.`;
+}
+
+function drawGrid(context, [height, width]) {
+  context.strokeStyle = "rgb(255 255 255 / 0.28)";
+  context.lineWidth = 1;
+  context.beginPath();
+  for (let row = 1; row < height; row++) {
+    context.moveTo(0, (row * PIXELS) / height);
+    context.lineTo(PIXELS, (row * PIXELS) / height);
+  }
+  for (let column = 1; column < width; column++) {
+    context.moveTo((column * PIXELS) / width, 0);
+    context.lineTo((column * PIXELS) / width, PIXELS);
+  }
+  context.stroke();
+}
+
+function drawQuery(context, [row, column], [height, width]) {
+  const box = [(column * PIXELS) / width, (row * PIXELS) / height, PIXELS / width, PIXELS / height];
+  for (const [colour, line] of [["#000", 5], ["#ffd400", 3]]) {
+    context.strokeStyle = colour;
+    context.lineWidth = line;
+    context.strokeRect(...box);
+  }
+}

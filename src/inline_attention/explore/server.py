@@ -1,0 +1,190 @@
+"""The web server: whose requests are answered, how large they may be, and what errors look like.
+
+The standard library's: a thread a connection, a request a connection. What is answered is `App`'s business.
+"""
+
+import errno
+import ipaddress
+import os
+import socket
+import socketserver
+import sys
+import threading
+import time
+import traceback
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+from urllib.parse import urlsplit
+
+from .app import App
+from .gate import Busy
+from .messages import Request, RequestError, Response
+
+MAX_CONNECTIONS = 64
+SILENT_SECONDS = 20.0  # a connection over which nothing comes or goes is closed
+LINGER_BYTES, LINGER_SECONDS = 64 * 2**20, 5.0
+GONE = (ConnectionError, TimeoutError)  # what it looks like when a visitor leaves
+
+HEADERS = {
+    # Nothing from elsewhere, nothing inline, in no other page's frame.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def open_server(app: App, *, host: str, port: int) -> "ExploreServer":
+    """Binds the address; the server's `serve_forever` then answers. Port 0 takes a free one."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port {port}; expected 0 (any free one) to 65535")
+    try:
+        return ExploreServer(app, host=host, port=port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port} of {host} is in use: end the program that has it, or choose another with --port "
+                "(0 takes any free one)"
+            ) from error
+        raise ValueError(f"cannot listen on port {port} of {host!r}: {error.strerror or error}") from error
+
+
+class ExploreServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True  # a visitor who is still being answered does not keep the program from ending
+    block_on_close = False
+    allow_reuse_address = os.name != "nt"  # on Windows it would let two programs have one port
+    request_queue_size = 64
+
+    def __init__(self, app: App, *, host: str, port: int) -> None:
+        self.app = app
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    @property
+    def host(self) -> str:
+        return str(self.server_address[0])
+
+    @property
+    def is_local(self) -> bool:
+        return ipaddress.ip_address(self.host).is_loopback
+
+    @property
+    def url(self) -> str:
+        host = "localhost" if ipaddress.ip_address(self.host).is_unspecified else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._connections.acquire(timeout=SILENT_SECONDS):  # the others wait in the system's queue meanwhile
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread, then, that would give the place back
+            self._connections.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], GONE):
+            traceback.print_exc()
+
+
+def names_this_machine(host_header: str | None, *, bound_to: str) -> bool:
+    """Whether a Host header may be one that leads here.
+
+    A page of another site can let its own name lead to this machine, and then looks like the same origin to a browser
+    (DNS rebinding). An address cannot be made to lead elsewhere, and neither can the machine's own name.
+    """
+    try:
+        host = urlsplit(f"//{host_header or ''}").hostname or ""
+    except ValueError:
+        return False
+    local = ipaddress.ip_address(bound_to).is_loopback
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or (not local and host in (name := socket.gethostname().lower(), f"{name}.local"))
+    return address.is_loopback or not local
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ExploreServer
+    timeout = SILENT_SECONDS
+    server_version, sys_version = "inline-explore", ""
+
+    def do_GET(self) -> None:
+        # Whatever comes behind ? is no part of an address here.
+        request = Request(self.command, self.path.partition("?")[0], self.headers, self.rfile)
+        try:
+            self._check_sender()
+            response = self.server.app.answer(request)
+        except RequestError as error:
+            response = Response.json({"error": str(error)}, status=error.status)
+        except Busy as error:
+            headers = {"Retry-After": "5"}
+            response = Response.json({"error": str(error)}, status=HTTPStatus.SERVICE_UNAVAILABLE, headers=headers)
+        except GONE:
+            raise
+        except Exception:
+            traceback.print_exc()
+            message = "something went wrong on the server; its terminal shows what"
+            response = Response.json({"error": message}, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        self._send(response)
+        if request.has_unread_body:
+            self._linger()
+
+    do_POST = do_GET
+
+    def _check_sender(self) -> None:
+        """Raises unless the request comes from this page, or from no page at all."""
+        host = self.headers.get("Host")
+        if not names_this_machine(host, bound_to=self.server.host):
+            raise RequestError(HTTPStatus.FORBIDDEN, f"{host!r} is not the name of this server: open {self.server.url}")
+        origin = self.headers.get("Origin")
+        if origin not in (None, f"http://{host}"):
+            raise RequestError(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
+        # What a browser says of requests without an origin; a link to the page is none of another page's business.
+        if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and self.path != "/":
+            raise RequestError(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
+
+    def _send(self, response: Response) -> None:
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        for name, value in {**HEADERS, **response.headers}.items():
+            self.send_header(name, value)
+        if isinstance(response.body, bytes):
+            self.send_header("Content-Length", str(len(response.body)))
+            self.end_headers()
+            self.wfile.write(response.body)
+            return
+        self.end_headers()
+        for part in response.body:  # a visitor who has gone ends it here
+            self.wfile.write(part)
+
+    def _linger(self) -> None:
+        """Reads what is still coming, within limits: a browser shows no answer to what it could not finish sending."""
+        self.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + LINGER_SECONDS
+        left = LINGER_BYTES
+        self.connection.settimeout(LINGER_SECONDS)
+        while left > 0 and time.monotonic() < deadline and (part := self.rfile.read1(2**16)):
+            left -= len(part)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library refuses by itself: a malformed request, an unknown method."""
+        status = HTTPStatus(code)
+        self.close_connection = True
+        self._send(Response.json({"error": message or status.phrase}, status=status))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the terminal is for errors."""

@@ -1,0 +1,89 @@
+"""The models that the page looks into: one for each attention, with weights or without."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inline_attention.data import DataConfig
+from inline_attention.models._base import VisionModel
+from inline_attention.models.weights import architecture, read_metadata
+from inline_attention.training.classifier import ARCHITECTURE, Classifier, load_classifier
+
+# DeiT-T with each of the three attentions: a registered name and what differs from it.
+DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax_deit_tiny", {}),
+    "linear": ("inline_deit_tiny", {"attention": "linear"}),
+    "inline": ("inline_deit_tiny", {}),
+}
+# What is shown where no files are named, one for each attention; with none, the models are random.
+DEFAULT_WEIGHTS: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Subject:
+    kind: str  # the attention of its first block
+    name: str  # as it is registered
+    model: VisionModel
+    data: DataConfig  # its image size and normalisation
+    weights: str | None  # the file's name; None: random
+
+
+def load_subjects(weights: Sequence[str] = (), *, device: torch.device) -> list[Subject]:
+    """A model for each file, and random ones of the same architecture for those of the three attentions that lack one.
+
+    Files must be safetensors that say how their model was built, as `inline train` writes them.
+    """
+    given: dict[str, Subject] = {}
+    for file in weights or DEFAULT_WEIGHTS:
+        subject = _load(file)
+        if subject.kind in given:
+            raise ValueError(
+                f"{given[subject.kind].weights} and {subject.weights} both have {subject.kind} attention; "
+                "expected one file for each attention"
+            )
+        given[subject.kind] = subject
+    like = next(iter(given.values()), None)
+    missing = {kind: _random(kind, like) for kind in DEIT_TINY if kind not in given}
+    others = [kind for kind in given if kind not in DEIT_TINY]
+    subjects = [(given | missing)[kind] for kind in (*DEIT_TINY, *others)]
+    for subject in subjects:
+        subject.model.to(device).eval().requires_grad_(False)
+    return subjects
+
+
+def _load(file: str) -> Subject:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {file!r}; expected weights that `inline train` wrote")
+    if path.suffix != ".safetensors" or ARCHITECTURE not in read_metadata(path):
+        raise ValueError(
+            f"{file} does not say which model it is for: expected a safetensors file of this library "
+            "(`inline convert` makes one of an official checkpoint)"
+        )
+    classifier = load_classifier(None, str(path))
+    return _subject(classifier, weights=path.name)
+
+
+def _random(kind: str, like: Subject | None) -> Subject:
+    """Seeded, so that the page shows the same every time."""
+    if like is None:
+        name, arguments = DEIT_TINY[kind]
+    else:
+        of_its_attention = ("feature_map", "local_residual")
+        kept = {key: value for key, value in like.model.config.items() if key not in of_its_attention}
+        name, arguments = like.name, {**kept, "attention": kind}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        classifier = load_classifier(name, None, arguments=arguments)
+    if like is not None:
+        classifier.data = like.data
+    return _subject(classifier, weights=None)
+
+
+def _subject(classifier: Classifier, *, weights: str | None) -> Subject:
+    model = classifier.model
+    assert isinstance(model, VisionModel)
+    return Subject(model.attention[0][0], architecture(model), model, classifier.data, weights)

@@ -1,0 +1,79 @@
+"""Dense models against their softmax twins: what is built, what is written down."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from inline_attention.bench import dense as bench
+from inline_attention.bench.timing import Effort
+from inline_attention.cli import main
+from inline_attention.dense.detection.model import create_detector
+from inline_attention.layers import InLineAttention
+
+
+def test_contenders_differ_in_the_backbone_alone() -> None:
+    setting = bench.DenseSetting.parse("fpn-pvt_tiny", size=None, batch=1, training=False)
+    assert setting.size == (512, 2048)
+    with torch.device("meta"):
+        models = {contender: bench.build(setting, contender) for contender in bench.CONTENDERS}
+    heads = {contender: {n: p.shape for n, p in m.head.named_parameters()} for contender, m in models.items()}
+    assert heads["fused"] == heads["softmax"]
+    backends = {
+        contender: {module.backend for module in model.modules() if isinstance(module, InLineAttention)}
+        for contender, model in models.items()
+    }
+    assert backends == {"fused": {"triton"}, "reference": {"reference"}, "softmax": set()}
+
+
+@pytest.mark.parametrize("head", ["mask_rcnn", "cascade_mask_rcnn"])
+def test_detectors_have_objects_to_find_and_to_learn(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "create_detector", partial(create_detector, channels=32, regions=16))
+    setting = bench.DenseSetting.parse(f"{head}-pvt_tiny", size=None, batch=1, training=True)
+    assert setting.size == (800, 1280)
+    torch.manual_seed(0)
+    model = bench.build(setting, "reference").eval()
+    images = torch.randn(1, 3, 256, 256)
+    with torch.no_grad():
+        (found,) = model(images)
+    assert len(found.scores) > 30
+    assert set(found.labels.tolist()) == {1}
+    assert setting.head.loss(model.train(), images).isfinite()
+
+
+def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, picture = tmp_path / "dense.json", tmp_path / "dense.png"
+    command = ["bench", "dense", "fpn-pvt_tiny", "--size", "64", "64", "--modes=eager", "--quick", "--device=cpu"]
+    assert main([*command, "--infer", f"--json={record}", f"--picture={picture}"]) == 0
+    results = json.loads(record.read_text())["results"]
+    assert [(r["contender"], r["task"]) for r in results] == [("reference", "infer"), ("softmax", "infer")]
+    assert all(r["error"] is None and r["timing"]["median"] > 0 for r in results)
+    assert np.asarray(Image.open(picture).convert("L")).std() > 5
+    shown = capsys.readouterr().out
+    assert main(["bench", "table", str(record)]) == 0
+    rows = [[[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "| softmax " in line]
+            for text in (shown, capsys.readouterr().out)]  # fmt: skip
+    assert len(rows[0]) == 1
+    assert rows[0] == rows[1]
+    assert all("1.00" in row for row in rows[0])  # its speed over its own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contender", ["reference", "softmax"])
+def test_training_steps(contender: str) -> None:
+    setting = bench.DenseSetting.parse("upernet-swin_tiny", size=(64, 64), batch=2, training=True)
+    options = dict(modes=["eager"], device=torch.device("cpu"), dtype=torch.float32)
+    [result] = bench.run_setting(setting, contenders=[contender], effort=Effort(rounds=2, seconds=0), **options)
+    assert result.error is None
+    assert result.timing is not None
+    assert result.images_per_second == 2 / result.timing.median
+
+
+@pytest.mark.parametrize("name", ["fpn", "unet-pvt_tiny", "fpn-pvt_huge"])
+def test_models_that_there_are_not(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "dense", name, "--device=cpu"]) == 2
+    assert f"there is no dense model '{name}'" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""What is drawn: the mask in its colour, the box around it, nothing of what is not sure."""
+
+import itertools
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from inline_attention.dense.detection.average_precision import ImageResult, as_records
+from inline_attention.dense.detection.pictures import class_colour, draw
+
+mask_utils = pytest.importorskip("pycocotools.mask")
+
+
+def result() -> ImageResult:
+    """A sure square in the middle, and an unsure one in the corner"""
+    boxes = np.array([[40.0, 50.0, 80.0, 90.0], [100.0, 100.0, 118.0, 118.0]])
+    masks = np.zeros((120, 120, 2), np.uint8, order="F")
+    masks[50:90, 40:80, 0] = masks[100:118, 100:118, 1] = 1
+    return ImageResult(7, boxes, np.array([0.9, 0.3]), np.array([2, 1]), mask_utils.encode(masks))
+
+
+def test_the_sure_object_is_drawn() -> None:
+    picture = np.asarray(draw(Image.new("RGB", (120, 120)), result(), class_names=["cat", "dog"], min_score=0.5))
+    colour = np.array(class_colour(2))
+    assert np.abs(picture[70, 60] - colour / 2).max() <= 1  # half of it over black
+    assert np.array_equal(picture[50, 60], colour)  # the frame
+    assert (picture[36:50, 40:60] == colour).all(2).any()  # the ground of the text
+    assert (picture[100:] == 0).all()
+    everything = np.asarray(draw(Image.new("RGB", (120, 120)), result(), class_names=["cat", "dog"], min_score=0.2))
+    assert (everything[109, 109] > 0).any()
+
+
+def test_records_for_json() -> None:
+    (record,) = as_records(result(), ["cat", "dog"], min_score=0.5)
+    assert record["class"] == "dog"
+    assert record["score"] == pytest.approx(0.9)
+    assert record["box"] == [40, 50, 40, 40]
+    mask = mask_utils.decode([{"size": record["mask"]["size"], "counts": record["mask"]["counts"].encode()}])
+    assert mask.sum() == 1600
+
+
+def test_colours_of_neighbours_differ() -> None:
+    colours = [class_colour(label) for label in range(1, 81)]
+    assert len(set(colours)) == 80
+    assert all(np.abs(np.subtract(a, b)).max() > 60 for a, b in itertools.pairwise(colours))

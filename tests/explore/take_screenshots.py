@@ -1,0 +1,66 @@
+"""Takes the pictures of docs/explore.md anew: PYTHONPATH=tests python tests/explore/take_screenshots.py [WEIGHTS…]"""
+
+import io
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from explored import BROWSER, CPU, DESKTOP, FLAGS, KINDS, PATIENCE, PHONE
+from PIL import Image
+from playwright.sync_api import expect, sync_playwright
+
+from inline_attention.explore import App, load_subjects, open_server
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+
+
+def visit(browser: Any, url: str, viewport: dict[str, int], scheme: str) -> list[Image.Image]:
+    """The three parts of the page."""
+    page = browser.new_page(viewport=viewport, color_scheme=scheme)
+    shots = []
+    for tab in ("plane", "image", "cost"):
+        page.goto(f"{url}#{tab}")
+        page.reload()
+        if tab == "plane":
+            expect(page.locator("#verdict-linear")).to_contain_text("Same weights")
+        elif tab == "image":
+            page.locator("#image-layer").fill("2")
+            box = page.locator("[data-kind=picture] canvas").bounding_box()
+            page.mouse.click(box["x"] + 0.38 * box["width"], box["y"] + 0.35 * box["height"])
+            for kind in KINDS:
+                expect(page.locator(f"[data-kind={kind}] .facts")).to_contain_text("Smallest")
+            expect(page.locator(".panel.stale")).to_have_count(0)
+        else:
+            expect(page.locator("#cost-chart polyline")).to_have_count(3)
+        shots.append(Image.open(io.BytesIO(page.screenshot(full_page=True, animations="disabled"))).convert("RGB"))
+    page.close()
+    return shots
+
+
+def main() -> None:
+    expect.set_options(timeout=PATIENCE)
+    with (
+        closing(App(load_subjects(sys.argv[1:], device=CPU), device=CPU)) as app,
+        open_server(app, host="127.0.0.1", port=0) as server,
+        sync_playwright() as playwright,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=list(FLAGS))
+        plane, image, _ = visit(browser, server.url, DESKTOP, "light")
+        phones = visit(browser, server.url, PHONE, "dark")
+        browser.close()
+        server.shutdown()
+    plane.save(IMAGES / "explore-plane.png", optimize=True)
+    image.save(IMAGES / "explore-image.jpg", quality=86)
+    width, height = phones[0].width + 20, max(phone.height for phone in phones)
+    strip = Image.new("RGB", (width * len(phones), height), phones[0].getpixel((0, 0)))
+    for i, phone in enumerate(phones):
+        strip.paste(phone, (i * width, 0))
+    strip = strip.resize((strip.width * 3 // 4, strip.height * 3 // 4), Image.Resampling.LANCZOS)
+    strip.save(IMAGES / "explore-phone.jpg", quality=80)
+
+
+if __name__ == "__main__":
+    main()

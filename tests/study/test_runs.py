@@ -40,7 +40,7 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     """The finished ones say how long an epoch takes."""
     long = Run("digits", "softmax", 100_000, 0, 2)
     lines: list[str] = []
-    runner = GridRunner(grid, paths={"digits": "digits"}, minutes=1, tell=lines.append)
+    runner = GridRunner(grid, paths={"digits": "digits"}, minutes=1, whole_runs=True, tell=lines.append)
     assert runner.expected_seconds(long) == pytest.approx(
         max(wall_seconds(grid / run.name) for run in RUNS) / CHECK_EPOCHS * 100_000
     )

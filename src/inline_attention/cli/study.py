@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--main-epochs", type=int, metavar="N", help="length of the main rows")
     train.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on one device (1)")
     train.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to go on")
+    train.add_argument("--whole-runs", action="store_true", help="with --minutes: begin nothing that would not end")
     train.add_argument("--retry", action="store_true", help="make failed runs again")
     train.add_argument("--list", action="store_true", help="print the commands of the runs and stop")
     train.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run")
@@ -93,8 +94,16 @@ def run_train(args: argparse.Namespace) -> int:
         return 0
     for run in runs:
         run.config(extra=args.set)  # a wrong setting is said now, once
-    options: dict = dict(paths=paths, jobs=args.jobs, minutes=args.minutes, extra=extra, retry=args.retry)
-    outcome = _make(GridRunner(out, **options), runs)
+    runner = GridRunner(
+        out,
+        paths=paths,
+        jobs=args.jobs,
+        minutes=args.minutes,
+        whole_runs=args.whole_runs,
+        extra=extra,
+        retry=args.retry,
+    )
+    outcome = _make(runner, runs)
     print(f"\n{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
     for name in outcome.failed:
         print(f"failed: {name}, see {out / name / 'log.txt'}")

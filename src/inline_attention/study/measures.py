@@ -23,7 +23,7 @@ from inline_attention.training.classifier import load_classifier
 
 IMAGES = 200  # evenly spaced in the validation split
 MASKED_SIDES = (3, 5, 7)
-SPEED_BATCH = 256
+SPEED_BATCH = {"cuda": 256}  # by device; 16 elsewhere
 
 
 def weights_file(folder: Path) -> Path:
@@ -126,12 +126,13 @@ def machine_name(device: torch.device) -> str:
 
 
 def measure_speed(
-    runs: list[Run], *, device: torch.device, effort: Effort, batch: int = SPEED_BATCH, tell: Callable[[str], None]
+    runs: list[Run], *, device: torch.device, effort: Effort, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Images a second of each model, training and inference, all timed in turn: {"machine", "rows": {name: …}}
 
     Models are built from the runs' settings; a name is that of the run without epochs and seed.
     """
+    batch = SPEED_BATCH.get(device.type, 16)
     wide = device.type == "cuda" and torch.cuda.is_bf16_supported()
     autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=wide)
     rows: dict[str, dict[str, Any]] = {}

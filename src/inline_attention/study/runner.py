@@ -52,18 +52,22 @@ class _Job:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     started: float
+    stopped: bool = False  # by us
 
 
 class GridRunner:
-    """Args:
-    out: folder of all run folders.
-    paths: data set → where its images are.
-    jobs: runs at a time.
-    minutes: after which nothing runs any more; None: until all is done.
-    extra: settings (key=value) and options of `inline train` for every run.
-    retry: make failed runs again.
-    tell: hears a line about each event.
-    show: hears often which runs are running, with the epoch of each, and how many are done of how many.
+    """A grid's runs as processes, `jobs` at a time.
+
+    Args:
+        out: folder of all run folders.
+        paths: data set → where its images are.
+        jobs: runs at a time.
+        minutes: after which nothing runs any more; None: until all is done.
+        whole_runs: begin nothing that would not end in time, as far as finished runs tell.
+        extra: settings (key=value) and options of `inline train` for every run.
+        retry: make failed runs again.
+        tell: hears a line about each event.
+        show: hears often which runs are running, with the epoch of each, and how many are done of how many.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class GridRunner:
         paths: Mapping[str, str],
         jobs: int = 1,
         minutes: float | None = None,
+        whole_runs: bool = False,
         extra: Sequence[str] = (),
         retry: bool = False,
         tell: Callable[[str], None] = print,
@@ -82,7 +87,8 @@ class GridRunner:
             raise ValueError(f"--jobs is {jobs}; expected 1 or more")
         if minutes is not None and 60 * minutes <= STOP_SECONDS:
             raise ValueError(f"--minutes is {minutes:g}; runs need {STOP_SECONDS:g} s to save: give 1 or more")
-        self.out, self.paths, self.jobs, self.extra, self.retry = out, paths, jobs, tuple(extra), retry
+        self.out, self.paths, self.jobs, self.extra = out, paths, jobs, tuple(extra)
+        self.retry, self.whole_runs = retry, whole_runs
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.tell, self.show = tell, show
         self.running: list[_Job] = []
@@ -145,8 +151,8 @@ class GridRunner:
             time.sleep(POLL_SECONDS)
 
     def _next(self, pending: list[Run]) -> Run | None:
-        """The first run that is expected to end in time: by the slowest finished one of its kind, if there is any."""
-        left = self._seconds_left()
+        """The first run; with `whole_runs` the first that is expected to end in time, if anything is known."""
+        left = self._seconds_left() if self.whole_runs else None
         for run in pending:
             expected = self.expected_seconds(run)
             if left is None or expected is None or expected <= left - STOP_SECONDS:
@@ -182,12 +188,13 @@ class GridRunner:
         folder, name = self.out / job.run.name, job.run.name
         seconds = wall_seconds(folder) + time.monotonic() - job.started
         (folder / WALL).write_text(json.dumps({"seconds": round(seconds, 1), "jobs": self.jobs}))
-        self.done += 1
         if is_finished(folder):
+            self.done += 1
             self.outcome.finished.append(name)
             summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
             self.tell(f"{name}: top-1 {summary['val_top1']:.2f}% in {seconds:.0f} s ({self.done}/{self.total})")
-        elif job.process.returncode not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        elif not job.stopped and job.process.returncode not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            self.done += 1
             lines = (folder / LOG).read_text(errors="replace").splitlines()
             (folder / FAILURE).write_text("\n".join(lines[-5:]) + "\n")
             self.outcome.failed.append(name)
@@ -196,6 +203,7 @@ class GridRunner:
     def _stop_all(self) -> None:
         for job in self.running:
             if job.process.poll() is None:
+                job.stopped = True
                 job.process.terminate()
         limit = time.monotonic() + STOP_SECONDS
         for job in list(self.running):

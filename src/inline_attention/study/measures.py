@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from inline_attention.study.runner import is_finished
 from inline_attention.training.classifier import load_classifier
 
 IMAGES = 200  # evenly spaced in the validation split
+RANK_IMAGES = 10  # singular values take by far the longest; a tenth of them above MANY_TOKENS
+MANY_TOKENS = 300
 MASKED_SIDES = (3, 5, 7)
 SPEED_BATCH = {"cuda": 256}  # by device; 16 elsewhere
 
@@ -61,9 +64,10 @@ def analyse_model(weights: Path, *, path: str, device: torch.device, images: int
 
     confusion = measure_confusion(model, _images(loader))
     locality = measure_locality(model, _images(loader))
-    rank = measure_rank(model, _images(loader))
-    # A window must leave something of the map.
     side = min(loader.input_shape[1:]) // _patch(model)
+    few = RANK_IMAGES if side**2 < MANY_TOKENS else RANK_IMAGES // 10
+    rank = measure_rank(model, islice(_single(loader), few))
+    # A window must leave something of the map.
     sides = [s for s in MASKED_SIDES if s < side] or [3]
     masking = measure_masking(model, ((b.images, b.targets) for b in loader), sides=sides)
     outcomes = [
@@ -92,6 +96,11 @@ def masking_drops(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 
 def _images(loader: EvalLoader) -> Iterator[Tensor]:
     return (batch.images for batch in loader)
+
+
+def _single(loader: EvalLoader) -> Iterator[Tensor]:
+    """Images one by one, each (1, C, H, W), evenly spaced over the batches."""
+    return (batch.images[i : i + 1] for i in range(loader.batch_size) for batch in loader if i < len(batch.images))
 
 
 def _patch(model: nn.Module) -> int:

@@ -38,11 +38,16 @@ class DeiT(VisionModel):
         in_chans: channels of the image.
         num_classes: classes; 0 for none.
         global_pool: "token" (the class token), "avg" (mean of the map's tokens) or "" (all tokens).
-        embed_dim, depth, num_heads, mlp_ratio: the architecture.
+        embed_dim: channels of a token.
+        depth: blocks.
+        num_heads: heads.
+        mlp_ratio: hidden channels of every block's MLP, as a multiple of embed_dim.
         attention: what the blocks attend with; see `parse_attention`. The model is one stage.
         feature_map: φ of InLine and linear attention; None for each one's default.
         local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
-        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+        drop_rate: dropout before the head.
+        proj_drop_rate: dropout after projections.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
     num_prefix_tokens = 1

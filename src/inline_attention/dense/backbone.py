@@ -43,6 +43,7 @@ class Backbone(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> list[Tensor]:
+        """Images (B, 3, H, W) → four maps (B, C_i, ⌈H/s⌉, ⌈W/s⌉) at the strides s = 4, 8, 16, 32"""
         model: Any = self.model  # timm's contract
         if self.pyramid is not None:
             (tokens,) = model.forward_intermediates(x, 1, norm=True, intermediates_only=True)

@@ -345,7 +345,8 @@ def attention_matrix(
     """The weights themselves, O(N²): for analysis and for tests, never on a model's path.
 
     Args:
-        q: (B, Nq, heads, d). k: (B, N, heads, d).
+        q: (B, Nq, heads, d)
+        k: (B, N, heads, d)
         kind: "inline"; "linear" (vanilla, divided by its row sum + 1e-6); "softmax".
         feature_map: φ, applied to q and k; for softmax too, so that a non-injective map before it can be studied.
         scale: s of inline and softmax, default d^-1/2.

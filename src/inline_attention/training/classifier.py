@@ -21,6 +21,8 @@ ARCHITECTURE, MODEL_ARGUMENTS, CLASS_NAMES, PREPROCESSING = "architecture", "con
 
 @dataclass
 class Classifier:
+    """A model with what is needed to show it images and to read its answers."""
+
     model: nn.Module
     class_names: list[str] | None  # None: neither the file nor the class count tells
     data: DataConfig  # img_size, channels, normalisation and evaluation transform
@@ -116,6 +118,8 @@ def _class_names(model: nn.Module, saved: str | None, *, weights: str) -> list[s
 
 
 class Guess(NamedTuple):
+    """One class, and how probable the model finds it."""
+
     label: int
     name: str  # the class as the weights file has it; the label where it names none
     description: str  # "tench, Tinca tinca" for a WordNet number such as n01440764; "" otherwise
@@ -123,6 +127,8 @@ class Guess(NamedTuple):
 
 
 class Prediction(NamedTuple):
+    """What a model sees in one image."""
+
     sample: int  # the image's number in the loader
     guesses: list[Guess]  # the most probable first
 

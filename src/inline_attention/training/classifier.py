@@ -14,6 +14,7 @@ from torch import nn
 from inline_attention.data import DataConfig, EvalLoader
 from inline_attention.models import create_model
 from inline_attention.models._base import VisionModel, to_pair
+from inline_attention.models.shipped import shipped_weights
 
 # What a weights file says about itself, in the metadata that `save_weights` writes; JSON where it is not a name.
 ARCHITECTURE, MODEL_ARGUMENTS, CLASS_NAMES, PREPROCESSING = "architecture", "config", "class_names", "preprocessing"
@@ -45,6 +46,8 @@ def load_classifier(
     """
     from inline_attention.models.weights import load_weights, local_path, read_metadata
 
+    if weights == "pretrained" and name is not None and (shipped := shipped_weights(name)):
+        weights = str(shipped)  # a file of the package, which names its classes
     path = None if weights in (None, "pretrained") else local_path(weights)
     # Official pickles have no metadata of this kind.
     metadata = read_metadata(path) if path is not None and path.suffix == ".safetensors" else {}

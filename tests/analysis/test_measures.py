@@ -1,5 +1,6 @@
 """Each measurement against its definition, pair by pair and query by query."""
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -135,12 +136,13 @@ def test_collinear_queries_confuse_linear_attention_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "megabytes"), [(96, 8), pytest.param(128, 24, marks=pytest.mark.slow)], ids=["2305", "4097"]
+    ("side", "megabytes"), [(96, 12), pytest.param(128, 24, marks=pytest.mark.slow)], ids=["2305", "4097"]
 )
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of a process as Linux tells it")
 def test_confusion_memory_is_bounded(side: int, megabytes: int) -> None:
     """At 4,097 tokens the matrix alone would take 67 MB in float32 and 134 MB in float64; at 2,305 a third of that."""
     script = f"""
-import resource, torch
+import pathlib, torch
 from inline_attention import create_model
 from inline_attention.analysis import capture
 from inline_attention.analysis.confusion import confused_pairs
@@ -151,17 +153,24 @@ def layer(side):
     model = create_model("inline_deit_tiny", img_size=side, **small)
     return capture(model, torch.randn(1, 3, side, side))[0]
 
+def memory(what):
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split(what)[1].split()[0])
+
 record = layer({side})
 confused_pairs(layer(32), max_bytes=2**20)  # what the libraries take for themselves at first use
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+before = memory("VmRSS:")
 pairs = confused_pairs(record, max_bytes={megabytes} * 2**20)[1]
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+after = memory("VmHWM:")
 tokens = ({side} // 2) ** 2 + 1
 assert record.q.shape[1] == tokens and pairs == tokens * (tokens - 1) // 2
 print((after - before) / 1024)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 2 * megabytes, done.stdout  # allocators keep some of what is given back
+    # glibc gives blocks of this size back at once, and the process is as large as what is alive in it.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert 0 < float(done.stdout) < megabytes, done.stdout
 
 
 # Locality

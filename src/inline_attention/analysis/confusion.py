@@ -190,16 +190,16 @@ def _median_distance(q: Tensor, present: Tensor) -> Tensor:
 
     q (S, heads, N, d), present (S, N) → (S, heads)
     """
-    step = -(-q.shape[2] // MEDIAN_QUERIES)
-    q, present = q[:, :, ::step], present[:, ::step]
-    tokens = q.shape[2]
-    at_once = max(1, MEDIAN_QUERIES**2 // (q.shape[1] * tokens**2))
+    samples, heads, tokens, _ = q.shape
+    step = -(-tokens // MEDIAN_QUERIES)
+    queries = q[:, :, ::step].flatten(0, 1)  # (S·heads, n, d)
+    seen = present[:, ::step].repeat_interleave(heads, 0)
+    at_once = max(1, MEDIAN_QUERIES**2 // seen.shape[1] ** 2)
     medians = []
-    for queries, seen in zip(q.split(at_once), present.split(at_once), strict=True):
-        pair = (seen[:, :, None] & seen[:, None, :]).triu(1)[:, None]
-        distances = torch.cdist(queries, queries).masked_fill(~pair, torch.nan)
-        medians.append(distances.view(*queries.shape[:2], tokens * tokens).nanmedian(-1).values)
-    return torch.cat(medians)
+    for some, there in zip(queries.split(at_once), seen.split(at_once), strict=True):
+        pair = (there[:, :, None] & there[:, None, :]).triu(1)
+        medians.append(torch.cdist(some, some).masked_fill(~pair, torch.nan).flatten(1).nanmedian(1).values)
+    return torch.cat(medians).view(samples, heads)
 
 
 def table(results: dict[str, ConfusionResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:

@@ -228,6 +228,8 @@ def test_model_or_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     Path("inline_deit_tiny").mkdir()  # a run that is called after its model
     assert split_model(["folder", "a.png"]) == (None, ["folder", "a.png"])
     assert split_model(["gone.png"]) == (None, ["gone.png"])
+    assert split_model(["inline_deit_tiny.png"]) == (None, ["inline_deit_tiny.png"])
+    assert split_model(["inline_deit_tiny.in1k", "a.png"]) == ("inline_deit_tiny.in1k", ["a.png"])
     assert split_model(["inline_deit_tiny", "a.png"]) == ("inline_deit_tiny", ["a.png"])
     assert split_model(["inline_swim_tiny", "folder"]) == ("inline_swim_tiny", ["folder"])
     with pytest.raises(ValueError, match="there are no images"):

@@ -75,9 +75,8 @@ def split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     from inline_attention.data.sources import IMAGE_EXTENSIONS
 
     first = Path(arguments[0])
-    # What is neither a model nor on the disk is a name to be corrected, unless it looks like an image.
-    is_image = first.exists() or first.suffix.lower() in IMAGE_EXTENSIONS
-    if is_image and not timm.is_model(arguments[0]):
+    # A folder may be called after a model; what is neither a model nor on the disk is a model's name to be corrected.
+    if first.suffix.lower() in IMAGE_EXTENSIONS or (first.exists() and not timm.is_model(arguments[0])):
         return None, arguments
     if len(arguments) == 1:
         raise ValueError(f"there are no images: give files or folders after the model {arguments[0]!r}")

@@ -64,13 +64,12 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     if pretrained and own_source:
         from .weights import download, read_checkpoint
 
-        file = shipped_weights(variant)
-        if file is None and not cfg.url:
+        file = download(str(cfg.url), filename=f"{variant}.pth") if cfg.url else shipped_weights(variant)
+        if file is None:
             raise ValueError(
                 f"there are no weights of {variant} to be had: build it with pretrained=False, "
                 "and load a file of your own with load_weights"
             )
-        file = file or download(str(cfg.url), filename=f"{variant}.pth")
         overlay = {**overlay, "state_dict": read_checkpoint(file)}
     model: Any = build_model_with_cfg(
         create,

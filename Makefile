@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all bench lint clean
+.PHONY: help quickstart test test-all bench docs lint clean
 
 help:
 	@echo "make quickstart   trains a small model on handwritten digits, about a minute"
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
 	@echo "make bench        the operation against its peers on the CPU, under a minute"
+	@echo "make docs         the site in build/site: every page of docs/, and the API from docstrings"
 	@echo "make lint         ruff and mypy"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -37,6 +38,11 @@ test-all: lint
 
 bench: $(STAMP)
 	$(BIN)/inline bench op --device cpu --quick
+
+# The variable silences a note about mkdocs' next major version, which constraints.txt keeps out.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html opens in a browser; with search: $(BIN)/python -m http.server -d build/site"
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ import inline_attention
 # Maps of 16, 8, 4 and 2 tokens a side (4 for DeiT); windows and stripes that are smaller than some of them.
 SIZE = 64
 _SHRUNK: dict[str, dict[str, Any]] = {
-    "deit": dict(embed_dim=16, depth=3, num_heads=2),
+    "deit": dict(patch_size=16, embed_dim=16, depth=3, num_heads=2),
     "pvt": dict(embed_dims=(8, 16, 16, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4)),
     "swin": dict(embed_dim=8, depths=(1, 1, 3, 2), num_heads=(1, 2, 2, 4), softmax_window_size=2),
     "cswin": dict(embed_dim=8, depths=(1, 1, 2, 1), num_heads=(2, 2, 2, 4), stripes=(1, 2, 2, 2)),

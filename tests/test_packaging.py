@@ -30,7 +30,10 @@ def test_wheel(tmp_path: Path) -> None:
     }
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = {name.partition("/licenses/")[2]: archive.read(name) for name in archive.namelist()}
     assert packed == expected
+    for name in ("LICENSE", "NOTICE", "src/inline_attention/data/photos/README.md"):
+        assert licences[name] == (ROOT / name).read_bytes()
 
     site = tmp_path / "site"
     run(

@@ -78,3 +78,8 @@ def test_names_that_are_no_backbones() -> None:
         create_backbone("inline_swin_tinny")
     with pytest.raises(ValueError, match="resnet18 is not a model of this library"):
         create_backbone("resnet18")
+
+
+def test_patches_that_make_no_four_strides() -> None:
+    with pytest.raises(ValueError, match=r"patches of 16 pixels.*this one has 4"):
+        create_backbone("inline_deit_tiny", kwargs=dict(patch_size=4, depth=1, img_size=32))

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -357,11 +358,20 @@ sys.exit(main(["explore", "--port", "0"]))
 """
 
 
+@contextmanager
+def closing_by_force(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_command() -> None:
     """Without the extras, in a process of its own: Ctrl-C ends it with 0, also while it measures."""
     with subprocess.Popen(
-        [sys.executable, "-c", PLAIN_INSTALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        [sys.executable, "-c", PLAIN_INSTALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background may not hear it
+    ) as process, closing_by_force(process):  # fmt: skip
         assert process.stdout is not None
         url = process.stdout.readline().split()[0]
         host, port = url.removeprefix("http://").removesuffix("/").split(":")

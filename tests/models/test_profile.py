@@ -57,6 +57,8 @@ def test_summary_and_published_macs(name: str) -> None:
     params = sum(p.numel() for p in model.parameters())
     assert sum(cost.params for cost in costs) == params
     assert SUMMARIES[name] == (model.img_size[0], describe_attention(model.attention), params, macs)
+    if name.endswith("_study"):
+        return  # our own
     published = PUBLISHED_GMACS[name] * 1e9
     if name.startswith("inline_"):
         assert macs == pytest.approx(published, rel=0.01)

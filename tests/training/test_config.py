@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from inline_attention import list_models
+from inline_attention.models.published import PUBLISHED
 from inline_attention.training import settings
 from inline_attention.training.config import TrainConfig, load_config, recipe_names
 
@@ -85,7 +85,7 @@ def test_yaml_and_back() -> None:
 
 
 def test_there_is_a_recipe_for_every_published_model() -> None:
-    published = [name for name in list_models() if name.startswith("inline_")]
+    published = [name for name in PUBLISHED if name.startswith("inline_")]
     assert set(recipe_names()) == {*published, "finetune", "quickstart", "study"}
     for name in published:
         assert load_config(name).model.name == name

@@ -43,6 +43,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class InjectivityResult:
+    """The panels of the figure, and what they were made with."""
+
     panels: list[Panel]
     tolerance: float
     parameters: dict[str, Any]

@@ -21,6 +21,8 @@ class LayerMap:
 
 @dataclass(frozen=True)
 class MapsResult:
+    """What one query of one image attends to, layer by layer."""
+
     query: tuple[float, float]  # from the top and the left, 0 to 1
     layers: list[LayerMap]
 

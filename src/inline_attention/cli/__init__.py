@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `INLINE_TRACEBACK=1` shows where an error came from.
     """
-    args = build_parser().parse_args(argv)
+    args = _parse(build_parser(), argv)
     try:
         return args.run(args) or 0
     except (ValueError, OSError, ImportError) as error:
@@ -57,3 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"inline {args.command}: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse ends a list of arguments at the first option; here what stands behind it goes on with the list."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.arguments += rest
+    return args

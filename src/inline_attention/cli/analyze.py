@@ -1,7 +1,8 @@
 """The paper's analyses on any models and images: figures, tables and numbers; `all` adds one page with everything.
 
 MODEL is a name of this library or of timm, with arguments if need be: inline_deit_tiny,attention=linear. A weights file
-of this library says by itself which model it is for. Without images, two photographs are looked at.
+of this library says by itself which model it is for. Without models, those that come with the package are compared;
+without images, two photographs are looked at.
 """
 
 import argparse
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
     from inline_attention.data import EvalLoader
 
 HELP = "injectivity, confusion, locality, maps, masking and rank of attention"
-DEFAULT_MODEL = "inline_deit_tiny"
+DEFAULT_MODEL = "inline_deit_tiny"  # untrained, where the package has no weights
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     names = ("injectivity", "confusion", "locality", "maps", "masking", "rank", "all")
     parser.add_argument("analysis", choices=names)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"several are compared (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="several are compared (default: those with weights in the package)"
+    )
     parser.add_argument(
         "--weights", nargs="+", metavar="F", default=[], help="for each model a file, URL, 'pretrained' or 'none'"
     )
@@ -98,10 +101,16 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
     from inline_attention.cli.predict import find_images
     from inline_attention.data import open_eval_data, open_files
     from inline_attention.data.samples import sample_photographs
+    from inline_attention.models.shipped import shipped_models
     from inline_attention.training.classifier import load_classifier
 
     weights: list[str | None] = [None if file == "none" else file for file in args.weights]
-    models: list[str | None] = args.models or ([None] * len(weights) if weights else [DEFAULT_MODEL])
+    models: list[str | None] = [*args.models]
+    if not models and weights:
+        models = [None] * len(weights)
+    elif not models and (shipped := shipped_models()):
+        models, weights = [*shipped], ["pretrained"] * len(shipped)
+    models = models or [DEFAULT_MODEL]
     weights = weights or [None] * len(models)
     if len(weights) != len(models):
         raise ValueError(f"there are {len(models)} models and {len(weights)} weights; give 'none' for an untrained one")

@@ -11,7 +11,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what `inline train` wrote, one file for each attention (default: random weights)",
+        help="what `inline train` wrote, one file for each attention (default: the package's, else random weights)",
     )
     parser.add_argument("--port", type=int, default=7860, help="default: 7860; 0 takes any free one")
     parser.add_argument(

@@ -15,16 +15,15 @@ def run(args: argparse.Namespace) -> None:
 
     from inline_attention.models import list_models
     from inline_attention.models.published import PUBLISHED
+    from inline_attention.models.registry import has_weights
     from inline_attention.models.summary import SUMMARIES
 
     names = list_models(args.pattern)
     if not names:
         raise ValueError(f"no model matches {args.pattern!r}; `inline models` without a pattern lists them all")
+    top1 = {name: PUBLISHED[name].top1 if name in PUBLISHED else None for name in names}
     if args.json:
-        facts = [
-            dict(name=n, top1=PUBLISHED[n].top1, weights=bool(PUBLISHED[n].url), **SUMMARIES[n]._asdict())
-            for n in names
-        ]
+        facts = [dict(name=n, top1=top1[n], weights=has_weights(n), **SUMMARIES[n]._asdict()) for n in names]
         print(json.dumps(facts, indent=2))
         return
 
@@ -35,20 +34,20 @@ def run(args: argparse.Namespace) -> None:
     for heading in ("model", "input", "params", "MACs", "top-1", "attention"):
         table.add_column(heading, justify="left" if heading in ("model", "attention") else "right", no_wrap=True)
     for name in names:
-        summary, published = SUMMARIES[name], PUBLISHED[name]
+        summary = SUMMARIES[name]
         table.add_row(
             name,
             str(summary.img_size),
             f"{summary.params / 1e6:.2f}M",
             f"{summary.macs / 1e9:.2f}G",
-            "–" if published.top1 is None else f"{published.top1:.1f}",
+            "–" if top1[name] is None else f"{top1[name]:.1f}",
             summary.attention,
         )
     console = Console()
     console.print(table)
     console.print(
         "top-1: ImageNet-1k, as published, not measured here.\n"
-        "attention by stage: I InLine, S softmax; I:2 is a stage whose first 2 blocks are InLine, the others softmax.",
+        "attention by stage: I InLine, L linear, S softmax; I:2: the first 2 blocks are InLine, the others softmax.",
         soft_wrap=True,
         highlight=False,
     )

@@ -1,15 +1,25 @@
-"""What a trained model sees in images: the most probable classes of each."""
+"""What a trained model sees in images: the most probable classes of each.
+
+MODEL is a name that `inline models` lists. A weights file of this library says by itself which model it is for; without
+both, the InLine model that comes with the package looks at the images.
+"""
 
 import argparse
 from pathlib import Path
 
 HELP = "name what is in images"
+DEFAULT_MODEL = "inline_deit_study"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="name of the model, see `inline models`")
-    parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER", help="files, or folders (searched to any depth)")
-    parser.add_argument("--weights", required=True, help="file, URL, or 'pretrained' for the published weights")
+    parser.usage = "inline predict [MODEL] IMAGE|FOLDER … [--weights W] [options]"
+    parser.add_argument(
+        "arguments",
+        nargs="+",
+        metavar="[MODEL] IMAGE|FOLDER",
+        help="a model's name or none, then files, or folders (searched to any depth)",
+    )
+    parser.add_argument("--weights", help="file, URL, or 'pretrained' for the published weights")
     parser.add_argument("--topk", type=int, default=5, help="classes to show for each image (default: 5)")
     parser.add_argument("--img-size", type=int, nargs="+", metavar="N", help="side, or height and width")
     parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
@@ -25,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
     from inline_attention.data import open_files
     from inline_attention.training.classifier import Guess, load_classifier, predict
 
-    paths = find_images(args.images)
+    name, images = split_model(args.arguments)
+    paths = find_images(images)
+    name, weights = choose_weights(name, args.weights)
     if args.topk < 1:
         raise ValueError(f"--topk is {args.topk}; expected at least 1")
     device = choose_device(args.device)
-    classifier = load_classifier(
-        args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform
-    )
+    classifier = load_classifier(name, weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform)
     config = classifier.data
     config.batch_size, config.max_broken = args.batch_size, len(paths)
     config.workers = args.workers if args.workers is not None else (0 if len(paths) <= args.batch_size else None)
@@ -53,8 +63,39 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         predictions = [{"image": path, "guesses": [guess._asdict() for guess in guesses]} for path, guesses in found]
         skipped = [image._asdict() for image in loader.skipped]
-        write_json(args.json, {"model": args.model, "predictions": predictions, "skipped_images": skipped})
+        model = classifier.model.pretrained_cfg["architecture"]  # type: ignore[index]  # timm's description
+        write_json(args.json, {"model": model, "predictions": predictions, "skipped_images": skipped})
     return 0 if found else 1
+
+
+def split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """[MODEL] IMAGE … → the model's name, or None, and the images."""
+    import timm
+
+    from inline_attention.data.sources import IMAGE_EXTENSIONS
+
+    first = Path(arguments[0])
+    # A folder may be called after a model; what is neither a model nor on the disk is a model's name to be corrected.
+    if first.suffix.lower() in IMAGE_EXTENSIONS or (first.exists() and not timm.is_model(arguments[0])):
+        return None, arguments
+    if len(arguments) == 1:
+        raise ValueError(f"there are no images: give files or folders after the model {arguments[0]!r}")
+    return arguments[0], arguments[1:]
+
+
+def choose_weights(name: str | None, weights: str | None) -> tuple[str | None, str]:
+    """The model and its weights where one or both are left out."""
+    from inline_attention.models.shipped import shipped_weights
+
+    if weights is not None:
+        return name, weights
+    if shipped_weights(name or DEFAULT_MODEL):
+        return name or DEFAULT_MODEL, "pretrained"
+    raise ValueError(
+        "no weights come with this installation: give --weights FILE, URL or 'pretrained' (with the model's name)"
+        if name is None
+        else f"there are no weights of {name} in the package: give --weights FILE, URL or 'pretrained'"
+    )
 
 
 def find_images(arguments: list[str]) -> list[Path]:

@@ -137,6 +137,7 @@ class TrainLoader(Generic[LoadedT, Ready]):
         self._stage = stage
 
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[Ready]:
+        """The batches of an epoch, from `start_step` on; the seed settles which images and augmentations they hold."""
         if not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(f"start_step is {start_step}; an epoch has {self.steps_per_epoch} steps")
         return self._stage(self._timed(self._feed.batches(epoch, start_step)))

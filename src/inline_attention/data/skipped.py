@@ -8,6 +8,8 @@ _logger = logging.getLogger(__name__)
 
 
 class SkippedImage(NamedTuple):
+    """An image that could not be read, and why."""
+
     path: str
     reason: str
 

@@ -14,6 +14,7 @@ from inline_attention.models.swin import Swin
 from inline_attention.models.weights import load_weights
 
 STRIDES = (4, 8, 16, 32)
+PATCH = 16  # the stride of DeiT's one map
 
 
 class Backbone(nn.Module):
@@ -32,6 +33,11 @@ class Backbone(nn.Module):
         self.pyramid: nn.Module | None = None
         dims = [info["num_chs"] for info in model.feature_info]  # type: ignore[union-attr]  # timm's contract
         if isinstance(model, DeiT):
+            if model.patch_size != PATCH:
+                raise ValueError(
+                    f"a DeiT backbone must have patches of {PATCH} pixels, which four strides are made of; "
+                    f"this one has {model.patch_size}"
+                )
             model.prune_intermediate_layers(1)  # the norm stays: it is the last thing that was trained on this map
             self.pyramid = SimplePyramid(dims[-1])
             self.channels = self.pyramid.channels
@@ -43,6 +49,7 @@ class Backbone(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> list[Tensor]:
+        """Images (B, 3, H, W) → four maps (B, C_i, ⌈H/s⌉, ⌈W/s⌉) at the strides s = 4, 8, 16, 32"""
         model: Any = self.model  # timm's contract
         if self.pyramid is not None:
             (tokens,) = model.forward_intermediates(x, 1, norm=True, intermediates_only=True)

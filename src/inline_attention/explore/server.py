@@ -84,7 +84,7 @@ class ExploreServer(socketserver.ThreadingTCPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread, then, that would give the place back
+        except RuntimeError:  # no thread could be started that would give the place back
             self._connections.release()
             raise
 

@@ -9,6 +9,7 @@ import torch
 
 from inline_attention.data import DataConfig
 from inline_attention.models._base import VisionModel
+from inline_attention.models.shipped import shipped_models, shipped_weights
 from inline_attention.models.weights import architecture, read_metadata
 from inline_attention.training.classifier import ARCHITECTURE, Classifier, load_classifier
 
@@ -18,8 +19,6 @@ DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("inline_deit_tiny", {"attention": "linear"}),
     "inline": ("inline_deit_tiny", {}),
 }
-# What is shown where no files are named, one for each attention; with none, the models are random.
-DEFAULT_WEIGHTS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,11 @@ class Subject:
 def load_subjects(weights: Sequence[str] = (), *, device: torch.device) -> list[Subject]:
     """A model for each file, and random ones of the same architecture for those of the three attentions that lack one.
 
-    Files must be safetensors that say how their model was built, as `inline train` writes them.
+    Files must be safetensors that say how their model was built, as `inline train` writes them. Where none are named,
+    those that come with the package are taken.
     """
     given: dict[str, Subject] = {}
-    for file in weights or DEFAULT_WEIGHTS:
+    for file in weights or [str(shipped_weights(name)) for name in shipped_models()]:
         subject = _load(file)
         if subject.kind in given:
             raise ValueError(

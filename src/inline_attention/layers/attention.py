@@ -213,7 +213,8 @@ class Attention(nn.Module):
         """The matrix of each head, whose product with v is the attention without local terms: chosen rows of it.
 
         Args:
-            q, k: of `operands`, all tokens.
+            q: (B, N, heads, d) of `operands`, all tokens.
+            k: (B, N, heads, d) of `operands`, all tokens.
             rows: the queries wanted.
             mask: bool, broadcasts to the result; False where a token is as if absent for a query.
 

@@ -29,6 +29,7 @@ class PatchEmbed(nn.Module):
         self.norm = nn.Identity() if norm is None else norm
 
     def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) → a map (B, ⌈H/patch⌉, ⌈W/patch⌉, C)"""
         patch = self.patch_size
         rows, columns = (ceil_div(size, patch) for size in x.shape[2:])
         x = pad_image(x, patch).reshape(x.shape[0], x.shape[1], rows, patch, columns, patch)

@@ -52,6 +52,7 @@ class LocalKernel(nn.Module):
         self.fc2 = GroupedLinear(dim, TAPS * dim, num_heads)
 
     def forward(self, token_mean: Tensor) -> Tensor:
+        """The mean token (B, C) → kernels (B, heads, d, 9)"""
         x = token_mean.unflatten(1, (self.num_heads, -1))
         return self.fc2(F.gelu(self.fc1(x))).unflatten(2, (-1, TAPS))
 

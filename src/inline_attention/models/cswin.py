@@ -119,15 +119,21 @@ class CSwin(PyramidModel):
 
     Args:
         img_size: input size, an int or (height, width). Other sizes run too: stripes pad the map.
-        in_chans, num_classes: of the image and of the head (0 for none).
+        in_chans: channels of the image.
+        num_classes: classes; 0 for none.
         global_pool: "avg" or "" (the map).
         embed_dim: channels of the first stage; they double from stage to stage.
-        depths, num_heads: by stage. mlp_ratio: of all blocks.
+        depths: blocks, by stage.
+        num_heads: heads, by stage.
+        mlp_ratio: hidden channels of every block's MLP, as a multiple of its channels.
         stripes: by stage, the width of softmax attention's stripes. The last stage, and a stage whose map at img_size
             is no larger than its stripe, attends over everything in one branch instead.
         attention: what each stage attends with; see `parse_attention`.
-        feature_map, local_residual: of InLine and linear attention; None for each one's default.
-        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+        feature_map: φ of InLine and linear attention; None for each one's default.
+        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
+        drop_rate: dropout before the head.
+        proj_drop_rate: dropout after projections.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
     norm_eps = 1e-5

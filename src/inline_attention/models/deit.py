@@ -27,6 +27,7 @@ from ._base import (
     to_pair,
     unflatten_positions,
 )
+from .shipped import SHIPPED
 
 
 class DeiT(VisionModel):
@@ -38,11 +39,16 @@ class DeiT(VisionModel):
         in_chans: channels of the image.
         num_classes: classes; 0 for none.
         global_pool: "token" (the class token), "avg" (mean of the map's tokens) or "" (all tokens).
-        embed_dim, depth, num_heads, mlp_ratio: the architecture.
+        embed_dim: channels of a token.
+        depth: blocks.
+        num_heads: heads.
+        mlp_ratio: hidden channels of every block's MLP, as a multiple of embed_dim.
         attention: what the blocks attend with; see `parse_attention`. The model is one stage.
         feature_map: φ of InLine and linear attention; None for each one's default.
         local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
-        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+        drop_rate: dropout before the head.
+        proj_drop_rate: dropout after projections.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
     num_prefix_tokens = 1
@@ -213,6 +219,18 @@ default_cfgs = registry.default_cfgs("inline_deit_tiny", "softmax_deit_tiny", "s
 default_cfgs |= registry.default_cfgs("inline_deit_small", input_size=288)
 default_cfgs |= registry.default_cfgs("inline_deit_base", input_size=448)
 
+# The small models whose weights come with the package; what they are is said here alone.
+STUDY: dict[str, Any] = dict(img_size=64, num_classes=100, patch_size=4, embed_dim=160, depth=7, num_heads=5)
+default_cfgs |= registry.default_cfgs(
+    *SHIPPED,
+    tag="tiny_imagenet_100c",
+    input_size=STUDY["img_size"],
+    num_classes=STUDY["num_classes"],
+    crop_pct=1.0,
+    paper_ids=None,
+    paper_name=None,
+)
+
 
 def _deit(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> DeiT:
     out_indices = kwargs.pop("out_indices", 3)
@@ -253,3 +271,27 @@ def softmax_deit_small(pretrained: bool = False, **kwargs: Any) -> DeiT:
 def softmax_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """DeiT-B, the softmax baseline."""
     return _deit("softmax_deit_base", pretrained, kwargs, embed_dim=768, num_heads=12, attention="softmax")
+
+
+def _study(variant: str, pretrained: bool, kwargs: dict[str, Any], *, attention: str) -> DeiT:
+    # Image size and class count are in the configuration, where timm's own ways of setting them find them.
+    architecture = {key: value for key, value in STUDY.items() if key not in ("img_size", "num_classes")}
+    return _deit(variant, pretrained, kwargs, **architecture, attention=attention)
+
+
+@register_model
+def inline_deit_study(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """A small InLine-DeiT at 64; its weights come with the package."""
+    return _study("inline_deit_study", pretrained, kwargs, attention="inline")
+
+
+@register_model
+def linear_deit_study(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """The same with linear attention."""
+    return _study("linear_deit_study", pretrained, kwargs, attention="linear")
+
+
+@register_model
+def softmax_deit_study(pretrained: bool = False, **kwargs: Any) -> DeiT:
+    """The same with softmax attention."""
+    return _study("softmax_deit_study", pretrained, kwargs, attention="softmax")

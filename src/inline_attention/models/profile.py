@@ -17,6 +17,8 @@ from .deit import DeiT
 
 
 class StageCost(NamedTuple):
+    """What one stage costs, for one image."""
+
     name: str
     shape: tuple[int, ...]  # of the output for one image, without the batch
     params: int

@@ -93,13 +93,20 @@ class PVT(PyramidModel):
 
     Args:
         img_size: input size, an int or (height, width). Other sizes run too: position embeddings are interpolated.
-        in_chans, num_classes: of the image and of the head (0 for none).
+        in_chans: channels of the image.
+        num_classes: classes; 0 for none.
         global_pool: "avg" or "" (the map).
-        embed_dims, depths, num_heads, mlp_ratios: the architecture, by stage.
+        embed_dims: channels, by stage.
+        depths: blocks, by stage.
+        num_heads: heads, by stage.
+        mlp_ratios: hidden channels of the MLPs, as multiples of the stage's channels.
         reductions: by stage, how far softmax attention reduces the map of its keys. The other attentions take it whole.
         attention: what each stage attends with; see `parse_attention`.
-        feature_map, local_residual: of InLine and linear attention; None for each one's default.
-        drop_rate, proj_drop_rate, drop_path_rate: dropout before the head and after projections, stochastic depth.
+        feature_map: φ of InLine and linear attention; None for each one's default.
+        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
+        drop_rate: dropout before the head.
+        proj_drop_rate: dropout after projections.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
     norm_eps = 1e-6

@@ -12,6 +12,7 @@ from torch import nn
 
 from ._base import VisionModel
 from .published import PUBLISHED
+from .shipped import SHIPPED, shipped_weights
 
 ModelT = TypeVar("ModelT", bound=VisionModel)
 
@@ -19,7 +20,7 @@ ModelT = TypeVar("ModelT", bound=VisionModel)
 def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_embed.proj", **kwargs: Any) -> dict:
     """timm's description of a model: input, preprocessing as published, where its weights are."""
     return {
-        "url": PUBLISHED[name].url,
+        "url": PUBLISHED[name].url if name in PUBLISHED else "",
         "num_classes": 1000,
         "input_size": (3, input_size, input_size),
         "fixed_input_size": True,  # the builder passes it on as img_size; every model runs at other sizes all the same
@@ -38,18 +39,18 @@ def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_em
     }
 
 
-def default_cfgs(*names: str, **kwargs: Any) -> Any:
-    """timm's table of configurations for models at 224, or at the size their name ends in."""
+def default_cfgs(*names: str, tag: str = "in1k", **kwargs: Any) -> Any:
+    """timm's table of configurations for models at 224, or at the size their name ends in; `tag` names the data."""
     sizes = {name: int(name[-3:]) if name[-3:].isdecimal() else 224 for name in names}
-    return generate_default_cfgs({f"{n}.in1k": default_cfg(n, **{"input_size": sizes[n], **kwargs}) for n in names})
+    return generate_default_cfgs({f"{n}.{tag}": default_cfg(n, **{"input_size": sizes[n], **kwargs}) for n in names})
 
 
 def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any, **kwargs: Any) -> ModelT:
     """A model of a registered variant, as timm's `create_model` asks for it.
 
-    The published weights are pickles behind links without a file name, so they are read by `weights` and handed to
-    timm's builder, which adapts class count and input channels as its users expect. Its own sources (`hf-hub:`,
-    `local-dir:`, a file or state dict in the configuration) stay its own.
+    The published weights are pickles behind links without a file name, and some weights are files of the package: both
+    are read by `weights` and handed to timm's builder, which adapts class count and input channels as its users expect.
+    Its own sources (`hf-hub:`, `local-dir:`, a file or state dict in the configuration) stay its own.
     """
 
     def create(**options: Any) -> ModelT:
@@ -60,10 +61,16 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     overlay = kwargs.pop("pretrained_cfg_overlay", None) or {}
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
     own_source = not (cfg.source or cfg.hf_hub_id or cfg.file or cfg.state_dict)
-    if pretrained and own_source and isinstance(cfg.url, str) and cfg.url:
+    if pretrained and own_source:
         from .weights import download, read_checkpoint
 
-        overlay = {**overlay, "state_dict": read_checkpoint(download(str(cfg.url), filename=f"{variant}.pth"))}
+        file = download(str(cfg.url), filename=f"{variant}.pth") if cfg.url else shipped_weights(variant)
+        if file is None:
+            raise ValueError(
+                f"there are no weights of {variant} to be had: build it with pretrained=False, "
+                "and load a file of your own with load_weights"
+            )
+        overlay = {**overlay, "state_dict": read_checkpoint(file)}
     model: Any = build_model_with_cfg(
         create,
         variant,
@@ -91,5 +98,16 @@ def _suggestion(name: str) -> str:
 
 
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
-    """Names of this library's models, in the order of the published tables."""
-    return [n for n, facts in PUBLISHED.items() if fnmatch.fnmatch(n, pattern) and (facts.url or not pretrained)]
+    """Names of this library's models: the published ones in the order of the paper's tables, then `SHIPPED`.
+
+    Args:
+        pattern: which, with the wildcards of a shell: "inline_swin*".
+        pretrained: only those with weights, to be downloaded or in the package.
+    """
+    names = [name for name in (*PUBLISHED, *SHIPPED) if fnmatch.fnmatch(name, pattern)]
+    return [name for name in names if has_weights(name)] if pretrained else names
+
+
+def has_weights(name: str) -> bool:
+    """Whether `pretrained=True` finds weights of one of this library's models."""
+    return bool(PUBLISHED[name].url if name in PUBLISHED else shipped_weights(name))

@@ -151,7 +151,8 @@ def inline_attention_projected(
     Args:
         projections: tensors (B, N, m, heads, d) that hold q, k and v in this order, m of them each: one qkv of three,
             or q and kv of one and two.
-        Others as for `inline_attention`.
+
+    The other arguments and the result are those of `inline_attention`.
     """
     if any(x.ndim != 5 for x in projections) or sum(x.shape[2] for x in projections) != 3:
         shapes = ", ".join(str(_shape(x)) for x in projections)
@@ -198,10 +199,13 @@ def inline_attention_packed(
     """InLine attention of images of different sizes laid end to end, each attending to itself alone.
 
     Args:
-        q, k, v: (T, heads, d), T the tokens of all images together.
+        q: (T, heads, d), T the tokens of all images together.
+        k: (T, heads, d)
+        v: (T, heads, d)
         cu_seqlens: (images + 1,) integers, where each image begins, from 0 to T.
         grids: (height, width) of each image's token map; needed for local_weight, and checked whenever given.
-        feature_map, scale: as for `inline_attention`.
+        feature_map: as for `inline_attention`.
+        scale: as for `inline_attention`.
         local_weight: (images, heads, d, 9).
         num_prefix_tokens: tokens before the map, in every image.
         backend: as for `inline_attention`.
@@ -341,7 +345,8 @@ def attention_matrix(
     """The weights themselves, O(N²): for analysis and for tests, never on a model's path.
 
     Args:
-        q: (B, Nq, heads, d). k: (B, N, heads, d).
+        q: (B, Nq, heads, d)
+        k: (B, N, heads, d)
         kind: "inline"; "linear" (vanilla, divided by its row sum + 1e-6); "softmax".
         feature_map: φ, applied to q and k; for softmax too, so that a non-injective map before it can be studied.
         scale: s of inline and softmax, default d^-1/2.

@@ -28,6 +28,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
     "leaky_relu": FeatureMap(lambda x: F.leaky_relu(x, LEAKY_SLOPE), _leaky_relu_backward),
     "exp": FeatureMap(lambda x: torch.exp(EXP_RATE * x), lambda x, grad: EXP_RATE * torch.exp(EXP_RATE * x) * grad),
 }
+"""φ by name."""
 
 
 def get_feature_map(name: str) -> FeatureMap:

@@ -14,6 +14,7 @@ from torch import nn
 from inline_attention.data import DataConfig, EvalLoader
 from inline_attention.models import create_model
 from inline_attention.models._base import VisionModel, to_pair
+from inline_attention.models.shipped import shipped_weights
 
 # What a weights file says about itself, in the metadata that `save_weights` writes; JSON where it is not a name.
 ARCHITECTURE, MODEL_ARGUMENTS, CLASS_NAMES, PREPROCESSING = "architecture", "config", "class_names", "preprocessing"
@@ -21,6 +22,8 @@ ARCHITECTURE, MODEL_ARGUMENTS, CLASS_NAMES, PREPROCESSING = "architecture", "con
 
 @dataclass
 class Classifier:
+    """A model with what is needed to show it images and to read its answers."""
+
     model: nn.Module
     class_names: list[str] | None  # None: neither the file nor the class count tells
     data: DataConfig  # img_size, channels, normalisation and evaluation transform
@@ -43,6 +46,8 @@ def load_classifier(
     """
     from inline_attention.models.weights import load_weights, local_path, read_metadata
 
+    if weights == "pretrained" and name is not None and (shipped := shipped_weights(name)):
+        weights = str(shipped)  # a file of the package, which names its classes
     path = None if weights in (None, "pretrained") else local_path(weights)
     # Official pickles have no metadata of this kind.
     metadata = read_metadata(path) if path is not None and path.suffix == ".safetensors" else {}
@@ -116,6 +121,8 @@ def _class_names(model: nn.Module, saved: str | None, *, weights: str) -> list[s
 
 
 class Guess(NamedTuple):
+    """One class, and how probable the model finds it."""
+
     label: int
     name: str  # the class as the weights file has it; the label where it names none
     description: str  # "tench, Tinca tinca" for a WordNet number such as n01440764; "" otherwise
@@ -123,6 +130,8 @@ class Guess(NamedTuple):
 
 
 class Prediction(NamedTuple):
+    """What a model sees in one image."""
+
     sample: int  # the image's number in the loader
     guesses: list[Guess]  # the most probable first
 

@@ -39,6 +39,8 @@ class BackboneConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(BackboneConfig):
+    """A registered model as a classifier."""
+
     reset_head: bool = False  # keep the head random, for other classes than those of `weights`
 
 
@@ -68,6 +70,8 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ClassifierOptimConfig(OptimConfig):
+    """AdamW, and the loss of a classifier."""
+
     label_smoothing: float = 0.1
 
 
@@ -134,6 +138,8 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
+    """How the steps are computed."""
+
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
     compile: bool = False  # `inline_attention.optimize`: it compiles at the first step
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
@@ -142,6 +148,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """When the state of a run is saved, and how much of it is kept."""
+
     every_epochs: int = 1
     every_steps: int | None = None  # also inside an epoch
     keep: int = 2  # whole checkpoints kept; the best weights are kept besides
@@ -158,6 +166,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
+    """When a run is measured, and where its figures go."""
+
     every_steps: int = 50  # the device is read this often
     eval_epochs: int = 1  # evaluate this often; the last epoch always
     tensorboard: bool = True

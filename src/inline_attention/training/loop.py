@@ -33,6 +33,8 @@ from inline_attention.training.task import Evaluation, TrainingBatch, check_same
 
 @dataclass(frozen=True)
 class Outcome:
+    """How a run ended: what it measured, and where its files are."""
+
     folder: Path
     summary: dict[str, Any]
     signal: int = 0  # the run was stopped by this signal after saving; 0: it is complete

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from inline_attention._version import __version__
 from inline_attention.data import SkippedImage
 from inline_attention.models.published import PUBLISHED
+from inline_attention.models.shipped import shipped_weights
 from inline_attention.models.weights import local_path
 from inline_attention.training.config import BackboneConfig, LoopConfig
 from inline_attention.training.distributed import Ranks
@@ -171,9 +172,9 @@ def check_same_task(before: dict[str, str], now: Mapping[str, str], checkpoint: 
 
 
 def weights_source(weights: str) -> str:
-    """The file or address of `model.weights`, which may be the name of a model with published weights."""
+    """The file or address of `model.weights`, which may be the name of a model with published or shipped weights."""
     if weights not in PUBLISHED:
-        return weights
+        return str(shipped_weights(weights) or weights)
     if not PUBLISHED[weights].url:
         raise ValueError(f"model.weights={weights}: no weights of that model were published; give a file")
     return PUBLISHED[weights].url

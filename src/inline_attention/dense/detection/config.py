@@ -9,6 +9,8 @@ from inline_attention.training.config import BackboneConfig, LoopConfig, OptimCo
 
 @dataclass(frozen=True)
 class DetectorConfig(BackboneConfig):
+    """A backbone with the heads of Mask R-CNN or Cascade Mask R-CNN."""
+
     name: str = "inline_pvt_tiny"
     drop_path: float | None = 0.1
     head: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"

@@ -50,6 +50,8 @@ def build(config: DetectorConfig, *, num_classes: int) -> Detector:
 
 @dataclass
 class TrainedDetector:
+    """A detector from a weights file, with what the file says about it."""
+
     model: Detector
     title: str
     class_names: list[str]

@@ -83,6 +83,8 @@ class SegmentDataConfig(LoaderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentConfig(LoopConfig):
+    """Of `inline segment train`."""
+
     model: SegmenterConfig = field(default_factory=lambda: SegmenterConfig(drop_path=0.3))
     data: SegmentDataConfig = field(default_factory=SegmentDataConfig)
     # The published rates are those of 16 images a step.

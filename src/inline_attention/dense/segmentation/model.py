@@ -17,6 +17,8 @@ AUXILIARY_LEVEL = STRIDES.index(16)
 
 
 class Logits(NamedTuple):
+    """What a segmenter returns for images (B, 3, H, W)."""
+
     main: Tensor  # (B, classes, H / 4, W / 4)
     auxiliary: Tensor | None  # (B, classes, H / 16, W / 16) in training, where the head has an auxiliary one
 
@@ -30,6 +32,7 @@ class Segmenter(nn.Module):
         self.num_classes = num_classes
 
     def forward(self, images: Tensor) -> Logits:
+        """Images (B, 3, H, W) → logits at a quarter of their size"""
         maps = self.backbone(images)
         auxiliary = None
         if self.training and self.auxiliary is not None:

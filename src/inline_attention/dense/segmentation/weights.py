@@ -51,6 +51,8 @@ def build(config: SegmenterConfig, *, num_classes: int) -> Segmenter:
 
 @dataclass
 class TrainedSegmenter:
+    """A segmenter from a weights file, with what the file says about it."""
+
     model: Segmenter
     title: str
     class_names: list[str]

@@ -1,0 +1,113 @@
+"""Turns a trained checkpoint into a file of weights that ships with the package."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from . import shipped
+from ._base import VisionModel
+from ._checkpoint import Checkpoint, errors_name, open_checkpoint
+from .registry import create_model
+from .weights import build_as_saved, load_checkpoint, save_weights
+
+# What changes training and not the trained model.
+_TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
+
+
+def pack_weights(
+    source: str | os.PathLike[str],
+    *,
+    name: str,
+    data: str,
+    seed: int,
+    recipe: str | None = None,
+    top1: float | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes the weights of a trained classifier as `pretrained=True` of the registered model `name` expects them.
+
+    Tensors are float16 on the disk and become the model's dtype when loaded. The metadata say what the file is: class
+    names and preprocessing as the source has them, and recipe, data, seed and accuracy.
+
+    Args:
+        source: what `inline train` wrote, such as RUN/checkpoints/best.safetensors.
+        name: one of `SHIPPED`; the source must be a model of exactly its architecture and preprocessing.
+        data: what it was trained on and evaluated with.
+        seed: of the run.
+        recipe: how it was trained; None takes what the source says.
+        top1: accuracy on the validation split in per cent; None takes what the source says.
+        folder: where to write NAME.safetensors; None for the place in the package.
+    """
+    if name not in shipped.SHIPPED:
+        raise ValueError(f"name={name!r}; expected one of {', '.join(shipped.SHIPPED)}")
+    checkpoint = open_checkpoint(source)
+    with errors_name(source):
+        model = _as_registered(checkpoint, name)
+        facts = {
+            "class_names": _fact(checkpoint, "class_names"),
+            "preprocessing": _fact(checkpoint, "preprocessing"),
+            "recipe": _fact(checkpoint, "recipe") if recipe is None else recipe,
+            "top1": _fact(checkpoint, "top1") if top1 is None else f"{top1:.2f}",
+            "data": data,
+            "seed": str(seed),
+        }
+        _check_preprocessing(json.loads(facts["preprocessing"]), model)
+    load_checkpoint(model, checkpoint, origin=str(source))
+    model.half()
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"{source} holds values beyond the range of float16")
+    folder = Path(folder or shipped.FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    return save_weights(model, folder / f"{name}.safetensors", metadata=facts)
+
+
+def _fact(checkpoint: Checkpoint, key: str) -> str:
+    if key not in checkpoint.info:
+        raise ValueError(f"does not say its {key}: expected a file that `inline train` wrote")
+    return checkpoint.info[key]
+
+
+def _as_registered(checkpoint: Checkpoint, name: str) -> VisionModel:
+    """The registered model, on the CPU; ValueError where the source is of another one, as shapes alone may not tell."""
+    model = create_model(name)
+    with torch.device("meta"):
+        trained = build_as_saved(checkpoint)
+    assert isinstance(model, VisionModel)
+    assert isinstance(trained, VisionModel)
+    ours, theirs = _architecture(model), _architecture(trained)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            raise ValueError(f"has {key}={theirs.get(key)}, and {name} has {key}={ours.get(key)}")
+    return model
+
+
+def _architecture(model: VisionModel) -> dict[str, Any]:
+    given = {key: value for key, value in model.config.items() if key not in _TRAINING_ARGUMENTS}
+    parsed = dict(attention=model.attention, img_size=model.img_size, num_classes=model.num_classes)
+    channels = dict(in_chans=model.in_chans, global_pool=model.global_pool)
+    return {"family": type(model).__name__, **given, **parsed, **channels}
+
+
+def _check_preprocessing(saved: dict[str, Any], model: VisionModel) -> None:
+    """timm's users prepare images as the registered configuration says, ours as the file does: they must agree."""
+    cfg: Any = model.pretrained_cfg  # timm's builder sets it
+    expected = dict(
+        mean=list(cfg["mean"]),
+        std=list(cfg["std"]),
+        interpolation=cfg["interpolation"],
+        eval_transform="resize",
+    )
+    assert cfg["crop_pct"] == 1
+    found = {
+        "mean": saved["mean"] or list(IMAGENET_DEFAULT_MEAN),
+        "std": saved["std"] or list(IMAGENET_DEFAULT_STD),
+        "interpolation": saved["interpolation"],
+        "eval_transform": saved["eval_transform"],
+    }
+    for key, value in expected.items():
+        if found[key] != value:
+            raise ValueError(f"was evaluated with {key}={found[key]}, and the model is registered with {key}={value}")

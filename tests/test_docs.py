@@ -1,0 +1,64 @@
+"""The documentation hangs together, in the repository as well as on the site that `make docs` builds."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+MARKDOWN = sorted([*ROOT.glob("*.md"), *(p for top in ("docs", "src", "tests") for p in (ROOT / top).rglob("*.md"))])
+GENERATED = {"index.md", "contributing.md", "changelog.md"}  # docs/site/hooks.py makes them of the repository's own
+
+
+def prose(path: Path) -> str:
+    """Without code, which holds brackets and hashes of its own."""
+    text = re.sub(r"^(```+).*?^\1", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings, as code hosts make them: letters, digits, - and _ in lower case, blanks as hyphens."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def links(path: Path) -> list[str]:
+    """Targets of links and pictures that are no addresses."""
+    without_code = re.sub(r"`[^`\n]*`", "code", prose(path))
+    found = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", without_code)
+    return [target for pair in found for target in pair if target and not re.match(r"[a-z]+:", target)]
+
+
+def pages(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages(entry)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == written | GENERATED
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links(path):
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+def test_links_are_found() -> None:
+    """Or the test above would hold of pages without any."""
+    assert "docs/attention.md" in links(ROOT / "README.md")
+    assert "images/explore-plane.png" in links(ROOT / "docs" / "explore.md")
+    assert "training.md#what-a-run-leaves-behind" in {link for path in MARKDOWN for link in links(path)}
+    assert "what-a-run-leaves-behind" in anchors(ROOT / "docs" / "training.md")

@@ -219,7 +219,8 @@ default_cfgs = registry.default_cfgs("inline_deit_tiny", "softmax_deit_tiny", "s
 default_cfgs |= registry.default_cfgs("inline_deit_small", input_size=288)
 default_cfgs |= registry.default_cfgs("inline_deit_base", input_size=448)
 
-# The small models whose weights come with the package; what they are is said here alone.
+# The small models whose weights come with the package; what they are is said here alone. Their MLP ratios make up for
+# the parameters of the local residual.
 STUDY: dict[str, Any] = dict(img_size=64, num_classes=100, patch_size=4, embed_dim=160, depth=7, num_heads=5)
 default_cfgs |= registry.default_cfgs(
     *SHIPPED,
@@ -273,25 +274,25 @@ def softmax_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
     return _deit("softmax_deit_base", pretrained, kwargs, embed_dim=768, num_heads=12, attention="softmax")
 
 
-def _study(variant: str, pretrained: bool, kwargs: dict[str, Any], *, attention: str) -> DeiT:
+def _study(variant: str, pretrained: bool, kwargs: dict[str, Any], *, attention: str, mlp_ratio: float) -> DeiT:
     # Image size and class count are in the configuration, where timm's own ways of setting them find them.
     architecture = {key: value for key, value in STUDY.items() if key not in ("img_size", "num_classes")}
-    return _deit(variant, pretrained, kwargs, **architecture, attention=attention)
+    return _deit(variant, pretrained, kwargs, **architecture, attention=attention, mlp_ratio=mlp_ratio)
 
 
 @register_model
 def inline_deit_study(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """A small InLine-DeiT at 64; its weights come with the package."""
-    return _study("inline_deit_study", pretrained, kwargs, attention="inline")
+    return _study("inline_deit_study", pretrained, kwargs, attention="inline", mlp_ratio=3.5)
 
 
 @register_model
 def linear_deit_study(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """The same with linear attention."""
-    return _study("linear_deit_study", pretrained, kwargs, attention="linear")
+    return _study("linear_deit_study", pretrained, kwargs, attention="linear", mlp_ratio=4.5)
 
 
 @register_model
 def softmax_deit_study(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """The same with softmax attention."""
-    return _study("softmax_deit_study", pretrained, kwargs, attention="softmax")
+    return _study("softmax_deit_study", pretrained, kwargs, attention="softmax", mlp_ratio=4.5)

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
+from inline_attention.models.deit import STUDY
 from inline_attention.training.config import TrainConfig, load_config
 
 RECIPE = "study"
-DEIT = {"embed_dim": 160, "depth": 7, "num_heads": 5}
+DEIT = {name: STUDY[name] for name in ("embed_dim", "depth", "num_heads")}
 SWIN = {"embed_dim": 64, "depths": [2, 2, 2], "num_heads": [2, 4, 8]}
 PLAIN, WITH_RESIDUAL = 4.5, 3.5  # MLP ratios that make the DeiT rows equal
 SWIN_PLAIN, SWIN_WITH_RESIDUAL = 4.35, 3.5  # and the Swin rows

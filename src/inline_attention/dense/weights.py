@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from inline_attention.models.weights import local_path, read_checkpoint, read_metadata
+from inline_attention.training.task import weights_source
 
 
 def task_file(source: str, task: str) -> tuple[Path, dict[str, str]] | None:
@@ -12,6 +13,15 @@ def task_file(source: str, task: str) -> tuple[Path, dict[str, str]] | None:
     path = local_path(source)
     metadata = read_metadata(path) if path.suffix == ".safetensors" else {}
     return (path, metadata) if metadata.get("task") == task else None
+
+
+def find_weights(weights: str | None, task: str) -> tuple[Path | None, str | None]:
+    """What `model.weights` names: the file of a whole model of that task, or where the weights of a backbone are."""
+    if weights is None or weights == "pretrained":
+        return None, weights
+    source = weights_source(weights)
+    whole = task_file(source, task)
+    return (None, source) if whole is None else (whole[0], None)
 
 
 def load_whole(model: nn.Module, path: Path, *, backbone_only: bool = False) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from inline_attention.dense.detection.config import DetectionDataConfig, DetectorConfig
 from inline_attention.dense.detection.model import HEADS, Detector, create_detector
-from inline_attention.dense.weights import load_whole, task_file
-from inline_attention.training.task import weights_source
+from inline_attention.dense.weights import find_weights, load_whole, task_file
 
 TASK = "detection"  # in the metadata of a file
 
@@ -28,23 +27,19 @@ def preparation(config: DetectionDataConfig) -> str:
 
 def build(config: DetectorConfig, *, num_classes: int) -> Detector:
     """The detector, with the weights that the configuration names: a detector's, or a classifier's below the heads."""
-    source = config.weights
-    whole = None
-    if source is not None and source != "pretrained":
-        source = weights_source(source)
-        whole = task_file(source, TASK)
+    whole, source = find_weights(config.weights, TASK)
     model = create_detector(
         config.name,
         config.head,
         num_classes=num_classes,
-        weights=source if whole is None else None,
+        weights=source,
         drop_path=config.drop_path,
         kwargs=config.kwargs,
         channels=config.channels,
         regions=config.regions,
     )
     if whole is not None:
-        load_whole(model, whole[0], backbone_only=config.reset_head)
+        load_whole(model, whole, backbone_only=config.reset_head)
     return model
 
 

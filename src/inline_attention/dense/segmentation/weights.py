@@ -6,8 +6,7 @@ from typing import Any
 
 from inline_attention.dense.segmentation.config import SegmentDataConfig, SegmenterConfig
 from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_segmenter
-from inline_attention.dense.weights import load_whole, task_file
-from inline_attention.training.task import weights_source
+from inline_attention.dense.weights import find_weights, load_whole, task_file
 
 TASK = "segmentation"  # in the metadata of a file
 # What of the data configuration belongs to the weights: how their images are prepared and segmented.
@@ -30,22 +29,18 @@ def preparation(config: SegmentDataConfig) -> str:
 
 def build(config: SegmenterConfig, *, num_classes: int) -> Segmenter:
     """The segmenter, with the weights that the configuration names: a segmenter's, or a classifier's below the head."""
-    source = config.weights
-    whole = None
-    if source is not None and source != "pretrained":
-        source = weights_source(source)
-        whole = task_file(source, TASK)
+    whole, source = find_weights(config.weights, TASK)
     model = create_segmenter(
         config.name,
         config.head,
         num_classes=num_classes,
-        weights=source if whole is None else None,
+        weights=source,
         drop_path=config.drop_path,
         kwargs=config.kwargs,
         head_kwargs=config.head_kwargs,
     )
     if whole is not None:
-        load_whole(model, whole[0], backbone_only=config.reset_head)
+        load_whole(model, whole, backbone_only=config.reset_head)
     return model
 
 

@@ -18,7 +18,7 @@ from inline_attention.models import list_models
 from inline_attention.ops.attention import Backend
 
 from .model import EAGER, Candidate, compare, set_backend, usable_modes
-from .record import table
+from .record import fastest, table
 from .timing import Call, Effort, Timing
 
 MODES = (EAGER, "default")
@@ -219,21 +219,13 @@ def run_setting(
     return results
 
 
-def best_modes(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each contender of each setting in its fastest mode; one that failed in all of them, once."""
-    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for r in results:
-        groups.setdefault((*_row(r), r["contender"]), []).append(r)
-    return [max(group, key=lambda r: r["images_per_second"] or 0) for group in groups.values()]
-
-
 def _row(r: dict[str, Any]) -> tuple[object, ...]:
     return r["model"], tuple(r["size"]), r["batch"], r["task"]
 
 
 def dense_table(results: Sequence[dict[str, Any]]) -> str:
     """A row a contender, in its best mode, with its speed and memory over softmax's."""
-    best = best_modes(results)
+    best = fastest(results, _row)
     softmax = {_row(r): r for r in best if r["contender"] == "softmax"}
     rows = []
     for r in best:
@@ -266,7 +258,7 @@ def draw_dense(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Two panels: milliseconds an image and peak memory, a group of bars a model and task."""
     from matplotlib.figure import Figure
 
-    best = [r for r in best_modes(results) if r["timing"] is not None]
+    best = [r for r in fastest(results, _row) if r["timing"] is not None]
     if not best:
         raise ValueError("nothing to draw: no measurement succeeded")
     groups = list(dict.fromkeys(_row(r) for r in best))

@@ -1,7 +1,7 @@
 """Whole models against their counterparts: inference and training steps, throughput, latency and memory."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from inline_attention.models import create_model
 from inline_attention.ops.attention import Backend
 from inline_attention.optimize import MODES, optimize
 
-from .record import table
+from .record import fastest, table
 from .timing import Call, Effort, Timing, describe_error, measure, synchronised
 
 # The softmax model nearest to each of ours: timm's where it has one.
@@ -346,18 +346,13 @@ def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str]
         raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference")
 
 
-def best_of(results: Sequence[dict]) -> Iterator[dict]:
-    """Each contender of each setting in its fastest mode; one that failed in all of them, once."""
-    groups: dict[tuple, list[dict]] = {}
-    for r in results:
-        groups.setdefault((r["model"], r["img_size"], r["batch"], r["task"], r["contender"]), []).append(r)
-    for group in groups.values():
-        yield max(group, key=lambda r: r["images_per_second"] or 0)
+def best_of(results: Sequence[dict]) -> list[dict]:
+    return fastest(results, _row)
 
 
 def model_table(results: Sequence[dict]) -> str:
     """A row a contender, in its best mode, with its speed over the counterpart's."""
-    best = list(best_of(results))
+    best = best_of(results)
     peers: dict[tuple, float] = {}
     for r in best:
         if r["contender"] in PEERS and r["images_per_second"]:

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ def read_record(path: Path) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
         return content["kind"], content["facts"], content["results"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no record of `inline bench`: {error!r}") from error
+
+
+def fastest(
+    results: Iterable[dict[str, Any]], row: Callable[[dict[str, Any]], tuple[Any, ...]]
+) -> list[dict[str, Any]]:
+    """Each contender of each row of a table in its fastest mode; one that failed in all of them, once."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in results:
+        groups.setdefault((*row(r), r["contender"]), []).append(r)
+    return [max(group, key=lambda r: r["images_per_second"] or 0) for group in groups.values()]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from inline_attention.models.weights import load_model
 from inline_attention.training.distributed import Ranks
-from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, train
+from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, choose_compile_mode, train
 from inline_attention.training.report import Reporter
 from inline_attention.training.run_folder import plan_run
 from inline_attention.training.signals import StopRequest
@@ -26,9 +26,19 @@ CALM = ("data.augment=false", "data.mixup=0", "data.cutmix=0", "data.batch_size=
 
 
 def run(
-    output: Path, *overrides: str, resume: str | None = None, data: str | None = None, pictures: bool = False
+    output: Path,
+    *overrides: str,
+    resume: str | None = None,
+    data: str | None = None,
+    pictures: bool = False,
+    device: str = "cpu",
+    deterministic: bool = True,
 ) -> Outcome:
-    flags = {"data": {"path": _runs.images() if data is None else data}, "device": "cpu", "deterministic": True}
+    flags = {
+        "data": {"path": _runs.images() if data is None else data},
+        "device": device,
+        "deterministic": deterministic,
+    }
     overrides = (*_runs.TINY, *CALM, *overrides)
     plan = plan_run("inline_deit_tiny", overrides=overrides, flags=flags, output=str(output), resume=resume)
     with _runs.without_pictures() if not pictures else contextlib.nullcontext():
@@ -144,10 +154,49 @@ def test_options_continue_exactly(options: tuple[str, ...], tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_compiled_model_trains_alike(tmp_path: Path) -> None:
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for compiled in ("false", "true"):
         run(tmp_path / compiled, f"run.compile={compiled}", "schedule.epochs=2")
     assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-4)
     assert _runs.weights(tmp_path / "true").keys() == _runs.weights(tmp_path / "false").keys()
+    # One for training and one for evaluation: nothing that changes from update to update is part of them.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 2
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_train_alike(tmp_path: Path) -> None:
+    """With stochastic depth, clipping, an average of the weights, and evaluations between the epochs."""
+    counters = torch._dynamo.utils.counters["inductor"]
+    recorded, skipped = counters["cudagraph_recorded_non_static_inputs"], counters["cudagraph_skips"]
+    for compiled in ("false", "true"):
+        options = (f"run.compile={compiled}", "run.precision=fp32", "schedule.epochs=3")
+        run(tmp_path / compiled, *options, device="cuda", deterministic=False)
+    assert counters["cudagraph_recorded_non_static_inputs"] > recorded
+    assert counters["cudagraph_skips"] == skipped
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-3)
+    for key in ("val_loss", "ema_loss"):
+        figures = [[r[key] for r in _runs.metrics(tmp_path / compiled, "eval")] for compiled in ("true", "false")]
+        assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "world_size", "fixed_shapes", "expected"),
+    [
+        ((), "cuda", 1, True, "reduce-overhead"),
+        (("run.compile=false",), "cuda", 1, True, None),
+        ((), "cpu", 1, True, "default"),
+        ((), "cuda", 2, True, "default"),
+        ((), "cuda", 1, False, "default"),
+        (("optim.accumulate=2",), "cuda", 1, True, "default"),
+        (("model.checkpointing=true",), "cuda", 1, True, "default"),
+    ],
+)
+def test_cuda_graphs_where_an_update_needs_nothing_of_the_last(
+    overrides: tuple[str, ...], device: str, world_size: int, fixed_shapes: bool, expected: str | None
+) -> None:
+    config = plan_run("inline_deit_tiny", overrides=("run.compile=true", *overrides), flags={}).config
+    ranks = Ranks(torch.device(device), world_size=world_size)
+    assert choose_compile_mode(config, ranks=ranks, fixed_shapes=fixed_shapes) == expected
 
 
 def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> None:
@@ -192,13 +241,16 @@ def test_an_update_reads_nothing_from_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_an_update_never_waits_for_the_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_an_update_never_waits_for_the_gpu(tmp_path: Path, compiled: str) -> None:
     flags = {"data": {"path": _runs.images()}, "device": "cuda"}
-    plan = plan_run("inline_deit_tiny", overrides=_runs.TINY, flags=flags, output=str(tmp_path))
+    overrides = (*_runs.TINY, f"run.compile={compiled}")
+    plan = plan_run("inline_deit_tiny", overrides=overrides, flags=flags, output=str(tmp_path))
     with Reporter(tmp_path, plan.config, headline=plan.task.headline, active=False) as reporter:
         trainer = Trainer(plan, ranks=Ranks(torch.device("cuda", 0)), reporter=reporter, request=StopRequest())
-        batches = iter(_first(trainer.data.train.epoch(0), 3))
-        trainer.update(batches)
+        batches = iter(_first(trainer.data.train.epoch(0), 5))
+        for _ in range(3):  # creates the optimiser's state; compiles, and records CUDA graphs
+            trainer.update(batches)
         torch.cuda.set_sync_debug_mode("error")
         try:
             trainer.update(batches)

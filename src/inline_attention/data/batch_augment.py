@@ -71,13 +71,13 @@ def crop_and_flip(images: Tensor, boxes: Tensor, flipped: Tensor, *, mode: str) 
 def jitter_colours(images: Tensor, factors: Tensor) -> Tensor:
     """Brightness, contrast and saturation of (B, C, H, W) in 0 … 255, each by its factor (B, 3), in this order."""
     brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
-    images = (brightness * images).clamp(0, 255)
-    images = _blend(_luma(images).mean((1, 2, 3), keepdim=True), images, contrast)
+    images = (brightness * images).clamp_(0, 255)
+    images = _blend(_luma(images.mean((2, 3), keepdim=True)), images, contrast)
     return _blend(_luma(images), images, saturation) if images.shape[1] == 3 else images
 
 
 def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    return (base + factor * (images - base)).clamp(0, 255)
+    return torch.lerp(base, images, factor).clamp_(0, 255)
 
 
 def _luma(images: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class ImageStage(DeviceStage[RawBatch, Batch]):
         self._mean, self._std = self._mean.to(device), self._std.to(device)
 
     def finish(self, raw: RawBatch) -> Batch:
-        images = raw.images.to(self.device, non_blocking=True).float().sub_(self._mean).div_(self._std)
+        images = raw.images.to(self.device, non_blocking=True).sub(self._mean).div_(self._std)  # float32 from here on
         if raw.boxes is not None and raw.noise is not None:
             boxes, noise = (t.to(self.device, non_blocking=True) for t in (raw.boxes, raw.noise))
             images = erase_(images, boxes, noise)

@@ -30,6 +30,7 @@ class Classification(Task):
     data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")
     summary_figures = ("top1", "top5")
+    fixed_shapes = True
 
     config: TrainConfig
     data: Data

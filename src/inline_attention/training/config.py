@@ -141,7 +141,7 @@ class RunConfig:
     """How the steps are computed."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
-    compile: bool = False  # `inline_attention.optimize`: it compiles at the first step
+    compile: bool = False  # `inline_attention.optimize`: at the first step; with CUDA graphs on one GPU
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied
 

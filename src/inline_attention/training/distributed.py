@@ -145,12 +145,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP").endswith("Block")]
 
 
-def spread(model: nn.Module, *, strategy: str, ranks: Ranks, compile: bool = False) -> nn.Module:
-    """What the loop calls forward on: the model itself, or DDP around it, or the model sharded in place (FSDP2)."""
+def spread(model: nn.Module, *, strategy: str, ranks: Ranks, mode: str | None = None) -> nn.Module:
+    """What the loop calls forward on: the model itself, or DDP around it, or the model sharded in place (FSDP2).
+
+    mode: of `optimize`; None: not compiled.
+    """
     sharded = strategy == "fsdp" and ranks.world_size > 1
-    if compile:
+    if mode is not None:
         for module in blocks(model) if sharded else [model]:
-            optimize(module.train())
+            optimize(module, mode=mode)
     if ranks.world_size == 1:
         return model
     if not sharded:

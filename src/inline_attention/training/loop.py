@@ -21,6 +21,7 @@ from torch import Tensor
 from inline_attention.data.seeding import derive_seed
 from inline_attention.layers.drop import SampledDepth
 from inline_attention.training.checkpoint import Checkpoints, Progress, read_manifest, restore
+from inline_attention.training.config import LoopConfig
 from inline_attention.training.distributed import Ranks, StopAgreement, gathering_gradients, join_ranks, spread
 from inline_attention.training.ema import WeightAverage
 from inline_attention.training.meters import DeviceMeter
@@ -77,7 +78,8 @@ class Trainer:
         self.model = self.task.build_model().to(ranks.device)
         self.depth = SampledDepth(self.model, device=ranks.device)
         self.amp_dtype = choose_precision(config.run.precision, ranks.device)
-        self.forward = spread(self.model, strategy=config.run.strategy, ranks=ranks, compile=config.run.compile)
+        self.compile_mode = choose_compile_mode(config, ranks=ranks, fixed_shapes=self.task.fixed_shapes)
+        self.forward = spread(self.model, strategy=config.run.strategy, ranks=ranks, mode=self.compile_mode)
         scaler = torch.amp.GradScaler(ranks.device.type) if self.amp_dtype == torch.float16 else None
         self.optimizer = Optimizer(self.model, config.optim, scaler=scaler)
         decay = config.ema.decay_per_step(config.global_batch(ranks.world_size))
@@ -309,10 +311,11 @@ class Trainer:
         trained = sum(p.numel() for p in self.optimizer.parameters)
         epochs = self.schedule.total_steps / self.steps_per_epoch
         precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.amp_dtype]
+        compiled = "" if self.compile_mode is None else f", compile mode {self.compile_mode}"
         self.reporter.note(
             f"{self.task.title}: {trained / 1e6:.2f}M trained parameters, {len(self.data.class_names)} classes, "
             f"{self.schedule.total_steps} updates of {config.global_batch(ranks.world_size)} images "
-            f"({round(epochs, 2):g} epochs), {ranks.world_size} × {ranks.device.type}, {precision}"
+            f"({round(epochs, 2):g} epochs), {ranks.world_size} × {ranks.device.type}, {precision}{compiled}"
         )
         self.reporter.note(f"run folder: {self.folder}")
 
@@ -339,6 +342,26 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def choose_compile_mode(config: LoopConfig, *, ranks: Ranks, fixed_shapes: bool) -> str | None:
+    """The mode of `optimize`; None leaves the model as it is. CUDA graphs wherever a graph may be replayed.
+
+    A replay writes its outputs, gradients included, where the one before it has written its own. So nothing of an
+    update may be needed in the next: gradients are not added up over several, and the loop keeps sums in memory of its
+    own (`DeviceMeter`). PyTorch sees by itself that an update is over when its backward pass is;
+    `cudagraph_mark_step_begin` would make every other compiled model of this process depend on such marks.
+    """
+    if not config.run.compile:
+        return None
+    graphs = (
+        ranks.device.type == "cuda"
+        and ranks.world_size == 1
+        and config.optim.accumulate == 1
+        and fixed_shapes
+        and not config.model.checkpointing  # who is short of memory has none for graphs to hold on to
+    )
+    return "reduce-overhead" if graphs else "default"
 
 
 @contextmanager

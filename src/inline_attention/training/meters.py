@@ -20,7 +20,10 @@ class Reading:
 
 
 class DeviceMeter:
-    """Sums over updates; nothing is read until `read`, the only place where the host waits for the device."""
+    """Sums over updates; nothing is read until `read`, the only place where the host waits for the device.
+
+    It keeps no tensor that it is given: the next update may compute into the same memory.
+    """
 
     sums: Tensor  # (2,) finite losses and their number
     bad: Tensor  # () updates left out
@@ -42,7 +45,7 @@ class DeviceMeter:
         self.sums += torch.stack([torch.where(finite, loss, 0), finite])
         self.first_bad = torch.where(bad & (self.first_bad < 0), self.updates, self.first_bad)
         self.bad += bad
-        self.norm = norm
+        self.norm.copy_(norm)
         for name, value in parts.items():
             self.parts[name] = self.parts.get(name, 0) + torch.where(finite, value, 0)
         self.updates += 1

@@ -83,6 +83,7 @@ class Task(ABC):
     data_hint: ClassVar[str]  # how to name the data, for who has not
     headline: ClassVar[Headline]
     summary_figures: ClassVar[tuple[str, ...]]  # of the last evaluation, in summary.json
+    fixed_shapes: ClassVar[bool]  # the model meets one size in training and one in evaluation: CUDA graphs suit it
 
     @staticmethod
     @abstractmethod

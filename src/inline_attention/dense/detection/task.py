@@ -31,6 +31,7 @@ class Detection(Task):
     )
     headline = Headline("box_ap", "box AP")
     summary_figures = ("box_ap", "box_ap50", "mask_ap", "mask_ap50")
+    fixed_shapes = False  # images keep their aspect, and how many regions there are is the model's finding
 
     config: DetectionConfig
     data: DetectionData

@@ -34,6 +34,7 @@ class Segmentation(Task):
     data_hint = "give --data FOLDER with images/train, masks/train, images/val, masks/val and classes.txt"
     headline = Headline("miou", "mIoU")
     summary_figures = ("miou", "macc", "pixel_accuracy")
+    fixed_shapes = False  # crops have one size, but whole images to evaluate have many
 
     config: SegmentConfig
     data: SegmentData

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import multiprocessing
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import training_runs as _runs
 from PIL import Image
 from torch.overrides import TorchFunctionMode
 
+from inline_attention.data import Data
 from inline_attention.models.weights import load_model
+from inline_attention.training.classification import Classification
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, choose_compile_mode, train
 from inline_attention.training.report import Reporter
@@ -212,6 +215,29 @@ def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> 
     assert all(value.isfinite().all() for value in _runs.weights(tmp_path / "skip").values())
     # NaN is no JSON.
     assert "NaN" not in (tmp_path / "skip" / "metrics.jsonl").read_text()
+
+
+class KeptData(Classification):
+    """As whatever keeps a frame of the run would: an exception, a compiler."""
+
+    kept: ClassVar[list[Data]] = []
+
+    def open_data(self, ranks: Ranks) -> Data:
+        self.kept.append(super().open_data(ranks))
+        return self.kept[-1]
+
+
+@pytest.mark.parametrize("rate", ["1e-3", "1e30"], ids=["to its end", "failing"])
+def test_no_worker_outlives_the_run(tmp_path: Path, rate: str) -> None:
+    """They do not listen to the signal that ends children when Python exits: it would wait for them forever."""
+    flags = {"data": {"path": _runs.images()}, "device": "cpu"}
+    more = ("data.workers=1", "data.in_memory=false", "schedule.epochs=1", f"optim.lr={rate}", "optim.clip_norm=null")
+    overrides = (*_runs.TINY, *CALM, *more)
+    plan = plan_run("inline_deit_tiny", task=KeptData, overrides=overrides, flags=flags, output=str(tmp_path))
+    failure = pytest.raises(NonFiniteLoss) if rate == "1e30" else contextlib.nullcontext()
+    with _runs.without_pictures(), failure:
+        train(plan)
+    assert multiprocessing.active_children() == []
 
 
 class NoHostReads(TorchFunctionMode):

@@ -221,6 +221,9 @@ class Feed(Protocol[LoadedT_co]):
     def to(self, device: torch.device) -> None:
         """Pixels kept in memory move to the device; a feed without any has nothing to do."""
 
+    def close(self) -> None:
+        """No batch will be asked for any more: end the workers that wait for the next epoch, where there are any."""
+
 
 class _PlannedKeys:
     """A batch sampler whose epoch and first step are set before each iteration."""
@@ -280,6 +283,13 @@ class WorkerFeed(Generic[LoadedT]):
 
     def to(self, device: torch.device) -> None:
         pass
+
+    def close(self) -> None:
+        # Workers that are kept end with their iterator. That may live as long as Python, which then waits for them.
+        iterator: Any = self._loader._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
 
 
 def loader_arguments(config: LoaderConfig, *, workers: int) -> dict[str, Any]:

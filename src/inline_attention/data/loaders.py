@@ -159,6 +159,10 @@ class TrainLoader(Generic[LoadedT, Ready]):
         self._stage.to(device)
         self._feed.to(device)
 
+    def close(self) -> None:
+        """After the last epoch: ends the worker processes."""
+        self._feed.close()
+
 
 class EvalLoader:
     """Evaluation batches: every readable image exactly once over all ranks, whatever their number.

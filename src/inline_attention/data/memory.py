@@ -157,6 +157,9 @@ class TrainMemoryFeed:
     def to(self, device: torch.device) -> None:
         self._store.to(device)
 
+    def close(self) -> None:
+        pass
+
 
 class EvalMemoryFeed:
     """Evaluation batches from memory."""
@@ -171,3 +174,6 @@ class EvalMemoryFeed:
 
     def to(self, device: torch.device) -> None:
         self._store.to(device)
+
+    def close(self) -> None:
+        pass

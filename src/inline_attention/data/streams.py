@@ -219,3 +219,6 @@ class StreamFeed:
 
     def to(self, device: torch.device) -> None:
         pass
+
+    def close(self) -> None:
+        pass

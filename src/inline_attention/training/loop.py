@@ -56,7 +56,11 @@ def train(plan: Plan) -> Outcome:
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
                 ranks.decide(lambda: take_folder(plan, ranks))
-                return trainer.fit()
+                try:
+                    return trainer.fit()
+                finally:
+                    # Inside of `stop_on_signals` workers were made deaf to what Python ends its children with.
+                    trainer.data.train.close()
 
 
 class Trainer:

@@ -37,6 +37,9 @@ class TrainSplit(Protocol):
 
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[Any]: ...
 
+    def close(self) -> None:
+        """After the last epoch: ends the worker processes."""
+
 
 class EvalSplit(Protocol):
     @property

@@ -168,7 +168,7 @@ def backward_kernel(
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    BT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_Q: tl.constexpr, PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
@@ -221,7 +221,7 @@ def backward_kernel(
                 BW, BC, True, HAS_MASK,
             )  # fmt: skip
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
+            p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
         )
         store_taps(p_dw + i_b * 9 * C + c + o_c, C, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
@@ -230,7 +230,7 @@ def backward_kernel(
 def grad_state_kernel(
     p_q, p_v, p_g, p_mask, p_seq, p_part,
     Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
-    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +271,7 @@ def grad_state_kernel(
     tl.store(p_part + BC * BC + o_c, b_g_sum)
     if LOCAL:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
+            p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
         )
         store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 

@@ -199,8 +199,8 @@ def backward_kernel(
     if MAP == "exp":
         b_ds += b_g_sum[None, :]  # φ(0)
     m_head = same_head(o_c, m_c, o_c, m_c, D)
-    b_ds = tl.where(m_head, b_ds * (tl.cast(scale, tl.float32) / count), 0.0)
-    b_g_mean = b_g_sum / count
+    b_ds = tl.where(m_head, b_ds * tl.div_rn(tl.cast(scale, tl.float32), count), 0.0)
+    b_g_mean = tl.div_rn(b_g_sum, count)
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
     b_st = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
@@ -304,11 +304,11 @@ def grad_finish_kernel(
         b_ds += b_g_sum  # φ(0)
     tl.store(
         p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D),
-        b_ds * (tl.cast(scale, tl.float32) / count),
+        b_ds * tl.div_rn(tl.cast(scale, tl.float32), count),
         mask=m_head,
     )
     if tl.program_id(1) == 0:
-        tl.store(p_g_mean + i_b * C + c + o_c, tl.sum(b_g_sum, 0) / count, mask=m_c)
+        tl.store(p_g_mean + i_b * C + c + o_c, tl.div_rn(tl.sum(b_g_sum, 0), count), mask=m_c)
     if LOCAL:
         o_t = tl.arange(0, 16)
         m_t = m_r[:, None] & (o_t < 9)[None, :]

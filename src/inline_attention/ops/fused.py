@@ -434,8 +434,7 @@ def attend(
 ) -> Tensor:
     """The backend's entry: inputs are checked, defaults filled in. `sequences` (images, 4) holds the first token, the
     tokens, the height and the width of each image of a packed batch, `grid` the largest ones."""
-    # A row of each tap, so that threads load neighbouring channels.
-    taps = None if local_weight is None else local_weight.flatten(1, 2).mT.contiguous()
+    taps = None if local_weight is None else local_weight.contiguous()
     height, width = (1, 1) if grid is None else grid
     save = torch.is_grad_enabled() and (
         any(x.requires_grad for x in sources) or (local_weight is not None and local_weight.requires_grad)

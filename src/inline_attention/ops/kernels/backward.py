@@ -217,13 +217,13 @@ def backward_kernel(
         tl.debug_barrier()  # what another thread wrote is read here
         for x in range(0, W, BW):
             add_local(
-                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, C, o_c, m_c,
+                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, o_c, m_c,
                 BW, BC, True, HAS_MASK,
             )  # fmt: skip
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
             p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
         )
-        store_taps(p_dw + i_b * 9 * C + c + o_c, C, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        store_taps(p_dw + (i_b * C + c + o_c) * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -313,7 +313,7 @@ def grad_finish_kernel(
         o_t = tl.arange(0, 16)
         m_t = m_r[:, None] & (o_t < 9)[None, :]
         b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP)
-        p = p_dw + i_b * 9 * C + c + o_t[None, :] * C + o_r[:, None]
+        p = p_dw + (i_b * C + c + o_r[:, None]) * 9 + o_t[None, :]
         tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
 
 
@@ -376,7 +376,7 @@ def grad_kernel(
                 )  # fmt: skip
             tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask, stride_g, stride_dv, x, y, y_end, H, W, prefix, o_c, m_c,
                 BW, BC, True, HAS_MASK,
             )  # fmt: skip
     else:

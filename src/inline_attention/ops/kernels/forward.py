@@ -121,7 +121,7 @@ def forward_kernel(
         tl.debug_barrier()  # what another thread wrote is read here
         for x in range(0, W, BW):
             add_local(
-                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, 0, H, H, W, prefix, C, o_c, m_c,
+                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, stride_v, stride_o, x, 0, H, H, W, prefix, o_c, m_c,
                 BW, BC, False, HAS_MASK,
             )  # fmt: skip
 
@@ -252,7 +252,7 @@ def output_kernel(
                 )  # fmt: skip
             tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, stride_v, stride_o, x, y, y_end, H, W, prefix, o_c, m_c,
                 BW, BC, False, HAS_MASK,
             )  # fmt: skip
     else:

@@ -194,6 +194,8 @@ class Candidate:
 def _prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | None]:
     """A candidate's step, ready to be timed, and the memory it takes."""
     mode = candidate.mode
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # else the first candidate pays for what all of them use
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = candidate.build().to(device)
     model.train(candidate.training)

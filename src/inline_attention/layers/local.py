@@ -29,7 +29,8 @@ class GroupedLinear(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bgi,goi->bgo", x, self.weight) + self.bias
+        out = torch.einsum("bgi,goi->bgo", x, self.weight)
+        return out + self.bias.to(out.dtype)  # under autocast as a linear layer: in half precision
 
     def extra_repr(self) -> str:
         groups, out_features, in_features = self.weight.shape

@@ -24,17 +24,19 @@ class Config(NamedTuple):
     """Launch parameters: one set for every length, resolution and batch, found by a sweep on an H200."""
 
     tokens: int = 64  # a step over tokens
-    columns: int = 16  # of the map, a tile
-    rows: int = 8  # of the map, a tile
+    columns: int = 16  # of the map, a tile; half of them where the map is that narrow
+    output_columns: int = 8
+    tile: int = 128  # tokens, a tile of the map, at most
     steps: int = 4  # over tokens, a tile where there is no map
     state_warps: int = 1
     state_stages: int = 2
-    output_warps: int = 2
+    output_warps: int = 1
+    grad_warps: int = 2
     output_stages: int = 2
     fused_warps: int = 2
     forward_stages: int = 2
     backward_stages: int = 3
-    state_programs: int = 6  # a multiprocessor, where the tokens of a sample are split
+    state_programs: int = 8  # a multiprocessor, where the tokens of a sample are split
     grad_state_programs: int = 8
     most_parts: int = 128
     fused_tokens: int = 256  # up to so many a sample is one program's,
@@ -45,7 +47,7 @@ CONFIG = Config()
 # A step of the interpreter costs the same whatever its size: small ones make small test shapes go through every loop.
 if INTERPRETED:
     CONFIG = Config(
-        tokens=16, rows=2, steps=1, state_programs=2, grad_state_programs=3, fused_tokens=40, fused_programs=0
+        tokens=16, tile=32, steps=1, state_programs=2, grad_state_programs=3, fused_tokens=40, fused_programs=0
     )
 
 # Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
@@ -111,6 +113,11 @@ def _products(dtype: torch.dtype) -> dict[str, Any]:
     return dict(DOT=tl.float32, PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 
+def _state_dtype(dtype: torch.dtype, feature_map: str) -> torch.dtype:
+    """In what S is kept: float32, or as the products take it. The sum of its rows, which exp needs, takes all of S."""
+    return dtype if dtype == torch.bfloat16 and feature_map != "exp" else torch.float32
+
+
 def _views(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = [x for source in sources for x in source.unbind(2)]
     return q, k, v
@@ -144,13 +151,21 @@ class Tiles(NamedTuple):
     rows: int
 
 
-def make_tiles(plan: Plan, *, local: bool, packed: bool) -> Tiles:
+def tile_columns(width: int) -> int:
+    """Of the map, a tile. A width that torch.compile leaves open gets the usual number: half of it is no reason to
+    compile again."""
+    half = CONFIG.columns // 2
+    return half if isinstance(width, int) and width <= half else CONFIG.columns
+
+
+def make_tiles(plan: Plan, *, columns: int, local: bool, packed: bool) -> Tiles:
     if not local:
         rows = CONFIG.tokens * CONFIG.steps
         longest = plan.height * plan.width if packed else max(plan.queries, plan.tokens)
         return Tiles(triton.cdiv(longest, rows), 1, rows)
-    columns = triton.cdiv(plan.width, CONFIG.columns)
-    return Tiles(columns * triton.cdiv(plan.height, CONFIG.rows), columns, CONFIG.rows)
+    above_each_other = triton.cdiv(plan.height, CONFIG.tile // columns)
+    side_by_side = triton.cdiv(plan.width, columns)
+    return Tiles(above_each_other * side_by_side, side_by_side, triton.cdiv(plan.height, above_each_other))
 
 
 def _count(token_mask: Tensor | None) -> Tensor | None:
@@ -176,7 +191,9 @@ def run_forward(
     channels = plan.heads * plan.head_dim
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kept = plan.batch if save or not plan.fused else 0
-    state = torch.empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=torch.float32, device=q.device)
+    state = torch.empty(
+        (kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map), device=q.device
+    )
     means = torch.empty((kept, 2, channels), dtype=torch.float32, device=q.device)
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     count = _count(token_mask)
@@ -189,7 +206,7 @@ def run_forward(
             q, k, v, taps, mask, count, sequences, out, state, means,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(packed, q, k, v, out),
-            **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=CONFIG.columns,
+            **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=tile_columns(width),
             **_pace(plan, CONFIG.fused_warps, CONFIG.forward_stages),
         )  # fmt: skip
         return out, state, means
@@ -206,12 +223,12 @@ def run_forward(
         sums, count, sequences, state, means, plan.tokens, height, width, scale, parts, plan.blocks, channels,
         **common, **block, CENTRE=centre,
     )  # fmt: skip
-    tiles = make_tiles(plan, local=local, packed=packed)
+    tiles = make_tiles(plan, columns=CONFIG.output_columns, local=local, packed=packed)
     _launch(forward.output_kernel, (plan.programs, tiles.number))(
         q, v, taps, mask, sequences, out, state, means,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
         *_strides(packed, q, v, out), MAP=feature_map,
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.columns,
+        **common, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns,
         **_pace(plan, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
     return out, state, means
@@ -227,9 +244,10 @@ def _pace(plan: Plan, warps: int, stages: int) -> dict[str, int]:
 
 def _summed(plan: Plan, parts: int) -> dict[str, int]:
     """Parts, and rows of the state, that one program sums: all parts at once, and of few rows, so that the registers
-    hold them and many programs share the work."""
+    hold them and many programs share the work. Few warps, so that a thread sums most parts by itself."""
     parts = triton.next_power_of_2(parts)
-    return dict(BP=parts, BR=max(1, min(4, 16384 // (parts * plan.block_channels))))
+    rows = max(1, min(4, 16384 // (parts * plan.block_channels)))
+    return dict(BP=parts, BR=rows, num_warps=max(1, min(4, parts * rows * plan.block_channels // 2048)))
 
 
 def run_backward(
@@ -268,7 +286,7 @@ def run_backward(
         _launch(backward.backward_kernel, (plan.programs,))(
             q, k, v, taps, g, mask, count, sequences, state, means, *grad_tensors, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
-            **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=CONFIG.columns, BT=CONFIG.columns,
+            **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=tile_columns(width),
             **_pace(plan, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
         return [*grads, grad_taps]
@@ -281,7 +299,7 @@ def run_backward(
         q, v, g, mask, sequences, sums,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(packed, q, v, g),
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BT=CONFIG.columns,
+        **common, **products, LOCAL=local, MASK_Q=mask_q, BW=tile_columns(width),
         **_pace(plan, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
@@ -290,12 +308,13 @@ def run_backward(
         plan.tokens, height, width, scale, parts, plan.blocks, channels,
         **common, **block, LOCAL=local,
     )  # fmt: skip
-    tiles = make_tiles(plan, local=local, packed=packed)
+    columns = tile_columns(width)
+    tiles = make_tiles(plan, columns=columns, local=local, packed=packed)
     _launch(backward.grad_kernel, (plan.programs, tiles.number))(
         q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, *grad_tensors,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
-        **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=CONFIG.columns,
-        **_pace(plan, CONFIG.output_warps, CONFIG.output_stages),
+        **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns,
+        **_pace(plan, CONFIG.grad_warps, CONFIG.output_stages),
     )  # fmt: skip
     return [*grads, grad_taps]
 
@@ -347,7 +366,7 @@ def _(sources, taps, token_mask, sequences, feature_map, scale, height, width, n
     q, k, _ = _views(sources)
     plan = make_plan(q, k, sequences, height, width)
     kept = plan.batch if save or not plan.fused else 0
-    state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=torch.float32)
+    state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map))
     return q.new_empty(q.shape), state, q.new_empty((kept, 2, plan.heads * plan.head_dim), dtype=torch.float32)
 
 
@@ -415,8 +434,7 @@ def attend(
 ) -> Tensor:
     """The backend's entry: inputs are checked, defaults filled in. `sequences` (images, 4) holds the first token, the
     tokens, the height and the width of each image of a packed batch, `grid` the largest ones."""
-    # A row of each tap, so that threads load neighbouring channels.
-    taps = None if local_weight is None else local_weight.flatten(1, 2).mT.contiguous()
+    taps = None if local_weight is None else local_weight.contiguous()
     height, width = (1, 1) if grid is None else grid
     save = torch.is_grad_enabled() and (
         any(x.requires_grad for x in sources) or (local_weight is not None and local_weight.requires_grad)

@@ -168,7 +168,7 @@ def backward_kernel(
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    BT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_Q: tl.constexpr, PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
@@ -199,8 +199,8 @@ def backward_kernel(
     if MAP == "exp":
         b_ds += b_g_sum[None, :]  # φ(0)
     m_head = same_head(o_c, m_c, o_c, m_c, D)
-    b_ds = tl.where(m_head, b_ds * (tl.cast(scale, tl.float32) / count), 0.0)
-    b_g_mean = b_g_sum / count
+    b_ds = tl.where(m_head, b_ds * tl.div_rn(tl.cast(scale, tl.float32), count), 0.0)
+    b_g_mean = tl.div_rn(b_g_sum, count)
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
     b_st = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
@@ -217,20 +217,20 @@ def backward_kernel(
         tl.debug_barrier()  # what another thread wrote is read here
         for x in range(0, W, BW):
             add_local(
-                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, C, o_c, m_c,
+                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, o_c, m_c,
                 BW, BC, True, HAS_MASK,
             )  # fmt: skip
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
+            p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
         )
-        store_taps(p_dw + i_b * 9 * C + c + o_c, C, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        store_taps(p_dw + (i_b * C + c + o_c) * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_state_kernel(
     p_q, p_v, p_g, p_mask, p_seq, p_part,
     Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
-    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +271,7 @@ def grad_state_kernel(
     tl.store(p_part + BC * BC + o_c, b_g_sum)
     if LOCAL:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c, BT, BC, HAS_MASK
+            p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
         )
         store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
@@ -304,16 +304,16 @@ def grad_finish_kernel(
         b_ds += b_g_sum  # φ(0)
     tl.store(
         p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D),
-        b_ds * (tl.cast(scale, tl.float32) / count),
+        b_ds * tl.div_rn(tl.cast(scale, tl.float32), count),
         mask=m_head,
     )
     if tl.program_id(1) == 0:
-        tl.store(p_g_mean + i_b * C + c + o_c, tl.sum(b_g_sum, 0) / count, mask=m_c)
+        tl.store(p_g_mean + i_b * C + c + o_c, tl.div_rn(tl.sum(b_g_sum, 0), count), mask=m_c)
     if LOCAL:
         o_t = tl.arange(0, 16)
         m_t = m_r[:, None] & (o_t < 9)[None, :]
         b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP)
-        p = p_dw + i_b * 9 * C + c + o_t[None, :] * C + o_r[:, None]
+        p = p_dw + (i_b * C + c + o_r[:, None]) * 9 + o_t[None, :]
         tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
 
 
@@ -376,7 +376,7 @@ def grad_kernel(
                 )  # fmt: skip
             tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_g, p_w + i_b * 9 * C + c, p_dv, p_mask, stride_g, stride_dv, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask, stride_g, stride_dv, x, y, y_end, H, W, prefix, o_c, m_c,
                 BW, BC, True, HAS_MASK,
             )  # fmt: skip
     else:

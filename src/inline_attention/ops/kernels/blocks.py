@@ -199,25 +199,25 @@ def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr):
 
 
 @triton.jit
-def load_tap(p_w, step, tap, o_c, m_c, FLIP: tl.constexpr):
+def load_tap(p_w, tap, o_c, m_c, FLIP: tl.constexpr):
     """A tap of each channel: (1, BC) float32"""
     if FLIP:
         tap = 8 - tap
-    return tl.load(p_w + tap * step + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    return tl.load(p_w + o_c * 9 + tap, mask=m_c, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def load_taps(p_w, step, o_c, m_c, FLIP: tl.constexpr):
-    """The nine taps, `step` elements apart; in reverse for the backward"""
-    w0 = load_tap(p_w, step, 0, o_c, m_c, FLIP)
-    w1 = load_tap(p_w, step, 1, o_c, m_c, FLIP)
-    w2 = load_tap(p_w, step, 2, o_c, m_c, FLIP)
-    w3 = load_tap(p_w, step, 3, o_c, m_c, FLIP)
-    w4 = load_tap(p_w, step, 4, o_c, m_c, FLIP)
-    w5 = load_tap(p_w, step, 5, o_c, m_c, FLIP)
-    w6 = load_tap(p_w, step, 6, o_c, m_c, FLIP)
-    w7 = load_tap(p_w, step, 7, o_c, m_c, FLIP)
-    w8 = load_tap(p_w, step, 8, o_c, m_c, FLIP)
+def load_taps(p_w, o_c, m_c, FLIP: tl.constexpr):
+    """The nine taps of each channel, which lie next to each other; in reverse for the backward"""
+    w0 = load_tap(p_w, 0, o_c, m_c, FLIP)
+    w1 = load_tap(p_w, 1, o_c, m_c, FLIP)
+    w2 = load_tap(p_w, 2, o_c, m_c, FLIP)
+    w3 = load_tap(p_w, 3, o_c, m_c, FLIP)
+    w4 = load_tap(p_w, 4, o_c, m_c, FLIP)
+    w5 = load_tap(p_w, 5, o_c, m_c, FLIP)
+    w6 = load_tap(p_w, 6, o_c, m_c, FLIP)
+    w7 = load_tap(p_w, 7, o_c, m_c, FLIP)
+    w8 = load_tap(p_w, 8, o_c, m_c, FLIP)
     return w0, w1, w2, w3, w4, w5, w6, w7, w8
 
 
@@ -250,7 +250,7 @@ def weigh(b_sum, w0, w1, w2, left, here, right):
 
 @triton.jit
 def add_local(
-    p_x, p_w, p_out, p_mask, stride_x, stride_out, x, y_begin, y_end, H, W, prefix, C, o_c, m_c,
+    p_x, p_w, p_out, p_mask, stride_x, stride_out, x, y_begin, y_end, H, W, prefix, o_c, m_c,
     BW: tl.constexpr, BC: tl.constexpr, FLIP: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Adds the 3×3 sums of a map to what this program wrote for rows y_begin … y_end − 1, columns x … x + BW − 1
@@ -259,7 +259,7 @@ def add_local(
     a pass of its own, over outputs that are still in the cache: products of matrices keep their blocks in another
     layout, and bringing the two together row by row costs more than it saves.
     """
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, C, o_c, m_c, FLIP)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, FLIP)
     b_zero = tl.zeros([BW, BC], tl.float32)
     left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     b_next = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row to be written next

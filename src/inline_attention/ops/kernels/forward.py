@@ -113,7 +113,7 @@ def forward_kernel(
         p_means += i_b * 2 * C + c
         tl.store(p_means + o_c, tl.div_rn(b_k_sum, count), mask=m_c)
         tl.store(p_means + C + o_c, b_v_mean, mask=m_c)
-        tl.store(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), b_s, mask=m_head)
+        tl.store(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), b_s.to(p_s.dtype.element_ty), mask=m_head)
     b_base = base_of(b_s, b_v_mean, MAP)
     b_s = operand(b_s, DOT, PRECISION)
     write_run(p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
@@ -121,7 +121,7 @@ def forward_kernel(
         tl.debug_barrier()  # what another thread wrote is read here
         for x in range(0, W, BW):
             add_local(
-                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, 0, H, H, W, prefix, C, o_c, m_c,
+                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, stride_v, stride_o, x, 0, H, H, W, prefix, o_c, m_c,
                 BW, BC, False, HAS_MASK,
             )  # fmt: skip
 
@@ -197,7 +197,7 @@ def finish_kernel(
         b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP)
         b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP)
     b_s = covariance(b_kv, b_dk_sum, b_dv_sum, count, scale)
-    tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s, mask=m_head)
+    tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s.to(p_s.dtype.element_ty), mask=m_head)
     p_means += i_b * 2 * C + c
     tl.store(p_means + o_r, tl.sum(tl.div_rn(b_k_sum, count), 1), mask=m_r)
     if tl.program_id(1) == 0:
@@ -252,7 +252,7 @@ def output_kernel(
                 )  # fmt: skip
             tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_v, p_w + i_b * 9 * C + c, p_out, p_mask, stride_v, stride_o, x, y, y_end, H, W, prefix, C, o_c, m_c,
+                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, stride_v, stride_o, x, y, y_end, H, W, prefix, o_c, m_c,
                 BW, BC, False, HAS_MASK,
             )  # fmt: skip
     else:

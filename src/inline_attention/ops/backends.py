@@ -29,14 +29,11 @@ def why_not_triton(sources: Sequence[Tensor]) -> str | None:
 
 
 def choose(backend: str, sources: Sequence[Tensor]) -> str:
-    """The name of the backend to run.
-
-    "auto" is the reference: the kernels have to be asked for until all of their tests have passed on a GPU.
-    """
+    """The name of the backend to run. "auto" is the kernels for tensors on a GPU that they can take, else the reference."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend={backend!r} is unknown; expected one of auto, {', '.join(BACKENDS)}")
     if backend == "auto":
-        return "reference"
+        return "triton" if sources[0].is_cuda and why_not_triton(sources) is None else "reference"
     if backend == "triton" and (reason := why_not_triton(sources)):
         raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'reference'")
     return backend

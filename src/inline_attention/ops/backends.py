@@ -29,7 +29,7 @@ def why_not_triton(sources: Sequence[Tensor]) -> str | None:
 
 
 def choose(backend: str, sources: Sequence[Tensor]) -> str:
-    """The name of the backend to run. "auto" is the kernels for tensors on a GPU that they can take, else the reference."""
+    """The name of the backend to run. "auto" is the kernels for tensors on a GPU that they take, else the reference."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend={backend!r} is unknown; expected one of auto, {', '.join(BACKENDS)}")
     if backend == "auto":

@@ -207,7 +207,7 @@ def run_forward(
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(packed, q, k, v, out),
             **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=tile_columns(width),
-            **_pace(plan, CONFIG.fused_warps, CONFIG.forward_stages),
+            **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.forward_stages),
         )  # fmt: skip
         return out, state, means
     size = plan.block_channels * (plan.block_channels + 4)
@@ -215,7 +215,7 @@ def run_forward(
     sums = torch.empty((plan.programs, parts, size), dtype=torch.float32, device=q.device)
     _launch(forward.state_kernel, (plan.programs, parts))(
         k, v, mask, sequences, sums, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
-        **common, **products, CENTRE=centre, **_pace(plan, CONFIG.state_warps, CONFIG.state_stages),
+        **common, **products, CENTRE=centre, **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
     common.pop("MAP")
@@ -229,17 +229,21 @@ def run_forward(
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
         *_strides(packed, q, v, out), MAP=feature_map,
         **common, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns,
-        **_pace(plan, CONFIG.output_warps, CONFIG.output_stages),
+        **_pace(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
     return out, state, means
 
 
-def _pace(plan: Plan, warps: int, stages: int) -> dict[str, int]:
+def _pace(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, int]:
     """Step over tokens, warps and stages: as configured for blocks of 32 channels, with more warps for 64. A state of
-    128² takes the registers of eight warps, and most of the shared memory: steps are short there, one at a time."""
+    128² takes the registers of eight warps, and most of the shared memory: steps are short there, one at a time.
+    Products of float32 are unrolled over a step, which must be short for the registers to hold it."""
     if plan.block_channels > 64:
         return dict(BN=16, num_warps=8, num_stages=1)
-    return dict(BN=CONFIG.tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
+    tokens = CONFIG.tokens
+    if dtype == torch.float32:
+        tokens, warps = min(tokens, 32), max(warps, 2)
+    return dict(BN=tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
 
 
 def _summed(plan: Plan, parts: int) -> dict[str, int]:
@@ -287,7 +291,7 @@ def run_backward(
             q, k, v, taps, g, mask, count, sequences, state, means, *grad_tensors, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
             **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=tile_columns(width),
-            **_pace(plan, CONFIG.fused_warps, CONFIG.backward_stages),
+            **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
         return [*grads, grad_taps]
     size = plan.block_channels * (plan.block_channels + 10)
@@ -300,7 +304,7 @@ def run_backward(
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(packed, q, v, g),
         **common, **products, LOCAL=local, MASK_Q=mask_q, BW=tile_columns(width),
-        **_pace(plan, CONFIG.state_warps, CONFIG.state_stages),
+        **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
     _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
@@ -314,7 +318,7 @@ def run_backward(
         q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, *grad_tensors,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
         **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns,
-        **_pace(plan, CONFIG.grad_warps, CONFIG.output_stages),
+        **_pace(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
     )  # fmt: skip
     return [*grads, grad_taps]
 

@@ -128,6 +128,17 @@ def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def add_product(b_sum, b_x, b_y, PRECISION: tl.constexpr):
+    """b_sum + b_x·b_y. A float32 product is summed by itself first: short sums, brought together, round less than the
+    long one that a product which starts from b_sum would go on with"""
+    if PRECISION == "ieee":
+        b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
+        return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), b_sum)
+    else:
+        return tl.dot(b_x, b_y, b_sum, input_precision=PRECISION)
+
+
+@triton.jit
 def accumulate(
     p_k, p_v, p_mask, stride_k, stride_v, t_begin, t_end, o_c, m_c, b_k0, b_v0,
     MAP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -152,14 +163,14 @@ def accumulate(
                 b_k = feature_map(b_k.to(tl.float32), MAP)
             b_k = operand(b_k, DOT, PRECISION)
             b_v = operand(b_v, DOT, PRECISION)
-            b_k_sum = tl.dot(b_ones, b_k, b_k_sum, input_precision=PRECISION)
-            b_v_sum = tl.dot(b_ones, b_v, b_v_sum, input_precision=PRECISION)
+            b_k_sum = add_product(b_k_sum, b_ones, b_k, PRECISION)
+            b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
             if CENTRE:
                 b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
                 b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-                b_dk_sum = tl.dot(b_ones, b_k, b_dk_sum, input_precision=PRECISION)
-                b_dv_sum = tl.dot(b_ones, b_v, b_dv_sum, input_precision=PRECISION)
-            b_chunk = tl.dot(tl.trans(b_k), b_v, b_chunk, input_precision=PRECISION)
+                b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
+                b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
+            b_chunk = add_product(b_chunk, tl.trans(b_k), b_v, PRECISION)
         b_kv += b_chunk
     # Every row of a sum is the sum.
     b_k_sum = tl.max(b_k_sum, 0)

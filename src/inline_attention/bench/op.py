@@ -170,6 +170,15 @@ def choose_contenders(names: Sequence[str] | None, device: torch.device) -> list
     return names
 
 
+def draw_sets(case: Case, *, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
+    """On a GPU so many that none of them is still in the cache when its turn comes again."""
+    sets = 1
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        sets = max(2, math.ceil(4 * cache / (3 * case.elements * dtype.itemsize)))
+    return [Inputs.draw(case, device=device, dtype=dtype) for _ in range(sets)]
+
+
 def run_case(
     case: Case,
     *,
@@ -181,18 +190,14 @@ def run_case(
     effort: Effort,
 ) -> Iterator[list[OpResult]]:
     """The results of one direction after the other."""
-    unit = case.elements * dtype.itemsize
-    sets = 1
-    if device.type == "cuda":  # so many that none of them is still in the cache when its turn comes again
-        sets = max(2, math.ceil(4 * torch.cuda.get_device_properties(device).L2_cache_size / (3 * unit)))
-    inputs = [Inputs.draw(case, device=device, dtype=dtype) for _ in range(sets)]
+    inputs = draw_sets(case, device=device, dtype=dtype)
     for direction in directions:
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         in_graph: dict[str, bool] = {}
         errors: dict[str, str] = {}
         for name in contenders:
-            each = [_bind(CONTENDERS[name], x, direction) for x in inputs]
+            each = [bind(CONTENDERS[name], x, direction) for x in inputs]
             try:
                 each[0]()
                 peaks[name] = peak_memory(each[0], device)
@@ -204,14 +209,14 @@ def run_case(
         for name in contenders:
             timing = outcome.get(name, errors.get(name))
             if isinstance(timing, Timing):
-                timing = Timing(timing.median / sets, timing.low / sets, timing.high / sets, timing.samples)
+                timing = timing.shared(len(inputs))
             results.append(
                 OpResult(
                     case=str(case),
                     direction=direction,
                     contender=name,
                     timing=timing if isinstance(timing, Timing) else None,
-                    floor_seconds=FLOOR_UNITS[direction] * unit / bandwidth,
+                    floor_seconds=FLOOR_UNITS[direction] * case.elements * dtype.itemsize / bandwidth,
                     peak_bytes=peaks.get(name),
                     captured=in_graph.get(name, False),
                     error=timing if isinstance(timing, str) else None,
@@ -220,7 +225,8 @@ def run_case(
         yield results
 
 
-def _bind(contender: Contender, x: Inputs, direction: str) -> Call:
+def bind(contender: Contender, x: Inputs, direction: str) -> Call:
+    """The contender's call on these inputs, forward or forward and backward."""
     if direction == "forward":
 
         def forward() -> None:

@@ -32,6 +32,7 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
         sizes = sorted({size for speed in speeds.values() for size in speed})
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
+        axes.margins(y=0.1)  # for what is written above the highest point
         axes.set(title=f"{model}: {'training' if task == 'train' else 'inference'}", xlabel="side of the image, pixels")
         axes.set_ylabel("images a second")
         axes.grid(alpha=0.3)

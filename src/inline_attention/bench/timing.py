@@ -25,6 +25,10 @@ class Timing:
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, low, high, len(samples))
 
+    def shared(self, calls: int) -> "Timing":
+        """Of one of `calls` that were timed as one."""
+        return Timing(self.median / calls, self.low / calls, self.high / calls, self.samples)
+
 
 @dataclass(frozen=True)
 class Effort:

@@ -32,6 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     op.add_argument("--forward", action="store_true", help="only the forward")
     op.add_argument("--backward", action="store_true", help="only forward and backward together")
 
+    kernels = kinds.add_parser("kernels", parents=[common], help="the Triton kernels one by one, on a GPU")
+    kernels.add_argument("--case", nargs="+", metavar="CASE", help="as for op")
+
     model = kinds.add_parser("model", parents=[common], help="whole models")
     model.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
     sweep = kinds.add_parser("sweep", parents=[common], help="InLine-DeiT-T over resolutions")
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
-    run_kind = {"op": _run_op, "dense": _run_dense}.get(args.kind, _run_models)
+    run_kind = {"op": _run_op, "kernels": _run_kernels, "dense": _run_dense}.get(args.kind, _run_models)
     run_kind(args, facts, options)
 
 
@@ -119,6 +122,32 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             record.add(results)
             print(op.op_table([asdict(r) for r in results]), flush=True)
+
+
+def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+    from dataclasses import asdict
+
+    from inline_attention.bench import op
+    from inline_attention.bench.record import Record
+    from inline_attention.bench.timing import copy_bandwidth
+    from inline_attention.ops.backends import HAS_TRITON
+
+    device, dtype = options["device"], options["dtype"]
+    if device.type != "cuda" or not HAS_TRITON:
+        raise ValueError(
+            f"--device {device}: the kernels are Triton's and run on a GPU; `inline bench op` times the rest"
+        )
+    from inline_attention.bench import kernels
+
+    cases = [op.Case.parse(text) for text in args.case or op.GPU_CASES]
+    bandwidth = copy_bandwidth(device, effort=options["effort"])
+    facts["copy"] = f"{bandwidth / 1e9:.1f} GB/s"
+    _print_facts(facts)
+    record = Record("kernels", facts, args.json)
+    for case in cases:
+        results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
+        record.add(results)
+        print(kernels.kernel_table([asdict(r) for r in results]), flush=True)
 
 
 def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
@@ -186,6 +215,7 @@ def _log(line: str) -> None:
 
 def _print_records(paths: list[Path]) -> None:
     from inline_attention.bench.dense import dense_table
+    from inline_attention.bench.kernels import kernel_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
     from inline_attention.bench.record import read_record
@@ -195,6 +225,8 @@ def _print_records(paths: list[Path]) -> None:
         print(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")
         if kind == "op":
             text = op_table(results)
+        elif kind == "kernels":
+            text = kernel_table(results)
         elif kind == "dense":
             text = dense_table(results)
         else:

@@ -1,0 +1,75 @@
+"""The Triton kernels one by one: the time of each over the time that moving its bytes takes, a roofline of one roof."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .op import CONTENDERS, Case, bind, draw_sets
+from .record import table
+
+# What a kernel must read and write, in units of the bytes of one of q, k, v, where φ is the identity. What it has
+# beside that (states, sums, taps) does not grow with the tokens.
+UNITS = {
+    "forward_kernel": 4,  # q, k, v → out
+    "state_kernel": 2,  # k, v →
+    "finish_kernel": 0,
+    "output_kernel": 3,  # q, v → out
+    "backward_kernel": 7,  # q, k, v, g → dq, dk, dv
+    "grad_state_kernel": 3,  # q, v, g →
+    "grad_finish_kernel": 0,
+    "grad_kernel": 6,  # k, v, g → dq, dk, dv
+}
+REST = "everything else"
+TURNS = 16  # through the sets of inputs
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    """Of one kernel in one forward and backward, on inputs that are in no cache."""
+
+    case: str
+    kernel: str
+    seconds: float
+    units: int
+    floor_seconds: float
+
+
+def run_case(case: Case, *, device: torch.device, dtype: torch.dtype, bandwidth: float) -> list[KernelResult]:
+    calls = [bind(CONTENDERS["fused"], x, "forward+backward") for x in draw_sets(case, device=device, dtype=dtype)]
+    for call in calls:  # compiles
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(TURNS):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+    seconds: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        name = event.key if event.key in UNITS else REST
+        seconds[name] += event.self_device_time_total / 1e6 / (TURNS * len(calls))
+    unit = case.elements * dtype.itemsize
+    return [
+        KernelResult(str(case), name, seconds[name], units, units * unit / bandwidth)
+        for name, units in {**UNITS, REST: 0}.items()
+        if seconds[name]
+    ]
+
+
+def kernel_table(results: Sequence[dict]) -> str:
+    """A row a case and kernel."""
+    rows = []
+    for r in results:
+        floor = r["floor_seconds"]
+        rows.append([
+            r["case"],
+            r["kernel"],
+            f"{r['seconds'] * 1e6:.1f}",
+            str(r["units"] or ""),
+            f"{floor * 1e6:.1f}" if floor else "",
+            f"{r['seconds'] / floor:.2f}" if floor else "",
+        ])  # fmt: skip
+    return table(["batch, map, heads×d", "kernel", "µs", "units", "floor, µs", "× floor"], rows)

@@ -117,7 +117,8 @@ def inline_attention(
             part in the local residual.
         token_mask: (B, N) bool, True for a token that is present. Absent tokens count in no sum, are zero to the
             local residual, and their outputs are zero (where queries and keys are the same tokens).
-        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU, experimental; "auto", the reference.
+        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", the kernels where they can run (a
+            GPU with Triton, bfloat16, float16 or float32, heads of up to 128 channels), else the reference.
 
     Returns:
         (B, Nq, heads, d) in q's dtype.

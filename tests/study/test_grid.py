@@ -2,7 +2,7 @@
 
 import pytest
 
-from inline_attention.study.grid import GROUPS, MAIN, ROWS, WINDOWS, Run, build_runs
+from inline_attention.study.grid import DEEP, GROUPS, MAIN, MAIN_EPOCHS, PILOT_EPOCHS, ROWS, VARIANT_EPOCHS, WINDOWS, Run, build_runs
 from inline_attention.study.report import count_parameters
 from inline_attention.study.results import parse_name
 
@@ -11,7 +11,7 @@ def parameters(row: str) -> int:
     return count_parameters(Run("tiny_imagenet", row, 30, 0, 4))
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in WINDOWS])
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in WINDOWS | DEEP])
 def test_deit_rows_have_equal_parameters(row: str) -> None:
     assert parameters(row) == pytest.approx(parameters("softmax"), rel=0.01)
 
@@ -19,6 +19,12 @@ def test_deit_rows_have_equal_parameters(row: str) -> None:
 @pytest.mark.parametrize("row", WINDOWS)
 def test_swin_rows_have_equal_parameters(row: str) -> None:
     assert parameters(row) == pytest.approx(parameters("swin_window2"), rel=0.01)
+
+
+@pytest.mark.parametrize("row", DEEP)
+def test_deep_rows_have_equal_parameters(row: str) -> None:
+    assert parameters(row) == pytest.approx(parameters("softmax_deep"), rel=0.01)
+    assert parameters(row) > 1.9 * parameters("softmax")
 
 
 def test_three_models_fit_15_megabytes_in_half_precision() -> None:
@@ -32,6 +38,7 @@ def test_every_run_is_a_valid_command_and_has_its_own_name() -> None:
         config = run.config()
         assert config.schedule.epochs == run.epochs
         assert config.data.augment_on_device
+        assert config.run.compile == (run.dataset != "digits")
         assert parse_name(run.name) == run
 
 
@@ -41,8 +48,13 @@ def test_the_main_rows_have_three_seeds() -> None:
     assert {run.epochs for run in runs} == {40}
 
 
+def test_variants_and_main_rows_have_lengths_of_the_pilot() -> None:
+    """So that variants stand beside the main rows of their length, and the pilot's runs are the first seed's."""
+    assert {MAIN_EPOCHS, VARIANT_EPOCHS} <= set(PILOT_EPOCHS)
+
+
 def test_a_run_of_two_groups_is_made_once() -> None:
-    runs = build_runs(["pilot", "main"], main_epochs=30)
+    runs = build_runs(["pilot", "main"])
     assert len(runs) == len(set(runs)) == 15 + 15 - 5
 
 

@@ -12,7 +12,7 @@ import pytest
 from inline_attention.cli import main
 from inline_attention.study.claims import NOT_MEASURED, NOT_TESTABLE
 from inline_attention.study.grid import CHECK_EPOCHS, Run
-from inline_attention.study.runner import GridRunner, has_failed, is_finished, wall_seconds
+from inline_attention.study.runner import GridRunner, has_failed, is_finished
 
 SHORT = ["schedule.epochs=2"]
 ROWS = ["linear", "inline"]
@@ -37,13 +37,17 @@ def test_finished_runs_are_not_made_again(grid: Path) -> None:
 
 
 def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
-    """The finished ones say how long an epoch takes."""
-    long = Run("digits", "softmax", 100_000, 0, 2)
+    """The finished ones say how long a start and an epoch take."""
+    long, of_a_row = Run("digits", "softmax", 100_000, 0, 2), Run("digits", ROWS[0], 100_000, 0, 2)
     lines: list[str] = []
     runner = GridRunner(grid, paths={"digits": "digits"}, minutes=1, whole_runs=True, tell=lines.append)
-    assert runner.expected_seconds(long) == pytest.approx(
-        max(wall_seconds(grid / run.name) for run in RUNS) / CHECK_EPOCHS * 100_000
-    )
+    walls = [json.loads((grid / run.name / "wall.json").read_text()) for run in RUNS]
+    assert all(0 < wall["under_way"] < wall["seconds"] for wall in walls)
+    epochs = [(wall["seconds"] - wall["under_way"]) / CHECK_EPOCHS for wall in walls]
+    slowest = max(wall["under_way"] for wall in walls) + 100_000 * max(epochs)
+    assert runner.expected_seconds(long) == pytest.approx(slowest)
+    assert runner.expected_seconds(of_a_row) == pytest.approx(walls[0]["under_way"] + 100_000 * epochs[0])
+    assert runner.expected_seconds(Run("tiny_imagenet", "softmax", 20, 0, 4)) is None
     assert runner.make([long]).left == [long.name]
     assert not (grid / long.name).exists()
     assert lines == ["1 runs are left, none of which would end in time"]

@@ -59,7 +59,8 @@ class AffineMap(nn.Module):
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bnhi,hoi->bnho", x, self.weight) + self.bias
+        y = torch.einsum("bnhi,hoi->bnho", x, self.weight)
+        return y + self.bias.to(y.dtype)  # which autocast would widen to its own
 
 
 def unstack(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

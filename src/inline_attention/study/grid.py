@@ -54,12 +54,12 @@ class Dataset:
 
 DATASETS = {
     "tiny_imagenet": Dataset("Tiny ImageNet, 100 classes, 64 px", {"data.img_size": 64}, 100, patches=(4,)),
-    "imagenette": Dataset("Imagenette, 10 classes, 128 px", {"data.img_size": 128}, 10, patches=(16, 8, 4)),
+    "imagenette": Dataset("Imagenette, 10 classes, 128 px", {"data.img_size": 128}, 10, patches=(4, 8, 16)),
     # The whole chain in a minute or two, on the embedded digits.
     "digits": Dataset(
         "digits, 10 classes, 8 px",
         {"data.img_size": 8, "data.in_chans": 1, "data.batch_size": 64, "data.hflip": 0.0, "data.workers": 0,
-         "log.every_steps": 21, "optim.lr": 1.6e-2, "schedule.warmup_epochs": 1},
+         "log.every_steps": 21, "optim.lr": 1.6e-2, "run.compile": False},
         10,
         patches=(2,),
         deit={"embed_dim": 32, "depth": 2, "num_heads": 2},
@@ -114,8 +114,12 @@ BASELINES = {
     "enhanced": _deit("Enhanced", attention="enhanced", mlp_ratio=4.4),
     "focused": _deit("Focused", attention="focused", mlp_ratio=3.7),
 }
-ROWS = {**MAIN, **FEATURE_MAPS, **WINDOWS, **BASELINES}
-assert len(ROWS) == len(MAIN) + len(FEATURE_MAPS) + len(WINDOWS) + len(BASELINES)
+DEEP = {
+    f"{name}_deep": Row(f"{MAIN[name].title}, twice as deep", {**MAIN[name].kwargs, "depth": 2 * DEIT["depth"]})
+    for name in ("softmax", "linear", "inline")
+}
+ROWS = {**MAIN, **FEATURE_MAPS, **BASELINES, **WINDOWS, **DEEP}
+assert len(ROWS) == sum(map(len, (MAIN, FEATURE_MAPS, BASELINES, WINDOWS, DEEP)))
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class Run:
             "model.name": row.model,
             "model.kwargs": kwargs,
             "schedule.epochs": self.epochs,
+            "schedule.warmup_epochs": max(1, self.epochs / 20),
             **dataset.settings,
         }
         return [f"{key}={_yaml(value)}" for key, value in values.items()]
@@ -165,13 +170,15 @@ def _yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("\n...\n").strip()
 
 
-GROUPS = ("pilot", "main", "tokens", "feature_maps", "windows", "baselines", "check")
+# In the order in which they are made: what the verdicts rest on first.
+GROUPS = ("pilot", "main", "tokens", "feature_maps", "baselines", "windows", "deep", "long", "check")
 DEFAULT_GROUPS = GROUPS[:-1]
-MAIN_EPOCHS = 60  # chosen by the pilot
-PILOT_EPOCHS = (15, 30, 120)
-VARIANT_EPOCHS = 30
+PILOT_EPOCHS = (10, 20, 40)  # short ones first: they tell how long the others will take
+MAIN_EPOCHS = 40  # one of the pilot's, whose runs are then the first seed's
+VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that length
+TOKENS_EPOCHS = 40
+LONG_EPOCHS = 120
 CHECK_EPOCHS = 8
-TOKENS_EPOCHS = 60
 SEEDS = (0, 1, 2)
 
 
@@ -196,5 +203,7 @@ def _group(group: str, *, main_epochs: int) -> list[Run]:
     if group == "tokens":
         patches = DATASETS["imagenette"].patches
         return [Run("imagenette", row, TOKENS_EPOCHS, 0, patch) for patch in patches for row in MAIN]
-    rows = {"feature_maps": FEATURE_MAPS, "windows": WINDOWS, "baselines": BASELINES}[group]
+    if group == "long":
+        return [Run("tiny_imagenet", row, LONG_EPOCHS, 0, 4) for row in ("softmax", "linear", "inline")]
+    rows = {"feature_maps": FEATURE_MAPS, "baselines": BASELINES, "windows": WINDOWS, "deep": DEEP}[group]
     return [Run("tiny_imagenet", row, VARIANT_EPOCHS, 0, 4) for row in rows]

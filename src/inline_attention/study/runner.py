@@ -20,7 +20,7 @@ from inline_attention.training.report import METRICS, SUMMARY
 SESSIONS = "sessions.jsonl"  # one line a call: when, how long, how many at a time, what it finished
 FAILURE = "failure.txt"  # of a run that ended by itself without a result, a diverged one for example
 LOG = "log.txt"
-WALL = "wall.json"  # seconds from start to end, summed over the starts of a run
+WALL = "wall.json"  # seconds from start to end, and until the first epoch was under way, summed over a run's starts
 STOP_SECONDS = 25.0  # that a run gets to finish its update and save
 POLL_SECONDS = 0.5
 
@@ -34,8 +34,12 @@ def has_failed(folder: Path) -> bool:
 
 
 def wall_seconds(folder: Path) -> float:
+    return _wall(folder).get("seconds", 0.0)
+
+
+def _wall(folder: Path) -> dict[str, float]:
     path = folder / WALL
-    return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @dataclass
@@ -52,6 +56,8 @@ class _Job:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     started: float
+    records: float  # when its metrics were written last before that; 0: never
+    under_way: float | None = None  # seconds from the start to the first record
     stopped: bool = False  # by us
 
 
@@ -144,6 +150,9 @@ class GridRunner:
                 if pending:
                     self.tell(f"{len(pending)} runs are left, none of which would end in time")
                 return
+            for job in self.running:
+                if job.under_way is None and _written(self.out / job.run.name) > job.records:
+                    job.under_way = time.monotonic() - job.started
             if self.show is not None:
                 self.show(
                     {job.run.name: _epoch(self.out / job.run.name) for job in self.running}, self.done, self.total
@@ -160,13 +169,21 @@ class GridRunner:
         return None
 
     def expected_seconds(self, run: Run) -> float | None:
-        """What is left of a run, by the longest finished ones on the same data with as many tokens."""
-        rates: dict[int, float] = {}  # seconds an epoch by the number of epochs
-        for folder in self.out.glob(f"{run.dataset}-p{run.patch}-e*"):
-            if is_finished(folder) and (seconds := wall_seconds(folder)):
-                epochs = int(folder.name.split("-e")[1].split("-")[0])
-                rates[epochs] = max(seconds / epochs, rates.get(epochs, 0.0))
-        return rates[max(rates)] * run.epochs - wall_seconds(self.out / run.name) if rates else None
+        """What is left of a run, by finished ones on the same data with as many tokens, of the same row where there
+        are any; None: there are none. A start (processes, images, compilation) takes as long whatever the length."""
+        same = f"{run.dataset}-p{run.patch}-e*"
+        walls: dict[Path, dict[str, float]] = {}
+        for pattern in (f"{same}-{run.row}-s*", same):
+            walls = walls or {folder: _wall(folder) for folder in self.out.glob(pattern) if is_finished(folder)}
+        measured = {folder: wall for folder, wall in walls.items() if wall}
+        if not measured:
+            return None
+        start = max(wall["under_way"] for wall in measured.values())
+        epoch = max(
+            (wall["seconds"] - wall["under_way"]) / int(folder.name.split("-e")[1].split("-")[0])
+            for folder, wall in measured.items()
+        )
+        return start + epoch * (run.epochs - (_epoch(self.out / run.name) or 0))
 
     def _start(self, run: Run) -> None:
         folder = self.out / run.name
@@ -180,14 +197,17 @@ class GridRunner:
             [sys.executable, "-m", "inline_attention", *arguments],
             stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        self.running.append(_Job(run, process, log, time.monotonic()))
+        self.running.append(_Job(run, process, log, time.monotonic(), records=_written(folder)))
 
     def _end(self, job: _Job) -> None:
         self.running.remove(job)
         job.log.close()
         folder, name = self.out / job.run.name, job.run.name
-        seconds = wall_seconds(folder) + time.monotonic() - job.started
-        (folder / WALL).write_text(json.dumps({"seconds": round(seconds, 1), "jobs": self.jobs}))
+        before, now = _wall(folder), time.monotonic() - job.started
+        seconds = before.get("seconds", 0.0) + now
+        under_way = before.get("under_way", 0.0) + (now if job.under_way is None else job.under_way)
+        wall = {"seconds": round(seconds, 1), "under_way": round(under_way, 1), "jobs": self.jobs}
+        (folder / WALL).write_text(json.dumps(wall))
         if is_finished(folder):
             self.done += 1
             self.outcome.finished.append(name)
@@ -223,6 +243,13 @@ def _epoch(folder: Path) -> float | None:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         return float(json.loads((folder / METRICS).read_text().splitlines()[-1])["epoch"])
     return None
+
+
+def _written(folder: Path) -> float:
+    """When the metrics of a run were written last; 0: never."""
+    with contextlib.suppress(OSError):
+        return (folder / METRICS).stat().st_mtime
+    return 0.0
 
 
 @contextlib.contextmanager

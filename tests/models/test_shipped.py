@@ -43,7 +43,15 @@ def make_data(root: Path) -> None:
 def train(name: str, root: Path) -> Path:
     recipe = dict(
         model=dict(name=name),
-        data=dict(path=str(root / "data"), img_size=64, augment=False, mixup=0, cutmix=0, eval_transform="resize"),
+        data=dict(
+            path=str(root / "data"),
+            img_size=64,
+            augment=False,
+            mixup=0,
+            cutmix=0,
+            eval_transform="resize",
+            interpolation="bilinear",
+        ),
         optim=dict(lr=2e-3, rate_batch=50),
         schedule=dict(epochs=3, warmup_epochs=0),
         log=dict(tensorboard=False),
@@ -140,13 +148,16 @@ def test_only_a_model_of_the_same_kind_is_packed(runs: dict[str, Path], tmp_path
         about |= {"preprocessing": preprocessing(prepared)} if prepared else {}
         return save_weights(create_model("linear_deit_study", **options), tmp_path / "x.safetensors", metadata=about)
 
-    as_registered = DataConfig(eval_transform="resize")
+    as_registered = DataConfig(eval_transform="resize", interpolation="bilinear")
     packing(saved(as_registered, drop_path_rate=0.1))
+    packing(saved(as_registered, feature_map="relu", local_residual=False))  # what it has by itself
     for prepared, options, message in (
         (as_registered, dict(embed_dim=32), "has embed_dim=32, and linear_deit_study has embed_dim=16"),
         (as_registered, dict(img_size=32), r"has img_size=\(32, 32\)"),
-        (as_registered, dict(feature_map="exp"), "has feature_map=exp"),
-        (DataConfig(), {}, "evaluated with eval_transform=published"),
+        (as_registered, dict(feature_map="exp"), r"has feature_map=\['exp', 'exp'\], and linear_deit_study has"),
+        (as_registered, dict(local_residual=True), r"has local_residual=\[True, True\]"),
+        (DataConfig(interpolation="bilinear"), {}, "evaluated with eval_transform=published"),
+        (DataConfig(eval_transform="resize"), {}, "evaluated with interpolation=bicubic"),
         (DataConfig(eval_transform="resize", mean=[0.5] * 3, std=[0.5] * 3), {}, "evaluated with mean="),
         (None, {}, "does not say its preprocessing"),
     ):

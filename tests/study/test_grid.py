@@ -2,7 +2,18 @@
 
 import pytest
 
-from inline_attention.study.grid import DEEP, GROUPS, MAIN, MAIN_EPOCHS, PILOT_EPOCHS, ROWS, VARIANT_EPOCHS, WINDOWS, Run, build_runs
+from inline_attention.study.grid import (
+    DEEP,
+    GROUPS,
+    MAIN,
+    MAIN_EPOCHS,
+    PILOT_EPOCHS,
+    ROWS,
+    VARIANT_EPOCHS,
+    WINDOWS,
+    Run,
+    build_runs,
+)
 from inline_attention.study.report import count_parameters
 from inline_attention.study.results import parse_name
 

@@ -53,8 +53,9 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     assert lines == ["1 runs are left, none of which would end in time"]
 
 
-def test_report(grid: Path) -> None:
-    assert main(["study", "report", str(grid), "--max-images", "10", "--device", "cpu"]) == 0
+def test_report(grid: Path, tmp_path: Path) -> None:
+    command = ["study", "report", str(grid), "--max-images", "10", "--device", "cpu", "--docs", str(tmp_path)]
+    assert main(command) == 0
     results = json.loads((grid / "results.json").read_text())
     (setting,) = results["settings"]
     assert (setting["dataset"], setting["tokens"]) == ("digits", 17)
@@ -74,6 +75,11 @@ def test_report(grid: Path) -> None:
     for name in ("curves.png", "speed.png", "causes.png"):
         assert (grid / name).stat().st_size > 5000
         assert f"({name})" in page
+    linked = (tmp_path / "results.md").read_text()
+    for name in ("curves", "speed", "causes"):
+        assert f"(images/study-{name}.png)" in linked
+        assert (tmp_path / "images" / f"study-{name}.png").read_bytes() == (grid / f"{name}.png").read_bytes()
+    assert json.loads((tmp_path / "results" / "study.json").read_text()) == results
 
 
 def test_what_fails_is_noted_and_not_tried_again(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The paper's argument on a small scale: probes of one layer, a grid of trained models, a report of both.
 
 `probes` needs minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`; it can be
-stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there.
+stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there, `pack` the
+weights that come with the package.
 """
 
 import argparse
@@ -47,8 +48,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--no-analyses", action="store_true", help="leave out what needs weights and images")
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
     report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
+    report.add_argument("--docs", metavar="FOLDER", help="write a page of the documentation besides")
     report.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
     report.set_defaults(study=run_report)
+
+    pack = parts.add_parser("pack", help="make the package's weights of the three models it ships")
+    pack.add_argument("out", metavar="DIR", help="what `train` was given as --out")
+    pack.add_argument("--to", metavar="FOLDER", help="where to write them (default: into the package)")
+    pack.set_defaults(study=run_pack)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +123,7 @@ def run_report(args: argparse.Namespace) -> int:
     from inline_attention.bench.timing import Effort
     from inline_attention.cli._output import choose_device
     from inline_attention.study import measures
-    from inline_attention.study.report import write_report
+    from inline_attention.study.report import write_docs, write_report
     from inline_attention.study.results import collect
     from inline_attention.study.runner import dataset_paths
 
@@ -132,8 +139,21 @@ def run_report(args: argparse.Namespace) -> int:
     if not args.no_speed:
         runs = [result.run for result in results.runs]
         measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=tell)
-    for path in write_report(collect(out), out):
+    results = collect(out)
+    files = write_report(results, out)
+    if args.docs:
+        files += write_docs(results, [path for path in files if path.suffix == ".png"], Path(args.docs))
+    for path in files:
         print(path)
+    return 0
+
+
+def run_pack(args: argparse.Namespace) -> int:
+    from inline_attention.study.package import pack_models
+    from inline_attention.study.results import collect
+
+    for path in pack_models(collect(Path(args.out)), folder=args.to):
+        print(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
     return 0
 
 

@@ -228,6 +228,7 @@ default_cfgs |= registry.default_cfgs(
     input_size=STUDY["img_size"],
     num_classes=STUDY["num_classes"],
     crop_pct=1.0,
+    interpolation="bilinear",
     paper_ids=None,
     paper_name=None,
 )

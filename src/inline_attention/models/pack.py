@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+from inline_attention.layers.attention import Attention
+
 from . import shipped
 from ._base import VisionModel
 from ._checkpoint import Checkpoint, errors_name, open_checkpoint
 from .registry import create_model
 from .weights import build_as_saved, load_checkpoint, save_weights
 
-# What changes training and not the trained model.
+# What changes training and not the trained model, and choices that each attention has a default for.
 _TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
+_RESOLVED_ARGUMENTS = ("feature_map", "local_residual")
 
 
 def pack_weights(
@@ -86,7 +89,11 @@ def _as_registered(checkpoint: Checkpoint, name: str) -> VisionModel:
 
 
 def _architecture(model: VisionModel) -> dict[str, Any]:
-    given = {key: value for key, value in model.config.items() if key not in _TRAINING_ARGUMENTS}
+    left_out = (*_TRAINING_ARGUMENTS, *_RESOLVED_ARGUMENTS)
+    given = {key: value for key, value in model.config.items() if key not in left_out}
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    given["feature_map"] = [f"affine {a.feature_map}" if a.affine else a.feature_map for a in attentions]
+    given["local_residual"] = [a.local is not None for a in attentions]
     parsed = dict(attention=model.attention, img_size=model.img_size, num_classes=model.num_classes)
     channels = dict(in_chans=model.in_chans, global_pool=model.global_pool)
     return {"family": type(model).__name__, **given, **parsed, **channels}

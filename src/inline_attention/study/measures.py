@@ -22,7 +22,7 @@ from inline_attention.study.results import ANALYSIS, SPEED, run_folders
 from inline_attention.study.runner import is_finished
 from inline_attention.training.classifier import load_classifier
 
-IMAGES = 200  # evenly spaced in the validation split
+IMAGES = 200  # evenly spaced in the validation split; a fifth of them above MANY_TOKENS
 RANK_IMAGES = 10  # singular values take by far the longest; a tenth of them above MANY_TOKENS
 MANY_TOKENS = 300
 MASKED_SIDES = (3, 5, 7)
@@ -30,7 +30,8 @@ SPEED_BATCH = {"cuda": 256}  # by device; 16 elsewhere
 
 
 def weights_file(folder: Path) -> Path:
-    return folder / "checkpoints" / "best.safetensors"
+    """Of the last epoch, as the accuracies in tables are."""
+    return folder / "checkpoints" / "last.safetensors"
 
 
 def analyse_runs(
@@ -49,7 +50,8 @@ def analyse_runs(
         if run.dataset not in paths:
             raise ValueError(f"{run.name} needs its images to be analysed: give --data {run.dataset}=FOLDER")
         tell(f"analysing {run.name}")
-        found = analyse_model(weights_file(folder), path=paths[run.dataset], device=device, images=images)
+        few = images if run.tokens < MANY_TOKENS else max(1, images // 5)
+        found = analyse_model(weights_file(folder), path=paths[run.dataset], device=device, images=few)
         (folder / ANALYSIS).write_text(json.dumps(found))
 
 

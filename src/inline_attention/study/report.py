@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,36 @@ def write_report(results: Results, out: Path) -> list[Path]:
     """All files, in `out`. Figures are made where there is something to draw."""
     claims = judge(results)
     figures = _draw(results, out)
-    (out / RESULTS).write_text(json.dumps(to_json(results, claims), indent=1, ensure_ascii=False) + "\n")
+    (out / RESULTS).write_text(_dump(results, claims))
     (out / PAGE).write_text(page(results, claims, [path.name for path in figures]))
     return [out / RESULTS, out / PAGE, *figures]
+
+
+def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Path]:
+    """The same as a page of the documentation: DOCS/results.md, DOCS/results/study.json, DOCS/images/study-….png"""
+    claims = judge(results)
+    for folder in ("results", "images"):
+        (docs / folder).mkdir(parents=True, exist_ok=True)
+    copies = [docs / "images" / f"study-{path.name}" for path in figures]
+    for source, copy in zip(figures, copies, strict=True):
+        shutil.copyfile(source, copy)
+    numbers, target = docs / "results" / "study.json", docs / PAGE
+    numbers.write_text(_dump(results, claims))
+    links = [path.relative_to(docs).as_posix() for path in copies]
+    target.write_text(f"{_HEAD}\n{page(results, claims, links)}")
+    return [target, numbers, *copies]
+
+
+_HEAD = """# Results
+
+What [the study](study.md) measured, as `inline study report DIR --docs docs` writes it.
+[All numbers](results/study.json) come with the command, seeds, commit and machine of each row. Top-1 is that after the
+last epoch, with the standard deviation over seeds.
+"""
+
+
+def _dump(results: Results, claims: Sequence[Claim]) -> str:
+    return json.dumps(to_json(results, claims), indent=1, ensure_ascii=False) + "\n"
 
 
 # Numbers
@@ -136,12 +164,13 @@ def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
 
 
 def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
-    """Markdown; figures are beside it."""
-    parts = ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
+    """Markdown; `figures` are links."""
+    main = results.main_setting
+    parts = [] if main is None else [f"## In short\n\n{main}.\n", front_table(results, main)]
+    parts += ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
                                    [[c.claim, c.measured or "–", c.verdict, c.rule] for c in claims])]  # fmt: skip
     if results.probes is not None:
         parts += ["## Probes\n", "Command: `inline study probes`\n", probe_table(results.probes)]
-    main = results.main_setting
     for setting in sorted(results.settings, key=lambda s: s != main):
         parts += [f"## {setting}\n", setting_table(results, setting)]
     if results.failures:
@@ -151,8 +180,20 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         example = results.find(main, "inline") if main is not None else None
         parts.append(f"The runs took {results.device_seconds / 60:.0f} minutes of one device in all.\n")
         parts.append(f"A row again:\n\n```\n{remake(example or results.runs[0])}\n```\n")
-    parts += [f"![{name.removesuffix('.png')}]({name})\n" for name in figures]
+    parts += [f"![{Path(link).stem}]({link})\n" for link in figures]
     return "\n".join(parts)
+
+
+def front_table(results: Results, setting: Setting) -> str:
+    """The main rows in a few columns: what a first page has room for."""
+    speeds = {point["title"]: point for point in speed_points(results, setting)}
+    lines = []
+    for row, sample in results.rows(setting).items():
+        if row in MAIN:
+            speed = speeds.get(ROWS[row].title, {})
+            rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
+            lines.append([ROWS[row].title, str(sample), len(sample.values), *rates])
+    return _table(["model", "top-1 (%)", "seeds", "training, images/s", "inference, images/s"], lines)
 
 
 def setting_table(results: Results, setting: Setting) -> str:

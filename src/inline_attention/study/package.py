@@ -26,6 +26,10 @@ def pack_models(results: Results, *, folder: str | os.PathLike[str] | None = Non
         if not weights_file(result.folder).exists():
             raise ValueError(f"{weights_file(result.folder)} is missing: {name} is made from it")
         data = f"{DATASETS[setting.dataset].title}; top-1 after the last epoch, of {result.images:,} validation images"
-        options = dict(data=data, seed=result.run.seed, recipe=remake(result), top1=result.top1, folder=folder)
-        files.append(pack_weights(weights_file(result.folder), name=name, **options))
+        weights, seed = weights_file(result.folder), result.run.seed
+        files.append(
+            pack_weights(
+                weights, name=name, data=data, seed=seed, recipe=remake(result), top1=result.top1, folder=folder
+            )
+        )
     return files

@@ -72,6 +72,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert {claim["verdict"] for claim in results["claims"]} == {NOT_MEASURED, NOT_TESTABLE}
     page = (grid / "results.md").read_text()
     assert "| InLine (with residual) |" in page
+    assert f"eager (not compiled), fp32, 16 images at a time, on {results['speed']['machine']}" in page
     for name in ("curves.png", "speed.png", "causes.png"):
         assert (grid / name).stat().st_size > 5000
         assert f"({name})" in page

@@ -167,6 +167,7 @@ def measure_speed(
                 entry[f"{key}_peak_bytes"] = peak
     return {
         "machine": machine_name(device),
+        "mode": EAGER,
         "precision": "bf16" if wide else "fp32",
         "environment": describe_environment(),
         "rows": to_plain(rows),

@@ -167,6 +167,13 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     """Markdown; `figures` are links."""
     main = results.main_setting
     parts = [] if main is None else [f"## In short\n\n{main}.\n", front_table(results, main)]
+    if results.speed is not None:
+        speed = results.speed
+        batch = max(row["batch"] for row in speed["rows"].values())
+        parts.append(
+            f"Images a second: each model alone, {speed['mode']} (not compiled), {speed['precision']}, "
+            f"{batch} images at a time, on {speed['machine']}.\n"
+        )
     parts += ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
                                    [[c.claim, c.measured or "–", c.verdict, c.rule] for c in claims])]  # fmt: skip
     if results.probes is not None:

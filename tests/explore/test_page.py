@@ -266,14 +266,12 @@ def test_two_visitors(open_page: Callable[..., Any], tmp_path: Path) -> None:
         path.write_bytes(picture_file(64, 64, seed=seed))
         page.set_input_files("#image-file", path)
         expect(page.locator("#image-status")).to_have_text(f"“{seed}.png” is loaded.")
-        page.wait_for_timeout(500)  # the page asks for its maps a moment later
         settled(page)
         pictures.append(map_painted(page, "inline"))
     assert pictures[0] != pictures[1]
     for page, picture in zip(pages, pictures, strict=True):
         page.check("#image-residual")
         page.uncheck("#image-residual")
-        page.wait_for_timeout(500)  # the page asks for its maps a moment later
         settled(page)
         assert map_painted(page, "inline") == picture
 

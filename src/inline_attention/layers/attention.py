@@ -19,6 +19,7 @@ from inline_attention.ops import (
 )
 from inline_attention.ops.attention import Backend
 from inline_attention.ops.feature_maps import get_feature_map
+from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.tracing import is_exporting
 
 from .local import TAPS, LocalKernel, LocalTerm
@@ -193,6 +194,7 @@ class Attention(nn.Module):
         Returns:
             (B, N, C)
         """
+        x = x.to(product_dtype(x))  # for the mean token too: compiled, a norm's output is then written once
         projections = self.project(x, grid)
         local_weight = self.local_weight(x, token_mean, token_mask)
         return self.merge(self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight))

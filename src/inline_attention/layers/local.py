@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from inline_attention.ops import backends
+
 TAPS = 9
 
 
@@ -55,6 +57,10 @@ class LocalKernel(nn.Module):
     def forward(self, token_mean: Tensor) -> Tensor:
         """The mean token (B, C) → kernels (B, heads, d, 9)"""
         x = token_mean.unflatten(1, (self.num_heads, -1))
+        if backends.choose("auto", (x,)) == "triton":
+            return backends.fused_taps.make_taps(
+                token_mean, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
+            )
         return self.fc2(F.gelu(self.fc1(x))).unflatten(2, (-1, TAPS))
 
 

@@ -9,10 +9,11 @@ from .tracing import is_exporting
 
 # Imported here and not where it is used: torch.compile cannot trace an import that registers operators.
 fused: Any
+fused_taps: Any
 try:
-    from . import fused
+    from . import fused, fused_taps
 except ImportError:  # no Triton
-    fused = None
+    fused = fused_taps = None
 
 HAS_TRITON = fused is not None
 BACKENDS = ("triton", "reference")

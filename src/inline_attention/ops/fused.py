@@ -106,7 +106,7 @@ def _common(plan: Plan, mask: Tensor | None, sequences: Tensor | None, feature_m
     )
 
 
-def _products(dtype: torch.dtype) -> dict[str, Any]:
+def dot_settings(dtype: torch.dtype) -> dict[str, Any]:
     """In what matrices are multiplied: float16 numbers fit in tf32, and a state that is too large for float16 too."""
     if dtype == torch.bfloat16:
         return dict(DOT=tl.bfloat16, PRECISION="tf32")
@@ -139,7 +139,7 @@ def _strides(packed: bool, *tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in (0 if packed else x.stride(0), x.stride(1))]
 
 
-def _launch(kernel: Any, grid: tuple[int, ...]) -> Any:
+def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
     return (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[grid]
 
 
@@ -198,11 +198,11 @@ def run_forward(
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     count = _count(token_mask)
     common = _common(plan, token_mask, sequences, feature_map)
-    products = _products(q.dtype)
+    products = dot_settings(q.dtype)
     centre = q.dtype == torch.float32
     mask_q = token_mask is not None and plan.queries == plan.tokens
     if plan.fused:
-        _launch(forward.forward_kernel, (plan.programs,))(
+        launch(forward.forward_kernel, (plan.programs,))(
             q, k, v, taps, mask, count, sequences, out, state, means,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(packed, q, k, v, out),
@@ -213,18 +213,18 @@ def run_forward(
     size = plan.block_channels * (plan.block_channels + 4)
     parts = _parts(plan, CONFIG.state_programs, q.device)
     sums = torch.empty((plan.programs, parts, size), dtype=torch.float32, device=q.device)
-    _launch(forward.state_kernel, (plan.programs, parts))(
+    launch(forward.state_kernel, (plan.programs, parts))(
         k, v, mask, sequences, sums, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
         **common, **products, CENTRE=centre, **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
     common.pop("MAP")
-    _launch(forward.finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
+    launch(forward.finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
         sums, count, sequences, state, means, plan.tokens, height, width, scale, parts, plan.blocks, channels,
         **common, **block, CENTRE=centre,
     )  # fmt: skip
     tiles = make_tiles(plan, columns=CONFIG.output_columns, local=local, packed=packed)
-    _launch(forward.output_kernel, (plan.programs, tiles.number))(
+    launch(forward.output_kernel, (plan.programs, tiles.number))(
         q, v, taps, mask, sequences, out, state, means,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
         *_strides(packed, q, v, out), MAP=feature_map,
@@ -283,11 +283,11 @@ def run_backward(
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     count = _count(token_mask)
     common = _common(plan, token_mask, sequences, feature_map)
-    products = _products(q.dtype)
+    products = dot_settings(q.dtype)
     mask_q = token_mask is not None and plan.queries == plan.tokens
     strides = _strides(packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
     if plan.fused:
-        _launch(backward.backward_kernel, (plan.programs,))(
+        launch(backward.backward_kernel, (plan.programs,))(
             q, k, v, taps, g, mask, count, sequences, state, means, *grad_tensors, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
             **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=tile_columns(width),
@@ -299,7 +299,7 @@ def run_backward(
     sums = torch.empty((plan.programs, parts, size), dtype=torch.float32, device=q.device)
     grad_state = torch.empty(state.shape, dtype=torch.float32, device=q.device)
     grad_mean = torch.empty((plan.batch, channels), dtype=torch.float32, device=q.device)
-    _launch(backward.grad_state_kernel, (plan.programs, parts))(
+    launch(backward.grad_state_kernel, (plan.programs, parts))(
         q, v, g, mask, sequences, sums,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(packed, q, v, g),
@@ -307,14 +307,14 @@ def run_backward(
         **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
-    _launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
+    launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
         sums, count, sequences, grad_state, grad_mean, grad_taps,
         plan.tokens, height, width, scale, parts, plan.blocks, channels,
         **common, **block, LOCAL=local,
     )  # fmt: skip
     columns = tile_columns(width)
     tiles = make_tiles(plan, columns=columns, local=local, packed=packed)
-    _launch(backward.grad_kernel, (plan.programs, tiles.number))(
+    launch(backward.grad_kernel, (plan.programs, tiles.number))(
         q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, *grad_tensors,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
         **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns,
@@ -325,10 +325,10 @@ def run_backward(
 
 # As `triton_op` the launches are visible to torch.compile, which inlines them: no Python runs between the kernels. The
 # interpreter cannot trace them, and gets an operator that is opaque instead.
-_register: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+register: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
 
 
-@_register("inline_attention::forward", mutates_args=())
+@register("inline_attention::forward", mutates_args=())
 def _forward_op(
     sources: Sequence[Tensor],
     taps: Tensor | None,
@@ -344,7 +344,7 @@ def _forward_op(
     return run_forward(sources, taps, token_mask, sequences, feature_map, scale, height, width, num_prefix_tokens, save)
 
 
-@_register("inline_attention::backward", mutates_args=())
+@register("inline_attention::backward", mutates_args=())
 def _backward_op(
     grad_out: Tensor,
     sources: Sequence[Tensor],

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .feature_maps import FeatureMap, get_feature_map
 from .local import local_sum, local_sum_backward
+from .precision import is_autocast_on
 from .tracing import is_exporting
 
 
@@ -31,15 +32,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# Asked once: torch.compile of PyTorch 2.11 and before breaks its graph at the question.
-_WITH_AUTOCAST = frozenset(
-    kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
-)
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Nothing to switch off where autocast is off: a graph exported there carries no such region."""
-    if device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type):
+    if is_autocast_on(device):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

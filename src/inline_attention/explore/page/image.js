@@ -163,6 +163,7 @@ function select(x, y) {
   update();
 }
 
+/** Shows a picture and asks for its maps; false if the server has it no longer. */
 async function usePicture(picture) {
   const image = new Image();
   image.src = `/pictures/${picture}`;
@@ -170,7 +171,7 @@ async function usePicture(picture) {
     await image.decode();
   } catch {
     say("The picture is no longer on the server; load it again.", { error: true });
-    return;
+    return false;
   }
   photo = image;
   state.picture = picture;
@@ -179,6 +180,7 @@ async function usePicture(picture) {
   }
   panels.forEach((panel) => (panel.map = null));
   update();
+  return true;
 }
 
 async function upload(file) {
@@ -194,8 +196,7 @@ async function upload(file) {
       body: file,
       headers: { "Content-Type": "application/octet-stream" },
     });
-    say(`“${file.name}” is loaded.`);
-    await usePicture(picture);
+    if (await usePicture(picture)) say(`“${file.name}” is loaded.`);
   } catch (error) {
     say(`“${file.name}”: ${error.message}`, { error: true });
   }

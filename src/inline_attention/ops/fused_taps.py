@@ -1,0 +1,73 @@
+"""The taps of the local residual from the mean token in one launch: a two-layer perceptron per head."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from .fused import dot_settings, launch, register
+from .kernels.taps import taps_kernel
+from .local import TAPS
+from .precision import product_dtype
+
+SAMPLES = 16  # a program
+OUTPUTS = 32  # a step of a program
+
+
+@register("inline_attention::taps", mutates_args=())
+def _taps_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
+    batch, (heads, head_dim) = mean.shape[0], b1.shape
+    out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
+    launch(taps_kernel, (heads, triton.cdiv(batch, SAMPLES)))(
+        mean, w1, b1, w2, b2, out, batch, mean.stride(0),
+        HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
+        **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,
+    )  # fmt: skip
+    return out
+
+
+@_taps_op.register_fake
+def _(mean, w1, b1, w2, b2, dtype):  # type: ignore[no-untyped-def]  # as the operator
+    return mean.new_empty((mean.shape[0], *b1.shape, TAPS), dtype=dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors[:4])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Small products, which compilers know; the forward's intermediate values are computed again."""
+    mean, w1, b1, w2 = ctx.saved_tensors
+    x = mean.to(grad.dtype).unflatten(1, b1.shape)
+    first, second = w1.to(grad.dtype), w2.to(grad.dtype)
+    before = torch.einsum("bhi,hoi->bho", x, first) + b1.to(grad.dtype)
+    grad = grad.flatten(2)
+    grad_before = torch.ops.aten.gelu_backward(torch.einsum("bho,hoi->bhi", grad, second), before)
+    return (
+        torch.einsum("bho,hoi->bhi", grad_before, first).flatten(1).to(mean.dtype),
+        torch.einsum("bho,bhi->hoi", grad_before, x).to(w1.dtype),
+        grad_before.sum(0, dtype=b1.dtype),
+        torch.einsum("bho,bhi->hoi", grad, F.gelu(before)).to(w2.dtype),
+        grad.sum(0, dtype=b1.dtype),
+        None,
+    )
+
+
+_taps_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.inline_attention.taps)
+def _flops(mean: Any, w1: Any, b1: Any, w2: Any, *args: Any, **kwargs: Any) -> int:
+    heads, outputs, inputs = w2
+    return 2 * mean[0] * heads * inputs * (w1[1] + outputs)
+
+
+def make_taps(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """W2·gelu(W1·x + b1) + b2 of each head: mean (B, heads·d), weights (heads, d, d) and (heads, 9·d, d), biases
+    (heads, d) and (heads, 9·d) → (B, heads, d, 9), in what autocast or else `mean` says"""
+    out: Tensor = _taps_op(mean.contiguous(), *(x.contiguous() for x in (w1, b1, w2, b2)), product_dtype(mean))
+    return out

@@ -1,0 +1,45 @@
+"""The kernel that makes the local residual's taps. Vocabulary as in `blocks.py`."""
+
+import triton
+import triton.language as tl
+
+from .blocks import operand, product_plus
+
+
+@triton.jit
+def gelu(b_x):
+    return 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+
+
+@triton.jit(do_not_specialize=("B",))
+def taps_kernel(
+    p_x, p_w1, p_b1, p_w2, p_b2, p_out, B, stride_x,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BB: tl.constexpr, BO: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W2·gelu(W1·x + b1) + b2 of one head, for BB samples, BO outputs at a time. Grid (heads, B / BB)
+
+    x (B, heads·d), W1 (heads, d, d), b1 (heads, d), W2 (heads, 9·d, d), b2 (heads, 9·d) → out (B, heads, 9·d)
+    """
+    i_h = tl.program_id(0)
+    o_b = tl.program_id(1) * BB + tl.arange(0, BB)
+    m_b = o_b < B
+    o_b = tl.cast(o_b, tl.int64)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    b_x = tl.load(p_x + o_b[:, None] * stride_x + i_h * D + o_d[None, :], mask=m_b[:, None] & m_d[None, :], other=0.0)
+    p_w1 += i_h * D * D
+    b_w1 = tl.load(p_w1 + o_d[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_d[None, :], other=0.0)  # (in, out)
+    b_b1 = tl.load(p_b1 + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_hidden = gelu(product_plus(operand(b_x, DOT, PRECISION), operand(b_w1, DOT, PRECISION), b_b1, PRECISION))
+    b_hidden = operand(b_hidden, DOT, PRECISION)
+    p_w2 += i_h * 9 * D * D
+    p_b2 += i_h * 9 * D
+    p_out += o_b[:, None] * (HEADS * 9 * D) + i_h * 9 * D
+    for o in range(0, 9 * D, BO):
+        o_o = o + tl.arange(0, BO)
+        m_o = o_o < 9 * D
+        b_w2 = tl.load(p_w2 + o_o[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_o[None, :], other=0.0)
+        b_b2 = tl.load(p_b2 + o_o, mask=m_o, other=0.0).to(tl.float32)
+        b_out = product_plus(b_hidden, operand(b_w2, DOT, PRECISION), b_b2, PRECISION)
+        tl.store(p_out + o_o[None, :], b_out.to(p_out.dtype.element_ty), mask=m_b[:, None] & m_o[None, :])

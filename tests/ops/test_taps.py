@@ -1,0 +1,88 @@
+"""The taps' kernel against the layers that it replaces, in float64. Without a GPU it runs in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from inline_attention.layers import LocalKernel
+from inline_attention.ops import backends, fused_taps
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+
+
+def make(batch, heads, head_dim):
+    torch.manual_seed(0)
+    return LocalKernel(heads * head_dim, heads).to(DEVICE), torch.randn(batch, heads * head_dim, device=DEVICE)
+
+
+def run(layer, mean, grad, make_taps):
+    mean = mean.detach().requires_grad_()
+    taps = make_taps(layer, mean)
+    return [taps, *torch.autograd.grad(taps, [mean, *layer.parameters()], grad.to(taps.dtype))]
+
+
+def by_kernel(layer, mean):
+    return fused_taps.make_taps(mean, layer.fc1.weight, layer.fc1.bias, layer.fc2.weight, layer.fc2.bias)
+
+
+@pytest.fixture
+def by_layers(monkeypatch):
+    monkeypatch.setattr(backends, "choose", lambda *_: "reference")
+    return lambda layer, mean: layer(mean)
+
+
+SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128)]
+
+
+@pytest.mark.parametrize(("batch", "heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_taps_and_gradients(batch, heads, head_dim, dtype, by_layers):
+    """At most twice the error of the layers under autocast, and one rounding of the result."""
+    layer, mean = make(batch, heads, head_dim)
+    grad = torch.randn(batch, heads, head_dim, 9, device=DEVICE)
+    with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+        fast = run(layer, mean, grad, by_kernel)
+        plain = run(layer, mean, grad, by_layers)
+    exact = run(layer.double(), mean.double(), grad.double(), by_layers)
+    assert fast[0].dtype == dtype
+    names = ("taps", "mean", *(name for name, _ in layer.named_parameters()))
+    for name, x, y, z in zip(names, exact, plain, fast, strict=True):
+        error, allowed = (z - x).norm(), 2 * (y - x).norm() + torch.finfo(dtype).eps * x.norm()
+        assert error <= allowed, f"{name}: {error / x.norm():.2e}, allowed {allowed / x.norm():.2e}"
+
+
+def test_a_mean_that_is_a_view():
+    layer, mean = make(3, 2, 16)
+    torch.testing.assert_close(by_kernel(layer, torch.cat([mean, mean], 1)[:, :32]), by_kernel(layer, mean))
+
+
+def test_compiles_as_one_graph(by_layers):
+    layer, mean = make(3, 2, 16)
+    compiled = torch.compile(by_kernel, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    grad = torch.randn(3, 2, 16, 9, device=DEVICE)
+    for one, other in zip(run(layer, mean, grad, compiled), run(layer, mean, grad, by_layers), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_flop_formula(by_layers):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layer, mean = make(3, 2, 16)
+    counts = []
+    for make_taps in (by_kernel, by_layers):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            make_taps(layer, mean)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.gpu
+def test_is_what_models_use_on_a_gpu():
+    layer, mean = make(3, 2, 16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        layer(mean)
+        torch.cuda.synchronize()
+    assert [event.key for event in profiler.key_averages() if event.self_device_time_total] == ["taps_kernel"]

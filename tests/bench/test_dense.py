@@ -65,12 +65,27 @@ def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 @pytest.mark.parametrize("contender", ["reference", "softmax"])
 def test_training_steps(contender: str) -> None:
-    setting = bench.DenseSetting.parse("upernet-swin_tiny", size=(64, 64), batch=2, training=True)
+    setting = bench.DenseSetting.parse("upernet-swin_tiny", size=(64, 64), batch=None, training=True)
     options = dict(modes=["eager"], device=torch.device("cpu"), dtype=torch.float32)
     [result] = bench.run_setting(setting, contenders=[contender], effort=Effort(rounds=2, seconds=0), **options)
     assert result.error is None
     assert result.timing is not None
     assert result.images_per_second == 2 / result.timing.median
+
+
+@pytest.mark.parametrize("model", ["upernet-swin_tiny", "mask_rcnn-pvt_tiny"])
+def test_the_usual_batch_can_be_trained_on(model: str) -> None:
+    batches = [bench.DenseSetting.parse(model, size=None, batch=None, training=t).batch for t in (False, True)]
+    assert batches == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--batch=0"], "--batch 0: expected 1 or more"), (["--batch=1", "--train"], "give --batch 2, or --infer")],
+)
+def test_batches_that_there_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "dense", "upernet-swin_tiny", "--device=cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["fpn", "unet-pvt_tiny", "fpn-pvt_huge"])

@@ -22,6 +22,7 @@ from .record import fastest, table
 from .timing import Call, Effort, Timing
 
 MODES = (EAGER, "default")
+INFER_BATCH, TRAIN_BATCH = 1, 2  # two images a GPU are the published step, and the fewest that UperNet can learn from
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class DenseSetting:
     training: bool
 
     @classmethod
-    def parse(cls, model: str, *, size: Sequence[int] | None, batch: int, training: bool) -> "DenseSetting":
-        """ValueError for a model that there is not."""
+    def parse(cls, model: str, *, size: Sequence[int] | None, batch: int | None, training: bool) -> "DenseSetting":
+        """Without size or batch, that of the published cost and training. ValueError for what there is not."""
         head, _, backbone = model.partition("-")
         if head not in DENSE_HEADS or any(f"{kind}_{backbone}" not in list_models() for kind in ("inline", "softmax")):
             raise ValueError(
@@ -117,6 +118,15 @@ class DenseSetting:
                 f"with a head of {', '.join(DENSE_HEADS)}"
             )
         height, width = size or DENSE_HEADS[head].size
+        if batch is None:
+            batch = TRAIN_BATCH if training else INFER_BATCH
+        if batch < 1:
+            raise ValueError(f"--batch {batch}: expected 1 or more")
+        if head == "upernet" and training and batch == 1:
+            raise ValueError(
+                f"--batch 1: {model} needs 2 images or more to train, for a batch norm over the mean of an image; "
+                "give --batch 2, or --infer"
+            )
         return cls(model, (height, width), batch, training)
 
     @property

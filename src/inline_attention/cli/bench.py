@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"default: {', '.join(DENSE_MODELS)}",
     )  # fmt: skip
     dense.add_argument("--size", nargs=2, type=int, metavar=("H", "W"), help="default: that of the published cost")
-    dense.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
+    dense.add_argument("--batch", type=int, metavar="B", help="default: 1 in inference, 2 in training, as published")
     dense.add_argument("--train", action="store_true", help="only training steps")
     dense.add_argument("--infer", action="store_true", help="only inference")
     dense.add_argument("--contenders", type=_names, metavar="A,B", help="fused, reference, softmax")

@@ -59,6 +59,23 @@ def test_a_mean_that_is_a_view():
     torch.testing.assert_close(by_kernel(layer, torch.cat([mean, mean], 1)[:, :32]), by_kernel(layer, mean))
 
 
+def test_a_module_takes_the_backend_it_is_set_to():
+    """The attention's, for its taps too."""
+    from inline_attention.layers import InLineAttention
+
+    torch.manual_seed(0)
+    attention = InLineAttention(32, 2).to(DEVICE)
+    x = torch.randn(2, 6, 32, device=DEVICE)
+    seen = {}
+    for backend in ("reference", "triton"):
+        attention.backend = backend
+        with torch.profiler.profile() as profiler:
+            out = attention(x, grid=(2, 3))
+        seen[backend] = {event.key for event in profiler.key_averages()}, out
+    assert "inline_attention::taps" in seen["triton"][0] - seen["reference"][0]
+    torch.testing.assert_close(seen["triton"][1], seen["reference"][1])
+
+
 def test_compiles_as_one_graph(by_layers):
     layer, mean = make(3, 2, 16)
     compiled = torch.compile(by_kernel, fullgraph=True, backend="inductor" if GPU else "aot_eager")

@@ -89,6 +89,7 @@ class Attention(nn.Module):
     kind: str  # the name that models know it by
     # Which of the model-wide choices (feature_map, local_residual) this attention follows.
     follows: ClassVar[tuple[str, ...]] = ()
+    backend: Backend = "auto"  # of what has several, as `inline_attention`; set it on a module to have another
 
     def __init__(
         self,
@@ -149,7 +150,8 @@ class Attention(nn.Module):
         """All that is a 3×3 kernel on v, as one: generated and positional → (B, heads, d, 9)"""
         weight = None
         if self.local is not None:
-            weight = self.local(masked_mean(x, token_mask) if token_mean is None else token_mean)
+            mean = masked_mean(x, token_mask) if token_mean is None else token_mean
+            weight = self.local(mean, backend=self.backend)
         if self.position is not None:
             static = self.position.weight.view(1, self.num_heads, self.head_dim, TAPS)
             weight = static.expand(x.shape[0], -1, -1, -1) if weight is None else weight + static
@@ -243,7 +245,6 @@ class InLineAttention(Attention):
 
     kind = "inline"
     follows = ("feature_map", "local_residual")
-    backend: Backend = "auto"  # of `inline_attention`; set it on a module to have another
 
     def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)

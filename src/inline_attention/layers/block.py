@@ -12,7 +12,7 @@ from .windows import Grid
 
 class Mlp(TimmMlp):
     """timm's perceptron, whose hidden activations compiled training does not keep: the backward reads what they are
-    made from anyway, and makes them again for one write more. That is a sixth of what a block keeps.
+    made from anyway, and makes them again for one write more. That is a fifth of what a block keeps.
 
     (…, C) → (…, C)
     """

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.ops import backends
-
-TAPS = 9
+from inline_attention.ops.attention import Backend
+from inline_attention.ops.local import TAPS
 
 
 class GroupedLinear(nn.Module):
@@ -54,10 +54,10 @@ class LocalKernel(nn.Module):
         self.fc1 = GroupedLinear(dim, dim, num_heads)
         self.fc2 = GroupedLinear(dim, TAPS * dim, num_heads)
 
-    def forward(self, token_mean: Tensor) -> Tensor:
-        """The mean token (B, C) → kernels (B, heads, d, 9)"""
+    def forward(self, token_mean: Tensor, *, backend: Backend = "auto") -> Tensor:
+        """The mean token (B, C) → kernels (B, heads, d, 9); `backend` as of `inline_attention`"""
         x = token_mean.unflatten(1, (self.num_heads, -1))
-        if backends.choose("auto", (x,)) == "triton":
+        if backends.choose(backend, (x,)) == "triton":
             return backends.fused_taps.make_taps(
                 token_mean, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
             )

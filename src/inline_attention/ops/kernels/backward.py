@@ -116,7 +116,7 @@ def write_key_grads(
     b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_c, m_c).to(tl.float32) - b_v_mean[None, :]
     b_dk = feature_map_backward(b_k, tl.dot(operand(b_v, DOT, PRECISION), b_dst, input_precision=PRECISION), MAP)
     b_k = feature_map(b_k, MAP) - b_k_mean[None, :]
-    b_dv = product_plus(operand(b_k, DOT, PRECISION), b_ds, b_g_mean, PRECISION)
+    b_dv = product_plus(operand(b_k, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
         b_dv = tl.where(m_here[:, None], b_dv, 0.0)

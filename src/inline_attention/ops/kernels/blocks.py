@@ -119,12 +119,10 @@ def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
-    """b_x·b_y + b_base, in this order: of a plain sum Triton makes a product that starts from b_base (BC,), and loses
-    the digits that the base's size hides"""
+    """b_x·b_y + b_base, in this order: of a plain sum Triton makes a product that starts from b_base, and loses the
+    digits that the base's size hides. b_base as the product or (1, BC)"""
     b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
-    return tl.fma(
-        b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base[None, :], b_product.shape)
-    )
+    return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base, b_product.shape))
 
 
 @triton.jit
@@ -132,8 +130,7 @@ def add_product(b_sum, b_x, b_y, PRECISION: tl.constexpr):
     """b_sum + b_x·b_y. A float32 product is summed by itself first: short sums, brought together, round less than the
     long one that a product which starts from b_sum would go on with"""
     if PRECISION == "ieee":
-        b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
-        return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), b_sum)
+        return product_plus(b_x, b_y, b_sum, PRECISION)
     else:
         return tl.dot(b_x, b_y, b_sum, input_precision=PRECISION)
 

@@ -52,7 +52,7 @@ def write_outputs(
     b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
     if MAP != "identity":
         b_q = feature_map(b_q.to(tl.float32), MAP)
-    b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base, PRECISION)
+    b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION)
     if HAS_MASK:
         b_out = tl.where(m_here[:, None], b_out, 0.0)
     store_rows(p_out, b_out, stride_out, t, o_t, m_t, o_c, m_c)

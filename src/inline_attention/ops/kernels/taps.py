@@ -30,7 +30,7 @@ def taps_kernel(
     b_x = tl.load(p_x + o_b[:, None] * stride_x + i_h * D + o_d[None, :], mask=m_b[:, None] & m_d[None, :], other=0.0)
     p_w1 += i_h * D * D
     b_w1 = tl.load(p_w1 + o_d[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_d[None, :], other=0.0)  # (in, out)
-    b_b1 = tl.load(p_b1 + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_b1 = tl.load(p_b1 + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
     b_hidden = gelu(product_plus(operand(b_x, DOT, PRECISION), operand(b_w1, DOT, PRECISION), b_b1, PRECISION))
     b_hidden = operand(b_hidden, DOT, PRECISION)
     p_w2 += i_h * 9 * D * D
@@ -40,6 +40,6 @@ def taps_kernel(
         o_o = o + tl.arange(0, BO)
         m_o = o_o < 9 * D
         b_w2 = tl.load(p_w2 + o_o[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_o[None, :], other=0.0)
-        b_b2 = tl.load(p_b2 + o_o, mask=m_o, other=0.0).to(tl.float32)
+        b_b2 = tl.load(p_b2 + o_o, mask=m_o, other=0.0).to(tl.float32)[None, :]
         b_out = product_plus(b_hidden, operand(b_w2, DOT, PRECISION), b_b2, PRECISION)
         tl.store(p_out + o_o[None, :], b_out.to(p_out.dtype.element_ty), mask=m_b[:, None] & m_o[None, :])

@@ -22,6 +22,7 @@ from .record import fastest, table
 from .timing import Call, Effort, Timing
 
 MODES = (EAGER, "default")
+INFER_MODES = (*MODES, "reduce-overhead")  # CUDA graphs: of the backbone alone where what is found has any shape
 INFER_BATCH, TRAIN_BATCH = 1, 2  # two images a GPU are the published step, and the fewest that UperNet can learn from
 
 
@@ -201,7 +202,7 @@ def run_setting(
 
         return train
 
-    chosen = usable_modes(modes or MODES, device)
+    chosen = usable_modes(modes or (MODES if setting.training else INFER_MODES), device)
     keys = {f"{contender} {mode}": (contender, mode) for contender in contenders for mode in chosen}
     candidates = {
         key: Candidate(partial(build, setting, contender), mode, step_of, training=setting.training)

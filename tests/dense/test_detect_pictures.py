@@ -1,13 +1,12 @@
 """What is drawn: the mask in its colour, the box around it, nothing of what is not sure."""
 
-import itertools
-
 import numpy as np
 import pytest
 from PIL import Image
 
+from inline_attention.dense.colours import class_colour
 from inline_attention.dense.detection.average_precision import ImageResult, as_records
-from inline_attention.dense.detection.pictures import class_colour, draw
+from inline_attention.dense.detection.pictures import draw
 
 mask_utils = pytest.importorskip("pycocotools.mask")
 
@@ -38,9 +37,3 @@ def test_records_for_json() -> None:
     assert record["box"] == [40, 50, 40, 40]
     mask = mask_utils.decode([{"size": record["mask"]["size"], "counts": record["mask"]["counts"].encode()}])
     assert mask.sum() == 1600
-
-
-def test_colours_of_neighbours_differ() -> None:
-    colours = [class_colour(label) for label in range(1, 81)]
-    assert len(set(colours)) == 80
-    assert all(np.abs(np.subtract(a, b)).max() > 60 for a, b in itertools.pairwise(colours))

@@ -1,6 +1,5 @@
 """Images with what was found drawn on them."""
 
-import colorsys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,16 +7,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from inline_attention.data.decode import decode_image
+from inline_attention.dense.colours import class_colour, ink_on
 from inline_attention.dense.detection.average_precision import ImageResult
 from inline_attention.dense.detection.coco import load_pycocotools
-
-Colour = tuple[int, int, int]
-
-
-def class_colour(label: int) -> Colour:
-    """Hues a golden angle apart: neighbours in the list of classes look different, and no list is too long."""
-    red, green, blue = colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.75, 1.0)
-    return int(255 * red), int(255 * green), int(255 * blue)
 
 
 def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str], min_score: float = 0.5) -> Image.Image:
@@ -38,7 +30,7 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
         text = f"{class_names[int(result.labels[n]) - 1]} {result.scores[n]:.2f}"
         place = pen.textbbox((x0, max(0.0, y0 - 1.3 * height)), text, font=font)
         pen.rectangle(place, fill=colour)
-        pen.text((x0, max(0.0, y0 - 1.3 * height)), text, fill=(0, 0, 0), font=font)
+        pen.text((x0, max(0.0, y0 - 1.3 * height)), text, fill=ink_on(colour), font=font)
     return picture
 
 

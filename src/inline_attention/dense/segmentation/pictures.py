@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
 
+from inline_attention.dense.colours import class_colour
 from inline_attention.dense.segmentation.sources import IGNORED
 
 _SWATCH = 14  # pixels a side, of the legend
@@ -21,17 +23,10 @@ class Example:
     mask: np.ndarray  # (H, W) uint8
 
 
+@cache
 def palette() -> np.ndarray:
-    """(256, 3) uint8: a colour for every class, those of small numbers far apart; black for ignored pixels.
-
-    The bits of the number, lowest first, are dealt to the highest bits of red, green and blue in turn (as in the
-    PASCAL VOC masks, but from 1 on, since class 0 is no background here).
-    """
-    numbers = np.arange(1, 257)
-    colours = np.zeros((256, 3), dtype=np.uint8)
-    for bit in range(8):
-        for channel in range(3):
-            colours[:, channel] |= (((numbers >> (3 * bit + channel)) & 1) << (7 - bit)).astype(np.uint8)
+    """(256, 3) uint8; black for ignored pixels"""
+    colours = np.array([class_colour(number) for number in range(256)], dtype=np.uint8)
     colours[IGNORED] = 0
     return colours
 

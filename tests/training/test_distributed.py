@@ -48,6 +48,17 @@ def test_every_image_is_evaluated_once(runs: Path, name: str) -> None:
     assert record["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
 
 
+def test_an_evaluated_average_leaves_sharded_training_alone(tmp_path: Path) -> None:
+    """The second epoch begins with the weights, not with the average that was evaluated in their place."""
+    settings = ("ema.decay=0.999", "schedule.epochs=2", "data.batch_size=16", "log.every_steps=1")
+    for strategy in ("ddp", "fsdp"):
+        log, more = tmp_path / f"{strategy}.txt", (*settings, f"run.strategy={strategy}")
+        assert _runs.run_ranks(_runs.arguments(tmp_path / strategy, *more), 2, log=log) == [0, 0], log.read_text()
+    for kind, key in (("train", "loss"), ("eval", "val_loss"), ("eval", "ema_loss")):
+        replicated, sharded = ([r[key] for r in _runs.metrics(tmp_path / name, kind)] for name in ("ddp", "fsdp"))
+        assert sharded == pytest.approx(replicated, rel=1e-5), key
+
+
 def test_sharded_weights_are_saved_whole(runs: Path) -> None:
     for name in ("last", "ema", "best"):
         replicated, sharded = _runs.weights(runs / "two", name), _runs.weights(runs / "sharded", name)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -13,6 +14,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
         self.decay = decay
+        self.shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.live = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
         self.average = {name: tensor.detach().clone() for name, tensor in self.live.items()}
 
@@ -37,6 +39,9 @@ class WeightAverage:
             held = tensor.clone()
             tensor.copy_(average)
             average.copy_(held)
+        # FSDP keeps the root's weights gathered after an evaluation: the next pass would see those of before the swap.
+        for module in self.shards:
+            module.reshard()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ def run_ranks(argv: Sequence[str], world_size: int, *, log: Path | None = None) 
     return [process.exitcode for process in ranks]
 
 
-def run_on_terminal(argv: Sequence[str]) -> tuple[int | None, str]:
-    """(exit status, what a terminal of 200 columns was sent)"""
+def run_on_terminal(argv: Sequence[str], *, columns: int) -> tuple[int | None, str]:
+    """(exit status, what the terminal was sent)"""
     ours, theirs = pty.openpty()
-    process = processes.Process(target=_run_on_terminal, args=(list(argv), os.ttyname(theirs)))
+    process = processes.Process(target=_run_on_terminal, args=(list(argv), os.ttyname(theirs), columns))
     process.start()
     shown = b""
     while process.is_alive() or select.select([ours], [], [], 0)[0]:
@@ -124,8 +124,8 @@ def run_on_terminal(argv: Sequence[str]) -> tuple[int | None, str]:
     return process.exitcode, shown.decode()
 
 
-def _run_on_terminal(argv: list[str], terminal: str) -> None:
-    os.environ |= {"COLUMNS": "200", "TERM": "xterm-256color"}
+def _run_on_terminal(argv: list[str], terminal: str, columns: int) -> None:
+    os.environ |= {"COLUMNS": str(columns), "TERM": "xterm-256color"}
     sys.stdout = open(terminal, "w")  # noqa: SIM115  (until the process ends)
     _run(argv, None)
 

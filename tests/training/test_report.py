@@ -1,4 +1,9 @@
+import io
+import itertools
 import json
+import re
+import resource
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -79,11 +84,58 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     ]
 
 
-def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
-    status, shown = _runs.run_on_terminal(_runs.arguments(tmp_path / "run", "schedule.epochs=1"))
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_bar_on_a_terminal(tmp_path: Path, columns: int) -> None:
+    settings = ("schedule.epochs=1", "log.every_steps=1")
+    status, shown = _runs.run_on_terminal(_runs.arguments(tmp_path / "run", *settings), columns=columns)
     assert status == 0, shown
-    for part in ("━", "10/10", "images/s", "val top-1", "GiB"):
+    for part in ("━", "10/10", "0:00:0", "loss ", "val top-1", "lr ", "images/s", "waiting", "GiB"):
         assert part in shown
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()
+    assert max(len(line) for line in lines if "loss" in line) <= columns
+    assert any("val top-1" in " ".join(pair) and "GiB" in " ".join(pair) for pair in itertools.pairwise(lines))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole lines, and no traceback from TensorBoard's thread; the run goes on to its curves."""
+    pytest.importorskip("tensorboard")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with reporter(tmp_path) as report:
+        report.start(total_updates=100, done_updates=0)
+        report.record(record(1))
+        # Python ignores SIGXFSZ, so that writing past the limit is an OSError like that of a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            for update in range(2, 40):
+                report.record(record(update))
+            report.summarise({"padding": "x" * 2000})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        report.record(record(40))
+        updates = [r["update"] for r in report.records()]
+        report.leave_behind({})
+    assert updates[0] == 1
+    assert updates[-1] == 40
+    assert 2 < len(updates) < 40
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(updates)
+    assert (tmp_path / "curves.png").exists()
+    assert not list(tmp_path.glob(".*.saving"))
+    shown = capsys.readouterr()
+    assert "could not write to" in shown.out
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_log_on_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with reporter(tmp_path, "log.tensorboard=false") as report:
+            report.start(total_updates=2, done_updates=0)
+            report.note("hello")
+            report.record(record(1))
+            assert len(report.records()) == 1
+        monkeypatch.undo()
 
 
 def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,11 +112,11 @@ class Checkpoints:
                 self.ranks.barrier()
                 dcp.save(get_optimizer_state_dict(model, optimizer.adamw), checkpoint_id=unfinished / SHARDS)
             if self.ranks.is_first:
-                _write(unfinished / WEIGHTS, self._weights_file(weights))
+                write_synced(unfinished / WEIGHTS, self._weights_file(weights))
                 if averaged is not None:
-                    _write(unfinished / AVERAGE, self._weights_file(averaged))
-                _write(unfinished / STATE, _pickled(state))
-                _write(unfinished / MANIFEST, self._manifest(unfinished, state["progress"]))
+                    write_synced(unfinished / AVERAGE, self._weights_file(averaged))
+                write_synced(unfinished / STATE, _pickled(state))
+                write_synced(unfinished / MANIFEST, self._manifest(unfinished, state["progress"]))
                 self._commit(unfinished, self.folder / name)
 
         if self._try("checkpoint", write, unfinished):
@@ -130,7 +130,7 @@ class Checkpoints:
         def write() -> None:
             if self.ranks.is_first:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                _write(unfinished, safetensors.torch.save(weights, metadata={**self.about, **about}))
+                write_synced(unfinished, safetensors.torch.save(weights, metadata={**self.about, **about}))
                 unfinished.replace(self.folder / "best.safetensors")
                 _sync_folder(self.folder)
 
@@ -284,7 +284,8 @@ def _pickled(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
+    """On the disk when this returns, not only on its way there."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()

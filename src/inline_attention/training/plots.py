@@ -1,5 +1,6 @@
 """Pictures of a run. Imports matplotlib, which is optional: import this module where a picture is drawn."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from inline_attention.training.run_folder import write_atomically
 from inline_attention.training.task import Headline
 
 TRAIN_COLOUR, EVAL_COLOUR, AVERAGE_COLOUR = "#4c72b0", "#c44e52", "#55a868"
@@ -71,6 +73,6 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float]
 
 
 def _save(figure: Figure, path: Path) -> None:
-    unfinished = path.with_name(f".{path.name}.saving")
-    figure.savefig(unfinished, format="png", dpi=120)
-    unfinished.replace(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_atomically(path, picture.getvalue())

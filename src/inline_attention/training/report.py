@@ -1,9 +1,13 @@
 """What a run shows and leaves behind: progress, metrics, TensorBoard and Weights & Biases, pictures, a summary."""
 
+import contextlib
+import errno
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -11,8 +15,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from inline_attention.training import settings
 from inline_attention.training.config import LoopConfig
@@ -35,6 +40,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.latest: dict[str, Any] = {}
         self.bar: Progress | None = None
         self.board: Any = None
+        self.excepthook = threading.excepthook
         self.wandb: Any = None
         self.told: set[str] = set()
 
@@ -44,19 +50,18 @@ class Reporter(AbstractContextManager["Reporter"]):
             return
         self._drop_records_after(done_updates)
         if self.config.log.tensorboard:
-            self.board = _open_tensorboard(self.folder, done_updates, self.note)
+            self._tolerating(partial(self._open_tensorboard, done_updates))
         if self.config.log.wandb is not None:
             self.wandb = _open_wandb(self.folder, self.config)
         if self.console.is_terminal:
-            self.bar = Progress(
+            self.bar = _Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[shown]}"),
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self.task = self.bar.add_task("training", total=total_updates, completed=done_updates, shown="")
+            self.task = self.bar.add_task("training", total=total_updates, completed=done_updates, figures="")
             self.bar.start()
 
     def advance(self, update: int) -> None:
@@ -67,7 +72,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         """A line for the user; the same line is shown once."""
         if self.active and text not in self.told:
             self.told.add(text)
-            self.console.print(text, markup=False)
+            self._print(text)
 
     def record(self, record: Mapping[str, Any], *, eta_seconds: float | None = None, show: bool = True) -> None:
         """Keep a record; `show` it too, with what the records before it said."""
@@ -87,10 +92,17 @@ class Reporter(AbstractContextManager["Reporter"]):
             form(self.latest[key]) for key, form in self.formats.items() if self.latest.get(key) is not None
         )
         if self.bar is not None:
-            self.bar.update(self.task, shown=line)
+            self.bar.update(self.task, figures=line)
         elif show:
             left = f"  left {_clock(self.latest['eta'])}" if "eta" in self.latest else ""
-            self.console.print(f"{self._position(record)}  {line}{left}", markup=False)
+            self._print(f"{self._position(record)}  {line}{left}")
+
+    def _print(self, text: str) -> None:
+        try:
+            self.console.print(text, markup=False)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # of a log on the full disk; a closed pipe ends the run
+                raise
 
     def _position(self, record: Mapping[str, Any]) -> str:
         schedule = self.config.schedule
@@ -99,12 +111,17 @@ class Reporter(AbstractContextManager["Reporter"]):
         return f"epoch {record['epoch']:g}/{schedule.epochs + schedule.cooldown_epochs}"
 
     def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, but for one that a kill has cut short."""
         path = self.folder / METRICS
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         if self.active:
-            self._tolerating(lambda: write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=1)))
+            self._tolerating(lambda: write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=1).encode()))
 
     def leave_behind(self, files: Mapping[str, Writer]) -> None:
         """curves.png from metrics.jsonl, and the task's own `files`: name → what writes it."""
@@ -128,13 +145,33 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.bar.stop()
         if self.board is not None:
             self._tolerating(self.board.close)
+            threading.excepthook = self.excepthook
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
 
+    def _open_tensorboard(self, done_updates: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.note("no TensorBoard files: tensorboard is not installed (pip install 'inline-attention[train]')")
+            return
+        purge_step = done_updates + 1 if done_updates else None
+        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
+        threading.excepthook = self._on_thread_error
+
+    def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread raises what its next call raises again (a full disk): told there, without a traceback."""
+        if not isinstance(error.exc_value, OSError):
+            self.excepthook(error)
+
     def _append(self, record: Mapping[str, Any]) -> None:
         def write() -> None:
-            with open(self.folder / METRICS, "a") as file:
-                file.write(json.dumps(record) + "\n")
+            line = (json.dumps(record) + "\n").encode()
+            with open(self.folder / METRICS, "ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(line) < len(line):  # a disk that became full takes what fits
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         self._tolerating(write)
 
@@ -149,16 +186,19 @@ class Reporter(AbstractContextManager["Reporter"]):
         path = self.folder / METRICS
         if not path.exists():
             return
-        kept = []
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line cut short by a kill
-                continue
-            # A checkpoint at the end of an epoch is written before the epoch is evaluated.
-            if record["update"] < update or (record["update"] == update and record["kind"] == "train"):
-                kept.append(line + "\n")
-        self._tolerating(lambda: write_atomically(path, "".join(kept)))
+        # A checkpoint at the end of an epoch is written before the epoch is evaluated.
+        kept = [r for r in self.records() if r["update"] < update or (r["update"] == update and r["kind"] == "train")]
+        lines = "".join(json.dumps(record) + "\n" for record in kept)
+        self._tolerating(lambda: write_atomically(path, lines.encode()))
+
+
+class _Bar(Progress):
+    """The figures stand below the bar: beside it, an ordinary terminal has no room for them."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(task.fields["figures"], no_wrap=False, overflow="fold")
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -189,15 +229,6 @@ def _formats(headline: Headline) -> dict[str, Callable[[float], str]]:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-def _open_tensorboard(folder: Path, done_updates: int, note: Any) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        note("no TensorBoard files: tensorboard is not installed (pip install 'inline-attention[train]')")
-        return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=done_updates + 1 if done_updates else None)
 
 
 def _open_wandb(folder: Path, config: LoopConfig) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
-from inline_attention.training.checkpoint import find_damage
+from inline_attention.training.checkpoint import find_damage, write_synced
 from inline_attention.training.classification import Classification
 from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
@@ -91,7 +91,7 @@ def default_folder(config: LoopConfig) -> Path:
 def take_folder(plan: Plan, ranks: Ranks) -> None:
     """config.yaml, and environment.json with one entry a start of the run (on rank 0, once nothing can be refused)."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config))
+    write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
     path = plan.folder / ENVIRONMENT
     starts = json.loads(path.read_text()) if path.exists() else []
     starts.append(
@@ -103,13 +103,17 @@ def take_folder(plan: Plan, ranks: Ranks) -> None:
             **describe_environment(),
         }
     )
-    write_atomically(path, json.dumps(starts, indent=1))
+    write_atomically(path, json.dumps(starts, indent=1).encode())
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f".{path.name}.saving")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    try:
+        write_synced(unfinished, content)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _resume_source(path: Path) -> tuple[Path, Path | None]:

@@ -55,10 +55,14 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["inline_diet_tiny"], "unknown recipe 'inline_diet_tiny'; did you mean inline_deit_tiny?"),
         (["inline_deit_tiny"], "no data: give --data FOLDER"),
         (["inline_deit_tiny", "--data", "nowhere"], "nowhere"),
-        (["mine.yaml"], "mine.yaml"),
+        (["mine.yaml"], "recipe file mine.yaml does not exist; --list-recipes"),
+        (["torn.yaml"], "torn.yaml is not YAML: while parsing"),
+        (["latin.yaml"], "unknown setting model.gr"),
         (["--resume", "auto"], "--resume auto continues the run in --output"),
         (["model.name=inline_diet_tiny"], "there is no model 'inline_diet_tiny'; did you mean inline_deit_tiny"),
         (["model.kwargs.num_heads=5"], "num_heads"),
+        (["model.kwargs.heads=5"], "unexpected keyword argument 'heads'"),
+        (["model.kwargs.depth=many"], "model inline_deit_tiny cannot be built with"),
         (["data.batch_size=4096"], "lower data.batch_size"),
         (["data.batch_size=63", "data.mixup=0.8"], "an even number"),
     ],
@@ -68,6 +72,8 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    Path("torn.yaml").write_text("model: {name: x\n  data: [\n")
+    Path("latin.yaml").write_bytes("model: {größe: 3}".encode("latin-1"))
     assert main(["train", *arguments, "--device", "cpu"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("inline train: ")

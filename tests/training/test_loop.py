@@ -368,6 +368,10 @@ def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     older, newer = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     outcome = run(tmp_path / "branch", *three, resume=str(older))
     assert outcome.summary["updates"] == 6
+    assert (tmp_path / "branch" / "checkpoints" / "best.safetensors").exists()
+    with pytest.raises(ValueError, match=r"has 6 of 6 updates: nothing is left to train in .*; raise schedule.epochs"):
+        run(tmp_path / "empty", *three, resume=str(newer))
+    assert not (tmp_path / "empty").exists()
     run(tmp_path / "run", *three, resume=str(older))
     assert (tmp_path / "run" / "checkpoints" / f"aside-{newer.name}").exists()
     assert newer.exists()

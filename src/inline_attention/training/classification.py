@@ -60,7 +60,10 @@ class Classification(Task):
     def build_model(self) -> nn.Module:
         wanted = self.config.model
         torch.manual_seed(derive_seed("weights", self.config.seed))
-        model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **self.arguments)
+        try:
+            model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **self.arguments)
+        except TypeError as error:  # an argument that the model does not have, or of another type
+            raise ValueError(f"model {wanted.name} cannot be built with {self.arguments}: {error}") from error
         if wanted.weights not in (None, "pretrained"):
             load_weights(model, weights_source(wanted.weights), reset_head=wanted.reset_head)
         if wanted.checkpointing:

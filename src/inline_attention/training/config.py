@@ -19,6 +19,11 @@ from inline_attention.training import settings
 from inline_attention.training.schedule import Schedule, ScheduleKind
 
 
+def _check(setting: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{setting}={value}: expected {expected}")
+
+
 @dataclass(frozen=True)
 class BackboneConfig:
     """A registered model, whatever is put behind it."""
@@ -31,10 +36,9 @@ class BackboneConfig:
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
 
     def __post_init__(self) -> None:
-        if self.drop_path is not None and not 0 <= self.drop_path < 1:
-            raise ValueError(f"model.drop_path={self.drop_path}: expected a rate in [0, 1)")
-        if self.freeze < 0:
-            raise ValueError(f"model.freeze={self.freeze}: expected 0 (nothing is frozen) or more")
+        drop_path = self.drop_path
+        _check("model.drop_path", drop_path, drop_path is None or 0 <= drop_path < 1, "a rate in [0, 1)")
+        _check("model.freeze", self.freeze, self.freeze >= 0, "0 (nothing is frozen) or more")
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,15 @@ class OptimConfig:
     accumulate: int = 1  # batches per update; part of the global batch
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optim.lr={self.lr}: expected a positive rate")
-        if self.accumulate < 1:
-            raise ValueError(f"optim.accumulate={self.accumulate}: expected 1 or more")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"optim.clip_norm={self.clip_norm}: expected a positive norm, or null for no clipping")
-        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise ValueError(f"optim.layer_decay={self.layer_decay}: expected a factor in (0, 1], or null")
+        clip, decay = self.clip_norm, self.layer_decay
+        _check("optim.lr", self.lr, self.lr > 0, "a positive rate")
+        _check("optim.rate_batch", self.rate_batch, self.rate_batch >= 1, "1 or more")
+        _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _check("optim.betas", list(self.betas), all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        _check("optim.eps", self.eps, self.eps > 0, "a positive number")
+        _check("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")
+        _check("optim.clip_norm", clip, clip is None or clip > 0, "a positive norm, or null for no clipping")
+        _check("optim.accumulate", self.accumulate, self.accumulate >= 1, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,10 @@ class ClassifierOptimConfig(OptimConfig):
     """AdamW, and the loss of a classifier."""
 
     label_smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check("optim.label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "a share in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -93,16 +102,20 @@ class ScheduleConfig:
     drop_factor: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, value in (("epochs", self.epochs), ("steps", self.steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"schedule.{name}={value}: expected 1 or more")
-        if self.steps is None and self.warmup_steps is None and not 0 <= self.warmup_epochs <= self.epochs:
+        for name in ("epochs", "steps"):
+            value = getattr(self, name)
+            _check(f"schedule.{name}", value, value is None or value >= 1, "1 or more")
+        for name in ("warmup_epochs", "warmup_steps", "warmup_lr", "min_lr", "cooldown_epochs", "power"):
+            value = getattr(self, name)
+            _check(f"schedule.{name}", value, value is None or value >= 0, "0 or more")
+        if self.steps is None and self.warmup_steps is None and self.warmup_epochs > self.epochs:
             raise ValueError(
                 f"schedule.warmup_epochs={self.warmup_epochs}: expected 0 to schedule.epochs={self.epochs}; "
                 "give a shorter warm-up with fewer epochs"
             )
-        if list(self.drop_at) != sorted(self.drop_at):
-            raise ValueError(f"schedule.drop_at={list(self.drop_at)}: expected ascending numbers")
+        _check("schedule.drop_epochs", self.drop_epochs, self.drop_epochs > 0, "a positive number")
+        _check("schedule.drop_at", list(self.drop_at), [*self.drop_at] == sorted(self.drop_at), "ascending numbers")
+        _check("schedule.drop_factor", self.drop_factor, 0 < self.drop_factor <= 1, "a factor in (0, 1]")
 
     def decay_steps(self, steps_per_epoch: int) -> int:
         """Updates before the cool-down."""
@@ -111,7 +124,7 @@ class ScheduleConfig:
     def warm_up_steps(self, steps_per_epoch: int) -> int:
         length = self.decay_steps(steps_per_epoch)
         steps = int(self.warmup_epochs * steps_per_epoch) if self.warmup_steps is None else self.warmup_steps
-        if not 0 <= steps <= length:
+        if steps > length:
             raise ValueError(
                 f"a warm-up of {steps} updates in a run of {length}: give a shorter schedule.warmup_steps (or "
                 "schedule.warmup_epochs)"
@@ -129,6 +142,10 @@ class EmaConfig:
 
     decay: float | None = None
     batch: int | None = 4096  # null: decay is per update, whatever the batch
+
+    def __post_init__(self) -> None:
+        _check("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
+        _check("ema.batch", self.batch, self.batch is None or self.batch >= 1, "1 or more, or null")
 
     def decay_per_step(self, global_batch: int) -> float | None:
         if self.decay is None or self.batch is None:
@@ -155,13 +172,9 @@ class CheckpointConfig:
     keep: int = 2  # whole checkpoints kept; the best weights are kept besides
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("every_epochs", self.every_epochs),
-            ("every_steps", self.every_steps),
-            ("keep", self.keep),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"checkpoint.{name}={value}: expected 1 or more")
+        for name in ("every_epochs", "every_steps", "keep"):
+            value = getattr(self, name)
+            _check(f"checkpoint.{name}", value, value is None or value >= 1, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -174,9 +187,9 @@ class LogConfig:
     wandb: str | None = None  # project name
 
     def __post_init__(self) -> None:
-        for name, value in (("every_steps", self.every_steps), ("eval_epochs", self.eval_epochs)):
-            if value < 1:
-                raise ValueError(f"log.{name}={value}: expected 1 or more")
+        for name in ("every_steps", "eval_epochs"):
+            value = getattr(self, name)
+            _check(f"log.{name}", value, value >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +208,9 @@ class LoopConfig:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        _check("seed", self.seed, 0 <= self.seed < 2**63, "a number from 0 to 2^63 - 1")
 
     def global_batch(self, world_size: int) -> int:
         """Images per update."""
@@ -255,7 +271,9 @@ def load_recipe(
 ) -> Config:
     """`load_config` for any task: its defaults, and the folder of its recipes."""
     if recipe.endswith((".yaml", ".yml")):
-        text, name = Path(recipe).read_text(), Path(recipe).stem
+        if not Path(recipe).is_file():
+            raise ValueError(f"recipe file {recipe} does not exist; --list-recipes names those of the package")
+        text, name = Path(recipe).read_text(encoding="utf-8", errors="replace"), Path(recipe).stem
     else:
         names = recipe_names(folder)
         if recipe not in names:
@@ -280,7 +298,7 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not YAML: {error}") from error
+        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{name}: expected `section: {{key: value}}`, got {type(values).__name__}")
     return values

@@ -112,7 +112,7 @@ class Trainer:
         while progress.epoch < self.total_epochs:
             if signal := self.train_epoch():
                 self.reporter.note(
-                    f"stopped by signal {signal} after update {progress.updates}; continue with --resume"
+                    f"stopped by signal {signal} after update {progress.updates}; continue with --resume {self.folder}"
                 )
                 return Outcome(self.folder, self.summary(result), signal, self.ranks.is_first)
             if self.is_due(self.config.log.eval_epochs):
@@ -297,11 +297,18 @@ class Trainer:
                 f"the run goes on near where it was (epoch {saved.epoch + 1}, update {step}), not exactly there"
             )
             saved = dataclasses.replace(saved, step=step, steps_per_epoch=self.steps_per_epoch)
-        self.progress = saved
-        if source.folder == own.folder:
+        if source.folder.resolve() == own.folder.resolve():
             own.saved_updates = saved.updates
             if self.ranks.is_first:
                 own.set_aside_after(checkpoint)
+        elif saved.updates >= self.schedule.total_steps:
+            raise ValueError(
+                f"{checkpoint} has {saved.updates} of {self.schedule.total_steps} updates: nothing is left to train in "
+                f"{self.folder}; raise schedule.{'epochs' if self.config.schedule.steps is None else 'steps'}"
+            )
+        else:  # the best of before is not in this folder
+            saved = dataclasses.replace(saved, best=None, best_epoch=None)
+        self.progress = saved
         if saved.step and not self.data.train.exact_resume:
             self.reporter.note(
                 "streamed data: the epoch starts again at its first image, and ends as early as it would have"

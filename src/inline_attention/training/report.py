@@ -160,7 +160,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         threading.excepthook = self._on_thread_error
 
     def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        """TensorBoard's thread raises what its next call raises again (a full disk): told there, without a traceback."""
+        """TensorBoard's thread on a full disk: its next call raises the same, which is told without a traceback."""
         if not isinstance(error.exc_value, OSError):
             self.excepthook(error)
 

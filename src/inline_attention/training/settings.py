@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -121,13 +122,14 @@ def convert(value: Any, hint: Any, *, name: str) -> Any:
         if isinstance(value, float) and value.is_integer():
             return int(value)
     elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
-                return float(value)
-            except ValueError:
-                pass
+                number = float(value)
+            except (ValueError, OverflowError):
+                raise _wrong(name, value, hint) from None
+            if math.isfinite(number):
+                return number
+            raise ValueError(f"{name}={value}: expected a finite number")
     elif hint is str:
         if isinstance(value, str):
             return value

@@ -93,6 +93,7 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys, caplog) -> 
         ((images / "gone.png",), "gone.png' does not exist"),
         ((tmp_path / "empty",), "no images in folder"),
         ((images, "--topk", 0), "--topk is 0; expected at least 1"),
+        ((images, "--csv", tmp_path / "gone" / "a.csv"), "a.csv' cannot be written: expected a file's name"),
     ):
         assert main(command(weights, *arguments)) == 2
         assert message in capsys.readouterr().err

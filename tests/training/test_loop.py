@@ -1,6 +1,7 @@
 """The loop in this process: what it computes, what it leaves behind, what it refuses."""
 
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import shutil
@@ -405,10 +406,13 @@ def test_resume_keeps_the_settings_of_the_run(tmp_path: Path) -> None:
         run(tmp_path / "run", "schedule.epochs=1", "data.batch_size=64", resume="auto")
 
 
-def test_no_data_and_no_device(tmp_path: Path) -> None:
+def test_no_data_no_device_and_no_package(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no data: give --data FOLDER"):
         run(tmp_path / "run", data="")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"device cuda is not available here; available: .*cpu"):
             train(plan_run(flags={"device": "cuda"}, output=str(tmp_path / "run")))
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(ImportError, match=r"log.wandb=mine needs the package wandb: pip install wandb"):
+            run(tmp_path / "run", "log.wandb=mine")
     assert not (tmp_path / "run").exists()

@@ -146,16 +146,6 @@ def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.count("could not write to") == 1
 
 
-def test_wandb_is_named_where_it_is_missing(tmp_path: Path) -> None:
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        with pytest.raises(ImportError, match=r"log.wandb=mine needs the package wandb: pip install wandb"):
-            reporter(tmp_path, "log.tensorboard=false", "log.wandb=mine").start(total_updates=1, done_updates=0)
-    else:
-        pytest.skip("wandb is installed")
-
-
 def test_pictures(tmp_path: Path) -> None:
     top1 = Classification.headline
     evaluations = [

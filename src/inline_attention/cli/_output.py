@@ -57,6 +57,13 @@ class _LineProgress:
             print(f"{self._what}: {self._done}/{self._total}", file=sys.stderr, flush=True)
 
 
+def check_writable(*paths: str | Path | None) -> None:
+    """ValueError for a result file that could not be written, before the work that it is the result of."""
+    for path in paths:
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ValueError(f"{str(path)!r} cannot be written: expected a file's name in a folder that exists")
+
+
 def write_json(path: str, content: Any) -> None:
     Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -118,13 +118,14 @@ def _load(args: argparse.Namespace) -> Any:
 def _eval(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import choose_device, image_progress, write_json
+    from inline_attention.cli._output import check_writable, choose_device, image_progress, write_json
     from inline_attention.dense.detection.average_precision import METRICS
     from inline_attention.dense.detection.coco import read_coco
     from inline_attention.dense.detection.data import DetectionEvalLoader, with_classes
     from inline_attention.dense.detection.evaluate import evaluate
     from inline_attention.dense.detection.task import write_per_class
 
+    check_writable(args.csv, args.json)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data

@@ -30,11 +30,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import choose_device, image_progress, parse_size, write_csv, write_json
+    from inline_attention.cli._output import (
+        check_writable,
+        choose_device,
+        image_progress,
+        parse_size,
+        write_csv,
+        write_json,
+    )
     from inline_attention.data import open_eval_data
     from inline_attention.training.classifier import load_classifier
     from inline_attention.training.evaluate import evaluate
 
+    check_writable(args.csv, args.json)
     device = choose_device(args.device)
     classifier = load_classifier(
         args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform

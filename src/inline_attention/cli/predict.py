@@ -31,7 +31,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import choose_device, image_progress, parse_size, write_csv, write_json
+    from inline_attention.cli._output import (
+        check_writable,
+        choose_device,
+        image_progress,
+        parse_size,
+        write_csv,
+        write_json,
+    )
     from inline_attention.data import open_files
     from inline_attention.training.classifier import Guess, load_classifier, predict
 
@@ -40,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     name, weights = choose_weights(name, args.weights)
     if args.topk < 1:
         raise ValueError(f"--topk is {args.topk}; expected at least 1")
+    check_writable(args.csv, args.json)
     device = choose_device(args.device)
     classifier = load_classifier(name, weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform)
     config = classifier.data

@@ -118,12 +118,13 @@ def _load(args: argparse.Namespace) -> Any:
 def _eval(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import choose_device, image_progress, write_json
+    from inline_attention.cli._output import check_writable, choose_device, image_progress, write_json
     from inline_attention.dense.segmentation.data import open_eval_images
     from inline_attention.dense.segmentation.evaluate import evaluate
     from inline_attention.dense.segmentation.pictures import draw_examples
     from inline_attention.dense.segmentation.task import write_per_class
 
+    check_writable(args.csv, args.json)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data

@@ -41,7 +41,8 @@ class SkippedImages:
             listed = "; ".join(f"{path} ({reason})" for path, reason in list(self)[:5])
             raise ValueError(
                 f"{len(self)} unreadable images, more than the limit of {self.limit}: {listed}"
-                f"{'; …' if len(self) > 5 else ''}. Repair or remove them, or raise data.max_broken."
+                f"{'; …' if len(self) > 5 else ''}. Repair or remove them, or raise data.max_broken "
+                "(inline eval: --max-broken)."
             )
 
     def clear(self) -> None:

@@ -65,7 +65,7 @@ def open_source(config: DataConfig, split: str) -> Source:
     there = sorted({p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)})
     raise ValueError(
         f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
-        "Name the splits with data.train_split and data.val_split."
+        "Name the splits with data.train_split and data.val_split (inline eval: --split)."
     )
 
 
@@ -80,7 +80,8 @@ def check_same_classes(train: Source, val: Source, *, train_split: str, val_spli
     only_val = sorted(set(val.class_names) - set(train.class_names), key=natural_key)
     raise ValueError(
         f"splits {train_split!r} and {val_split!r} have different classes: "
-        f"only in {train_split!r}: {_some(only_train)}; only in {val_split!r}: {_some(only_val)}"
+        f"only in {train_split!r}: {_some(only_train)}; only in {val_split!r}: {_some(only_val)}. "
+        "Give both the same, or remove what is too much"
     )
 
 
@@ -227,7 +228,8 @@ class TarSource:
             # Not cached: a tar file opened before the workers start would share its position among them.
             self._reader = ReaderImageInTar(str(root), cache_tarfiles=False, cache_tarinfo=False)
         except tarfile.TarError as error:
-            raise ValueError(f"{str(root)!r} is not a readable tar file: {error}") from error
+            what = "a tar file in " if root.is_dir() else ""
+            raise ValueError(f"{what}{str(root)!r} cannot be read ({error}); repair or remove it") from error
         except ValueError as error:  # timm unpacks an empty list
             raise ValueError(f"no images in {str(root)!r}; known in tar files: .png, .jpg, .jpeg") from error
         self._root = root

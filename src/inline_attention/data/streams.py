@@ -94,6 +94,10 @@ class Stream:
             )
         except (RuntimeError, LookupError, AssertionError, ValueError) as error:
             reason = str(error).partition("\n")[0]  # TensorFlow's go on to list every data set there is
+            if self.kind == "wds":
+                reason += (
+                    "; expected a split of FOLDER/_info.json, or a pattern such as 'train-{0000..0099}.tar|128000'"
+                )
             raise ValueError(f"split {split!r} of {config.path!r} cannot be opened: {reason}") from error
 
     def _divide_shards(self) -> None:

@@ -50,7 +50,7 @@ class Ranks:
         if self.is_first:
             try:
                 outcome = (decision(), None)
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, ImportError) as error:
                 outcome = (None, error)
         value, failure = self.broadcast(outcome)
         if failure is None:

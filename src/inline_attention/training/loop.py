@@ -27,7 +27,7 @@ from inline_attention.training.ema import WeightAverage
 from inline_attention.training.meters import DeviceMeter
 from inline_attention.training.optim import Optimizer
 from inline_attention.training.report import Reporter, memory_bytes
-from inline_attention.training.run_folder import CHECKPOINTS, Plan, check_folder, take_folder
+from inline_attention.training.run_folder import CHECKPOINTS, Plan, check_plan, take_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
 from inline_attention.training.task import Evaluation, TrainingBatch, check_same_task
 
@@ -52,7 +52,7 @@ def train(plan: Plan) -> Outcome:
     with stop_on_signals() as request, join_ranks(config.device) as ranks:
         plan = ranks.broadcast(plan)  # the default folder has the time in its name
         with Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter:
-            ranks.decide(lambda: check_folder(plan))
+            ranks.decide(lambda: check_plan(plan))
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
                 ranks.decide(lambda: take_folder(plan, ranks))

@@ -232,10 +232,8 @@ def _clock(seconds: float) -> str:
 
 
 def _open_wandb(folder: Path, config: LoopConfig) -> Any:
-    try:
-        import wandb  # type: ignore[import-not-found]  # optional, without an extra of its own
-    except ImportError as error:
-        raise ImportError(f"log.wandb={config.log.wandb} needs the package wandb: pip install wandb") from error
+    import wandb  # type: ignore[import-not-found]  # optional, without an extra of its own; see check_plan
+
     return wandb.init(
         project=config.log.wandb,
         name=folder.name,

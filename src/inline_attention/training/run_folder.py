@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ def plan_run(
     )
 
 
-def check_folder(plan: Plan) -> None:
-    """ValueError where the folder holds another run, or there is nothing to train on."""
+def check_plan(plan: Plan) -> None:
+    """ValueError where the folder holds another run, or there is nothing to train on; ImportError without wandb."""
     folder = plan.folder
     if not plan.config.data.path:
         raise ValueError(f"no data: {plan.task.data_hint}")
@@ -82,6 +83,8 @@ def check_folder(plan: Plan) -> None:
         raise ValueError(f"--output {folder} is a file; expected a folder")
     if (folder / CONFIG).exists() and (plan.source is None or plan.source.resolve() != folder.resolve()):
         raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
+    if plan.config.log.wandb is not None and find_spec("wandb") is None:
+        raise ImportError(f"log.wandb={plan.config.log.wandb} needs the package wandb: pip install wandb")
 
 
 def default_folder(config: LoopConfig) -> Path:

@@ -45,7 +45,7 @@ def test_training_batches(make_folder: Callable[..., Path], options: dict[str, o
     folder = make_folder(train={"a": 20, "b": 21}, val={"a": 5, "b": 6})
     on_cpu, on_gpu = (open_data(config(folder, **options), seed=1) for _ in range(2))
     on_gpu.to("cuda")
-    mixup = Mixup(DataConfig(), num_classes=2, label_smoothing=0.1, seed=1)
+    mixup = Mixup(DataConfig(), num_classes=2, seed=1)
     weight = torch.randn(64, 64, device="cuda")
     found = []
     with no_synchronisation():

@@ -52,15 +52,13 @@ def test_ranks_mix_what_one_rank_mixes(world_size: int) -> None:
 
 
 def test_targets_are_distributions() -> None:
-    for smoothing in (0.0, 0.1):
-        mixup = Mixup(DataConfig(), num_classes=5, label_smoothing=smoothing)
-        _, targets = mixed(mixup, epoch=0, step=0)
-        torch.testing.assert_close(targets.sum(1), torch.ones(12))
-        assert targets.min() >= smoothing / 5 - 1e-7
+    _, targets = mixed(Mixup(DataConfig(), num_classes=5), epoch=0, step=0)
+    torch.testing.assert_close(targets.sum(1), torch.ones(12))
+    assert targets.min() >= 0
 
 
 def test_without_mixing() -> None:
-    mixup = Mixup(DataConfig(mixup=0, cutmix=0), num_classes=5, label_smoothing=0.1)
+    mixup = Mixup(DataConfig(mixup=0, cutmix=0), num_classes=5)
     images, targets = mixed(mixup, IMAGES[:3], TARGETS[:3], epoch=0, step=0)  # an odd batch will do
     assert torch.equal(images, IMAGES[:3])
-    torch.testing.assert_close(targets, torch.eye(5)[TARGETS[:3]] * 0.9 + 0.02)
+    torch.testing.assert_close(targets, torch.eye(5)[TARGETS[:3]])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import training_runs as _runs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from inline_attention.training.distributed import unused_part
+from inline_attention.training.distributed import choose_device, unused_part
 
 SETTINGS = ("log.every_steps=1", "schedule.epochs=1")  # 10 updates of 16 images
 TWO = (*SETTINGS, "data.batch_size=8")
@@ -112,6 +112,16 @@ def test_a_wrong_setting_ends_every_rank_with_one_message(tmp_path: Path) -> Non
     (tmp_path / "run" / "config.yaml").write_text("recipe: inline_deit_tiny\n")
     assert _runs.run_ranks(_runs.arguments(tmp_path / "run", *TWO), 2, log=log) == [2, 2]
     assert log.read_text().count("already holds a run") == 1
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device("auto") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match=r"rank 2 of this machine has no GPU: there are 2; lower --nproc-per-node"):
+        choose_device("auto")
 
 
 def test_restarted_ranks_find_each_other_in_a_used_store() -> None:

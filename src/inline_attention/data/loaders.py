@@ -46,7 +46,6 @@ class Batch:
 
 
 Ready = TypeVar("Ready")  # a batch as a model sees it
-TrainBatch = Batch  # both loaders give the same; the name is for signatures of training code
 
 
 class DeviceStage(ABC, Generic[LoadedT, Ready]):
@@ -214,8 +213,6 @@ class Data:
     val: EvalLoader
     class_names: list[str]
     in_chans: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
     @property
     def num_classes(self) -> int:
@@ -243,8 +240,7 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
             val_source = RelabelledSource(val_source, class_names)
         train = _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size)
         val = _eval_loader(val_source, config=config, rank=rank, world_size=world_size)
-    mean, std = config.statistics
-    return Data(train, val, class_names, in_chans=config.in_chans, mean=mean, std=std)
+    return Data(train, val, class_names, in_chans=config.in_chans)
 
 
 def open_eval_data(

@@ -16,8 +16,8 @@ class Mixup:
     one-hot.
     """
 
-    def __init__(self, config: DataConfig, *, num_classes: int, label_smoothing: float = 0.0, seed: int = 0) -> None:
-        self._num_classes, self._label_smoothing, self._seed = num_classes, label_smoothing, seed
+    def __init__(self, config: DataConfig, *, num_classes: int, seed: int = 0) -> None:
+        self._num_classes, self._seed = num_classes, seed
         self._mix = None
         if config.mixes:
             self._mix = TimmMixup(
@@ -25,14 +25,14 @@ class Mixup:
                 cutmix_alpha=config.cutmix,
                 prob=config.mixup_prob,
                 switch_prob=config.mixup_switch,
-                label_smoothing=label_smoothing,
+                label_smoothing=0.0,  # the loss smooths
                 num_classes=num_classes,
             )
 
     def __call__(self, images: Tensor, targets: Tensor, *, epoch: int, step: int) -> tuple[Tensor, Tensor]:
-        """(B, C, H, W) and (B,) to the images, mixed in place, and smoothed soft targets (B, num_classes)."""
+        """(B, C, H, W) and (B,) to the images, mixed in place, and soft targets (B, num_classes)."""
         if self._mix is None:
-            return images, mixup_target(targets, self._num_classes, smoothing=self._label_smoothing)
+            return images, mixup_target(targets, self._num_classes)
         with restored_generators():
             seed_generators(derive_seed("mixup", self._seed, epoch, step))
             return self._mix(images, targets)

@@ -91,7 +91,10 @@ def choose_device(name: str) -> torch.device:
         present = ", ".join(kind for kind, present in available.items() if present)
         raise ValueError(f"device {name} is not available here; available: {present}")
     if name == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if number >= count:
+            raise ValueError(f"rank {number} of this machine has no GPU: there are {count}; lower --nproc-per-node")
+        return torch.device("cuda", number)
     return torch.device(name)
 
 

@@ -220,13 +220,14 @@ def test_a_replaced_label_is_that_of_the_image(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_evaluation_leaves_out_the_unreadable(folder: Path, in_memory: bool) -> None:
+def test_evaluation_leaves_out_the_unreadable(folder: Path, in_memory: bool, caplog) -> None:
     bad = damage(folder / "val", "a/000.png", "a/001.png", "a/002.png", "a/003.png")  # the whole first batch
     loader = open_eval_data(config(folder, in_memory=in_memory, max_broken=0.5))
     for _ in range(2):
         ids = merged(iter(loader))[2]
         assert ids.tolist() == list(range(4, 24))
         assert [image.path for image in loader.skipped] == bad  # anew in every pass
+    assert caplog.text.count("skipping unreadable image") == len(bad)
 
 
 def test_images_of_a_few_pixels(folder: Path) -> None:

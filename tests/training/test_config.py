@@ -153,6 +153,8 @@ def test_own_recipe_file(tmp_path: Path) -> None:
         ("schedule.drop_factor=0", r"schedule.drop_factor=0.0: expected a factor in \(0, 1\]"),
         ("ema.decay=1", r"ema.decay=1.0: expected a factor in \[0, 1\), or null"),
         ("ema.batch=0", "ema.batch=0: expected 1 or more, or null"),
+        ("model.kwargs.num_classes=5", "model.kwargs.num_classes=5: the data's classes are counted instead"),
+        ("model.kwargs.img_size=64", "model.kwargs.img_size=64: set data.img_size instead"),
         ("seed=-1", r"seed=-1: expected a number from 0"),
         (f"seed={2**63}", r"expected a number from 0 to 2\^63 - 1"),
     ],

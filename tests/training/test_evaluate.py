@@ -1,4 +1,5 @@
 import multiprocessing
+import pickle
 import shutil
 from pathlib import Path
 from queue import Queue
@@ -132,13 +133,31 @@ def test_nothing_to_evaluate(images: Path) -> None:
         evaluate(Classifier(), loader, device="cpu")
 
 
-def evaluate_on_rank(rank: int, world_size: int, root: Path, results: "Queue[tuple[int, EvalResult]]") -> None:
+def evaluate_on_rank(rank: int, world_size: int, root: Path, results: "Queue[tuple[int, bytes]]") -> None:
     store = dist.FileStore(str(root / "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     loader = open_eval_data(config(root), rank=rank, world_size=world_size)
-    results.put((rank, evaluate(Classifier(), loader, device="cpu")))
+    result: EvalResult | str
+    try:
+        result = evaluate(Classifier(), loader, device="cpu")
+    except ValueError as error:
+        result = str(error)
+    results.put((rank, pickle.dumps(result)))  # by value: shared memory would end with this process
     dist.barrier()
     dist.destroy_process_group()
+
+
+def evaluate_on_two_ranks(root: Path) -> dict[int, EvalResult | str]:
+    context = multiprocessing.get_context("fork")  # importing torch anew in each would take longer than the test
+    results: Queue[tuple[int, bytes]] = context.Queue()  # type: ignore[assignment]
+    ranks = [context.Process(target=evaluate_on_rank, args=(rank, 2, root, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = {rank: pickle.loads(result) for rank, result in (results.get(timeout=60) for _ in ranks)}
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    return found
 
 
 @pytest.mark.parametrize("unreadable", [0, 1])
@@ -147,20 +166,22 @@ def test_two_ranks_count_every_image_once(images: Path, unreadable: int) -> None
     if unreadable:
         (images / "val" / "class3" / "003.png").write_bytes(b"")
     alone = evaluate(Classifier(), open_eval_data(config(images)), device="cpu")
-    context = multiprocessing.get_context("fork")  # importing torch anew in each would take longer than the test
-    results: Queue[tuple[int, EvalResult]] = context.Queue()  # type: ignore[assignment]
-    ranks = [context.Process(target=evaluate_on_rank, args=(rank, 2, images, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+    found = evaluate_on_two_ranks(images)
     for rank in range(2):
         result = found[rank]
+        assert isinstance(result, EvalResult)
         assert (result.images, result.skipped) == (101 - unreadable, unreadable)
         assert (result.top1, result.top5) == (alone.top1, alone.top5)
         assert result.loss == pytest.approx(alone.loss, rel=1e-6)
         assert torch.equal(result.per_class, alone.per_class)
         assert result.confusion is not None
         assert torch.equal(result.confusion, alone.confusion)
+
+
+def test_the_limit_of_unreadable_images_is_on_all_ranks_together(images: Path) -> None:
+    """Two on each rank, which is as many as the default allows of 101."""
+    for number in (0, 7, 14, 21):
+        (images / "val" / "class0" / f"{number:03}.png").write_bytes(b"")
+    assert all(
+        "4 unreadable images, more than the limit of 2" in str(said) for said in evaluate_on_two_ranks(images).values()
+    )

@@ -24,6 +24,7 @@ class SkippedImages:
         self.limit = limit
         self.replaced = 0
         self._reasons: dict[str, str] = {}
+        self._told: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._reasons)
@@ -32,19 +33,25 @@ class SkippedImages:
         return (SkippedImage(path, reason) for path, reason in self._reasons.items())
 
     def extend(self, images: Iterable[SkippedImage]) -> None:
-        """Note the files, each in the log; ValueError when there are more than `limit`."""
+        """Note the files, each once in the log; ValueError when there are more than `limit`."""
         for image in images:
-            if image.path not in self._reasons:
-                self._reasons[image.path] = image.reason
+            self._reasons.setdefault(image.path, image.reason)
+            if image.path not in self._told:
+                self._told.add(image.path)
                 _logger.warning("skipping unreadable image %s: %s", image.path, image.reason)
-        if len(self) > self.limit:
+        self.check_limit(len(self))
+
+    def check_limit(self, count: int) -> None:
+        """count: of all ranks, which is no less than what this one has met."""
+        if count > self.limit:
             listed = "; ".join(f"{path} ({reason})" for path, reason in list(self)[:5])
             raise ValueError(
-                f"{len(self)} unreadable images, more than the limit of {self.limit}: {listed}"
-                f"{'; …' if len(self) > 5 else ''}. Repair or remove them, or raise data.max_broken "
+                f"{count} unreadable images, more than the limit of {self.limit}: {listed}"
+                f"{'; …' if count > 5 else ''}. Repair or remove them, or raise data.max_broken "
                 "(inline eval: --max-broken)."
             )
 
     def clear(self) -> None:
+        """Count anew, as an evaluation does; what was in the log is not told again."""
         self.replaced = 0
         self._reasons.clear()

@@ -47,6 +47,13 @@ class ModelConfig(BackboneConfig):
 
     reset_head: bool = False  # keep the head random, for other classes than those of `weights`
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        elsewhere = {"num_classes": "the data's classes are counted", "in_chans": "set data.in_chans",
+                     "img_size": "set data.img_size", "drop_path_rate": "set model.drop_path"}  # fmt: skip
+        for name in elsewhere.keys() & self.kwargs.keys():
+            raise ValueError(f"model.kwargs.{name}={self.kwargs[name]}: {elsewhere[name]} instead")
+
 
 @dataclass(frozen=True)
 class OptimConfig:

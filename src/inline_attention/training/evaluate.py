@@ -104,6 +104,7 @@ class _Counts:
         seconds = time.perf_counter() - start
         if images == 0:
             raise ValueError(f"nothing to evaluate: none of the {loader.num_images} images could be read")
+        loader.skipped.check_limit(int(skipped))
         if skipped and (not _is_distributed() or dist.get_rank() == 0):
             _logger.warning("%d unreadable images are left out: accuracy is over the other %d", int(skipped), images)
         shape = (self._num_classes, self._num_classes)

@@ -216,8 +216,8 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     return "\n".join(parts)
 
 
-_GAPS = """Differences of mean top-1 in points, ± two standard deviations of the difference, over seeds or, where there is
-one, by the number of validation images. Bold: larger than that.
+_GAPS = """Differences of mean top-1 in points, ± two standard deviations of the difference, over
+seeds or, where there is one, by the number of validation images. Bold: larger than that.
 """
 _GAP_PAIRS = (
     ("inline", "linear"), ("inline", "softmax"), ("inline_plain", "linear"), ("linear_residual", "linear"),

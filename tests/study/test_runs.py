@@ -81,6 +81,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert (again["run"], [again["top1"]]) == (RUNS[1].name, by_row["inline"]["top1"])
     assert f"| `{RUNS[1].name}` | {again['top1']:.2f} | {again['top1']:.2f} |" in page
     assert "| digits, 10 classes, 8 px, 17 tokens, 8 epochs | 1 |" in page  # of the gaps
+    assert all(line["command"] in page.splitlines() for line in setting["rows"])
     for name in ("curves.png", "speed.png", "causes.png"):
         assert (grid / name).stat().st_size > 5000
         assert f"({name})" in page

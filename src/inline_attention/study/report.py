@@ -209,11 +209,20 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     if results.again:
         parts += ["## Made again\n", "By the command printed with the run.\n", again_table(results)]
     if results.runs:
-        example = results.find(main, "inline") if main is not None else None
         parts.append(f"The runs took {results.device_seconds / 60:.0f} minutes of one device in all.\n")
-        parts.append(f"A row again:\n\n```\n{remake(example or results.runs[0])}\n```\n")
+        parts += ["## Commands\n", _COMMANDS, command_list(results)]
     parts += [f"![{Path(link).stem}]({link})\n" for link in figures]
     return "\n".join(parts)
+
+
+_COMMANDS = """Each makes a run again; further seeds of a row with `--seed`. In capitals: the folder of the images.
+"""
+
+
+def command_list(results: Results) -> str:
+    """Of the first seed of every row in every setting."""
+    found = (results.find(setting, row) for setting in results.settings for row in results.rows(setting))
+    return "```\n" + "\n".join(remake(result) for result in found if result is not None) + "\n```\n"
 
 
 _GAPS = """Differences of mean top-1 in points, ± two standard deviations of the difference, over
@@ -302,7 +311,7 @@ def setting_table(results: Results, setting: Setting) -> str:
             [
                 ROWS[row].title,
                 str(sample),
-                len(sample.values),
+                ", ".join(str(r.run.seed) for r in results.runs if r.setting == setting and r.run.row == row),
                 f"{parameters / 1e6:.2f}M",
                 *(f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer")),
                 "–" if analysis is None else f"{analysis['confusion']['share_of_pairs']:.2%}",

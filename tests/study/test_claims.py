@@ -7,6 +7,7 @@ import pytest
 
 from inline_attention.study.claims import CONFIRMED, NOT_CONFIRMED, NOT_MEASURED, judge
 from inline_attention.study.grid import MAIN, Run
+from inline_attention.study.report import gap_table
 from inline_attention.study.results import Sample, collect
 
 
@@ -43,6 +44,13 @@ def test_ahead_by_more_than_two_deviations(tmp_path: Path, inline: list[float], 
 def test_level_with_softmax(tmp_path: Path, softmax: list[float], expected: str) -> None:
     write_runs(tmp_path, {"inline": [43.0, 43.4, 43.2], "linear": [40.0, 40.4, 40.2], "softmax": softmax})
     assert verdicts(tmp_path)[LEVEL] == expected
+
+
+def test_gaps_beyond_two_deviations_are_bold(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [43.0, 43.4, 43.2], "linear": [40.0, 40.4, 40.2], "softmax": [43.5, 43.6, 43.4]})
+    (line,) = gap_table(collect(tmp_path)).splitlines()[2:]
+    # Standard deviations of 0.2, 0.2 and 0.1.
+    assert line.endswith("| 3 | **+3.00 ± 0.57** | −0.30 ± 0.45 | – | – | – |")
 
 
 def test_what_is_missing_is_not_judged(tmp_path: Path) -> None:

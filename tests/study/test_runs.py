@@ -1,6 +1,7 @@
 """A miniature grid on the digits, from runs to report."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,7 +55,10 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
 
 
 def test_report(grid: Path, tmp_path: Path) -> None:
-    command = ["study", "report", str(grid), "--max-images", "10", "--device", "cpu", "--docs", str(tmp_path)]
+    docs, readme = tmp_path / "docs", tmp_path / "README.md"
+    readme.write_text("before\n<!-- results of the study -->\nold\n<!-- end of the results -->\nafter\n")
+    shutil.copytree(grid / RUNS[1].name, grid / "again" / RUNS[1].name)
+    command = ["study", "report", str(grid), "--max-images", "10", "--device", "cpu", "--docs", str(docs)]
     assert main(command) == 0
     results = json.loads((grid / "results.json").read_text())
     (setting,) = results["settings"]
@@ -72,15 +76,26 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert {claim["verdict"] for claim in results["claims"]} == {NOT_MEASURED, NOT_TESTABLE}
     page = (grid / "results.md").read_text()
     assert "| InLine (with residual) |" in page
-    assert f"eager (not compiled), fp32, 16 images at a time, on {results['speed']['machine']}" in page
+    assert f"not compiled, fp32, 16 images at a time, on {results['speed']['machine']}" in page
+    (again,) = results["again"]
+    assert (again["run"], [again["top1"]]) == (RUNS[1].name, by_row["inline"]["top1"])
+    assert f"| `{RUNS[1].name}` | {again['top1']:.2f} | {again['top1']:.2f} |" in page
+    assert "| digits, 10 classes, 8 px, 17 tokens, 8 epochs | 1 |" in page  # of the gaps
+    assert all(line["command"] in page.splitlines() for line in setting["rows"])
     for name in ("curves.png", "speed.png", "causes.png"):
         assert (grid / name).stat().st_size > 5000
         assert f"({name})" in page
-    linked = (tmp_path / "results.md").read_text()
+    linked = (docs / "results.md").read_text()
     for name in ("curves", "speed", "causes"):
         assert f"(images/study-{name}.png)" in linked
-        assert (tmp_path / "images" / f"study-{name}.png").read_bytes() == (grid / f"{name}.png").read_bytes()
-    assert json.loads((tmp_path / "results" / "study.json").read_text()) == results
+        assert (docs / "images" / f"study-{name}.png").read_bytes() == (grid / f"{name}.png").read_bytes()
+    assert json.loads((docs / "results" / "study.json").read_text()) == results
+    front = readme.read_text()
+    assert front.startswith("before\n<!-- results of the study -->\n\nTrained here: digits")
+    assert front.endswith("\n\n<!-- end of the results -->\nafter\n")
+    assert "old" not in front
+    assert "| InLine (with residual) |" in front
+    assert "(docs/images/study-speed.png)" in front
 
 
 def test_what_fails_is_noted_and_not_tried_again(tmp_path: Path) -> None:

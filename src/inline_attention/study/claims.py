@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import hypot
 from typing import Any
 
 from inline_attention.study.measures import masking_drops, speed_name
-from inline_attention.study.results import Results, Sample, Setting
+from inline_attention.study.results import Results, Sample, Setting, margin
 
 CONFIRMED, NOT_CONFIRMED = "confirmed", "not confirmed"
 NOT_MEASURED, NOT_TESTABLE = "not measured yet", "not testable here"
@@ -38,7 +37,7 @@ def _verdict(holds: bool) -> str:
 
 
 def exceeds(a: Sample, b: Sample) -> bool:
-    return a.mean - b.mean > 2 * hypot(a.spread, b.spread)
+    return a.mean - b.mean > margin(a, b)
 
 
 def _evidence(results: Results) -> Setting | None:

@@ -54,7 +54,10 @@ class Dataset:
 
 DATASETS = {
     "tiny_imagenet": Dataset("Tiny ImageNet, 100 classes, 64 px", {"data.img_size": 64}, 100, patches=(4,)),
-    "imagenette": Dataset("Imagenette, 10 classes, 128 px", {"data.img_size": 128}, 10, patches=(4, 8, 16)),
+    # A third of the images: half the batch, for enough updates.
+    "imagenette": Dataset(
+        "Imagenette, 10 classes, 128 px", {"data.img_size": 128, "data.batch_size": 128}, 10, patches=(4, 8, 16)
+    ),
     # The whole chain in a minute or two, on the embedded digits.
     "digits": Dataset(
         "digits, 10 classes, 8 px",
@@ -176,7 +179,7 @@ DEFAULT_GROUPS = GROUPS[:-1]
 PILOT_EPOCHS = (10, 20, 40)  # short ones first: they tell how long the others will take
 MAIN_EPOCHS = 40  # one of the pilot's, whose runs are then the first seed's
 VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that length
-TOKENS_EPOCHS = 40
+TOKENS_EPOCHS = 30
 LONG_EPOCHS = 120
 CHECK_EPOCHS = 8
 SEEDS = (0, 1, 2)

@@ -94,7 +94,7 @@ def draw_scaling(series: Mapping[str, Sequence[tuple[float, float]]], *, title: 
     return _finish(figure, axes, title=title, xlabel=xlabel, ylabel="validation top-1 (%)")
 
 
-def draw_speed(points: Sequence[Mapping[str, Any]], *, machine: str) -> Figure:
+def draw_speed(points: Sequence[Mapping[str, Any]], *, caption: str) -> Figure:
     """Accuracy against the time an image takes, in training and in inference.
 
     A point: title, top1, std (None: one seed), train and infer (images a second).
@@ -111,7 +111,7 @@ def draw_speed(points: Sequence[Mapping[str, Any]], *, machine: str) -> Figure:
             )  # fmt: skip
         name = {"train": "training step", "infer": "inference"}[what]
         _finish(figure, axes, title=f"Accuracy against {name}", xlabel="µs an image", ylabel="validation top-1 (%)")
-    figure.supxlabel(machine, fontsize=8, color=GREY)
+    figure.supxlabel(caption, fontsize=8, color=GREY)
     return figure
 
 

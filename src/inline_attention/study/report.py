@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inline_attention.bench.model import EAGER
 from inline_attention.study.claims import Claim, judge
 from inline_attention.study.grid import DATASETS, MAIN, ROWS, Run, command_line
-from inline_attention.study.measures import build_model, speed_name
-from inline_attention.study.results import Results, RunResult, Setting
+from inline_attention.study.measures import build_model, masking_drops, speed_name
+from inline_attention.study.results import Results, RunResult, Sample, Setting, margin
 
 RESULTS, PAGE = "results.json", "results.md"
 
@@ -29,7 +30,10 @@ def write_report(results: Results, out: Path) -> list[Path]:
 
 
 def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Path]:
-    """The same as a page of the documentation: DOCS/results.md, DOCS/results/study.json, DOCS/images/study-….png"""
+    """The same as a page of the documentation: DOCS/results.md, DOCS/results/study.json, DOCS/images/study-….png
+
+    The README beside DOCS gets the first table and a picture, between its two marks.
+    """
     claims = judge(results)
     for folder in ("results", "images"):
         (docs / folder).mkdir(parents=True, exist_ok=True)
@@ -40,9 +44,17 @@ def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Pa
     numbers.write_text(_dump(results, claims))
     links = [path.relative_to(docs).as_posix() for path in copies]
     target.write_text(f"{_HEAD}\n{page(results, claims, links)}")
-    return [target, numbers, *copies]
+    written = [target, numbers, *copies]
+    readme = docs.parent / "README.md"
+    if readme.exists() and all(mark in (text := readme.read_text()) for mark in _MARKS):
+        before, after = text.split(_MARKS[0])[0], text.split(_MARKS[1])[1]
+        names = [path.relative_to(docs.parent).as_posix() for path in copies]
+        readme.write_text(f"{before}{_MARKS[0]}\n{front(results, names)}{_MARKS[1]}{after}")
+        written.append(readme)
+    return written
 
 
+_MARKS = ("<!-- results of the study -->", "<!-- end of the results -->")
 _HEAD = """# Results
 
 What [the study](study.md) measured, as `inline study report DIR --docs docs` writes it.
@@ -84,6 +96,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
     return {
         "settings": settings,
         "claims": [dataclasses.asdict(claim) for claim in claims],
+        "again": [{"run": r.run.name, "top1": r.top1, "commit": r.commit, "machine": r.machine} for r in results.again],
         "failures": results.failures,
         "device_minutes": round(results.device_seconds / 60, 1),
         "speed": results.speed,
@@ -126,9 +139,10 @@ def _draw(results: Results, out: Path) -> list[Path]:
         if by_tokens := _series(results, same_length, lambda s: s.tokens):
             title = f"{DATASETS[dataset].title}, {epochs} epochs"
             keep(plots.draw_scaling(by_tokens, title=title, xlabel="tokens"), f"tokens-{dataset}.png")
-    if points := speed_points(results, main):
+    for setting, name in _timed_settings(results, main).items():
         assert results.speed is not None
-        keep(plots.draw_speed(points, machine=results.speed["machine"]), "speed.png")
+        caption = f"{setting}; {results.speed['machine']}, {_how_timed(results.speed)}"
+        keep(plots.draw_speed(speed_points(results, setting), caption=caption), name)
     found = [(ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis]
     if found:
         keep(plots.draw_causes(found), "causes.png")
@@ -160,6 +174,16 @@ def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
     return points
 
 
+def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
+    """The main one, and of other data that with the most tokens; by the name of the figure."""
+    found = {main: "speed.png"}
+    for dataset in DATASETS.keys() - {main.dataset}:
+        others = [s for s in results.settings if s.dataset == dataset]
+        if others:
+            found[max(others, key=lambda s: (s.tokens, s.epochs))] = f"speed-{dataset}.png"
+    return {setting: name for setting, name in sorted(found.items()) if speed_points(results, setting)}
+
+
 # The page
 
 
@@ -168,12 +192,11 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     parts = [] if main is None else [f"## In short\n\n{main}.\n", front_table(results, main)]
     if results.speed is not None:
-        speed = results.speed
-        batch = max(row["batch"] for row in speed["rows"].values())
         parts.append(
-            f"Images a second: each model alone, {speed['mode']} (not compiled), {speed['precision']}, "
-            f"{batch} images at a time, on {speed['machine']}.\n"
+            f"Images a second: each model alone, {_how_timed(results.speed)}, on {results.speed['machine']}.\n"
         )
+    if gaps := gap_table(results):
+        parts += ["## Where the gaps are\n", _GAPS, gaps]
     parts += ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
                                    [[c.claim, c.measured or "–", c.verdict, c.rule] for c in claims])]  # fmt: skip
     if results.probes is not None:
@@ -183,12 +206,85 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     if results.failures:
         lines = [[name, text.splitlines()[-1] if text else ""] for name, text in results.failures.items()]
         parts += ["## Runs without a result\n", _table(["run", "what it said"], lines)]
+    if results.again:
+        parts += ["## Made again\n", "By the command printed with the run.\n", again_table(results)]
     if results.runs:
-        example = results.find(main, "inline") if main is not None else None
         parts.append(f"The runs took {results.device_seconds / 60:.0f} minutes of one device in all.\n")
-        parts.append(f"A row again:\n\n```\n{remake(example or results.runs[0])}\n```\n")
+        parts += ["## Commands\n", _COMMANDS, command_list(results)]
     parts += [f"![{Path(link).stem}]({link})\n" for link in figures]
     return "\n".join(parts)
+
+
+_COMMANDS = """Each makes a run again; further seeds of a row with `--seed`. In capitals: the folder of the images.
+"""
+
+
+def command_list(results: Results) -> str:
+    """Of the first seed of every row in every setting."""
+    found = (results.find(setting, row) for setting in results.settings for row in results.rows(setting))
+    return "```\n" + "\n".join(remake(result) for result in found if result is not None) + "\n```\n"
+
+
+_GAPS = """Differences of mean top-1 in points, ± two standard deviations of the difference, over
+seeds or, where there is one, by the number of validation images. Bold: larger than that.
+"""
+_GAP_PAIRS = (
+    ("inline", "linear"), ("inline", "softmax"), ("inline_plain", "linear"), ("linear_residual", "linear"),
+    ("inline", "linear_residual"),
+)  # fmt: skip
+
+
+def gap_table(results: Results) -> str:
+    """Every setting with two rows or more to compare; empty where there is none."""
+    lines = []
+    for setting in results.settings:
+        rows = results.rows(setting)
+        gaps = [_gap(rows[a], rows[b]) if {a, b} <= rows.keys() else "–" for a, b in _GAP_PAIRS]
+        if any(gap != "–" for gap in gaps):
+            lines.append([str(setting), max(len(sample.values) for sample in rows.values()), *gaps])
+    header = ["setting", "seeds", *(f"{ROWS[a].title} − {ROWS[b].title}" for a, b in _GAP_PAIRS)]
+    return _table(header, lines) if lines else ""
+
+
+def _gap(a: Sample, b: Sample) -> str:
+    difference, least = a.mean - b.mean, margin(a, b)
+    text = f"{difference:+.2f} ± {least:.2f}".replace("-", "−")
+    return f"**{text}**" if abs(difference) > least else text
+
+
+def again_table(results: Results) -> str:
+    first = {result.run: result for result in results.runs}
+    lines = [
+        [f"`{r.run.name}`", f"{first[r.run].top1:.2f}" if r.run in first else "–", f"{r.top1:.2f}",
+         results.rows(r.setting).get(r.run.row, "–"), f"`{r.commit}`, {r.machine}"]
+        for r in results.again
+    ]  # fmt: skip
+    return _table(["run", "top-1 (%)", "again", "the row, over its seeds", "commit, machine"], lines)
+
+
+def front(results: Results, figures: Sequence[str]) -> str:
+    """What the first page of the project shows; `figures` are links, of which it takes one."""
+    main = results.main_setting
+    if main is None:
+        return ""
+    link = next((link for name in ("speed.png", "curves.png") for link in figures if link.endswith(f"-{name}")), None)
+    inline = results.find(main, "inline")
+    assert inline is not None
+    size = f"{count_parameters(inline.run) / 1e6:.1f}M parameters each"
+    parts = [
+        f"Trained here: {main}, {size}, top-1 with its standard deviation over seeds.\n",
+        front_table(results, main),
+    ]
+    parts += [f"![Accuracy of the trained models]({link})\n"] if link else []
+    return "\n" + "\n".join(
+        [*parts, "All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
+    )
+
+
+def _how_timed(speed: Mapping[str, Any]) -> str:
+    batch = max(row["batch"] for row in speed["rows"].values())
+    mode = "not compiled" if speed["mode"] == EAGER else f"compiled in mode {speed['mode']}"
+    return f"{mode}, {speed['precision']}, {batch} images at a time"
 
 
 def front_table(results: Results, setting: Setting) -> str:
@@ -215,18 +311,26 @@ def setting_table(results: Results, setting: Setting) -> str:
             [
                 ROWS[row].title,
                 str(sample),
-                len(sample.values),
+                ", ".join(str(r.run.seed) for r in results.runs if r.setting == setting and r.run.row == row),
                 f"{parameters / 1e6:.2f}M",
                 *(f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer")),
                 "–" if analysis is None else f"{analysis['confusion']['share_of_pairs']:.2%}",
                 "–" if analysis is None else f"{analysis['locality']['mean_over_chance']:.2f}",
+                "–" if analysis is None else _masked(analysis["masking"]),
                 "–" if analysis is None else f"{analysis['rank']['mean_effective']:.1f}",
                 f"`{result.commit}`, {result.machine}",
             ]
         )
     header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s",
-              "confused pairs", "3×3, times chance", "effective rank", "commit, machine"]  # fmt: skip
+              "confused pairs", "3×3, times chance", "lost by masking, local / random", "effective rank",
+              "commit, machine"]  # fmt: skip
     return _table(header, lines)
+
+
+def _masked(masking: dict[str, Any]) -> str:
+    """Points of top-1 lost by the largest window, and by as many random tokens."""
+    local, random = (drops[max(drops)] for drops in masking_drops(masking).values())
+    return f"{local:.1f} / {random:.1f}"
 
 
 def probe_table(probes: dict[str, Any]) -> str:

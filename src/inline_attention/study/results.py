@@ -15,6 +15,7 @@ from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import ENVIRONMENT
 
 ANALYSIS, SPEED = "analysis.json", "speed.json"
+AGAIN = "again"  # folder of runs that were made a second time, by the commands of the first
 _NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")
 
 
@@ -82,9 +83,15 @@ class Sample:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
+def margin(a: Sample, b: Sample) -> float:
+    """By how much two rows must differ to count as different: two standard deviations of the difference."""
+    return 2 * math.hypot(a.spread, b.spread)
+
+
 @dataclass(frozen=True)
 class Results:
     runs: list[RunResult]
+    again: list[RunResult]
     failures: dict[str, str]  # run → what it said
     device_seconds: float  # that all calls of `inline study train` took
     probes: dict[str, Any] | None
@@ -132,7 +139,7 @@ def collect(out: Path) -> Results:
     if not out.is_dir():
         raise ValueError(f"there is no folder {str(out)!r}; `inline study train --out {out}` makes it")
     folders = run_folders(out)
-    runs = [_read(run, folder) for run, folder in folders if is_finished(folder)]
+    runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
     probes = _read_json(out / "probes.json")
     if not runs and probes is None:
@@ -140,7 +147,11 @@ def collect(out: Path) -> Results:
     sessions = out / SESSIONS
     lines = sessions.read_text().splitlines() if sessions.exists() else []
     seconds = sum(json.loads(line)["seconds"] for line in lines)
-    return Results(runs, failures, seconds, probes, _read_json(out / SPEED))
+    return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED))
+
+
+def _finished(folders: Sequence[tuple[Run, Path]]) -> list[RunResult]:
+    return [_read(run, folder) for run, folder in folders if is_finished(folder)]
 
 
 def _read(run: Run, folder: Path) -> RunResult:

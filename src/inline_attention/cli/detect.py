@@ -168,12 +168,13 @@ def _eval(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import choose_device, image_progress, write_json
+    from inline_attention.cli._output import choose_device, free_name, image_progress, write_json
     from inline_attention.cli.predict import find_images
     from inline_attention.dense.detection.average_precision import as_records
     from inline_attention.dense.detection.data import DetectionEvalLoader, without_annotations
     from inline_attention.dense.detection.evaluate import detect
-    from inline_attention.dense.detection.pictures import draw_file
+    from inline_attention.dense.detection.pictures import draw
+    from inline_attention.dense.images import read_image
 
     paths = find_images(args.images)
     device = choose_device(args.device)
@@ -189,8 +190,8 @@ def _predict(args: argparse.Namespace) -> int:
         amp_dtype = getattr(torch, args.amp) if args.amp else None
         for result in detect(trained.model.to(device), loader, device=device, amp_dtype=amp_dtype):
             path = paths[result.image_id]
-            picture = args.output / f"{_free_name(paths, result.image_id)}.jpg"
-            drawn = draw_file(path, result, class_names=trained.class_names, min_score=args.min_score)
+            picture = args.output / f"{free_name(paths, result.image_id)}.jpg"
+            drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=args.min_score)
             drawn.save(picture, quality=92)
             objects = as_records(result, trained.class_names, min_score=args.min_score)
             found.append({"image": str(path), "picture": str(picture), "objects": objects})
@@ -201,9 +202,3 @@ def _predict(args: argparse.Namespace) -> int:
     write_json(str(args.output / "objects.json"), {"model": trained.title, "images": found, "skipped_images": skipped})
     print(f"{len(found)} pictures and objects.json in {args.output}")
     return 0 if found else 1
-
-
-def _free_name(paths: list[Path], index: int) -> str:
-    """The file's name without its ending, and its number where several have it."""
-    name = paths[index].stem
-    return name if sum(path.stem == name for path in paths) == 1 else f"{name}-{index}"

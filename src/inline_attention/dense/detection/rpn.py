@@ -9,7 +9,8 @@ from torch import Tensor
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead, concat_box_prediction_layers
 
-from inline_attention.dense.detection.boxes import STRIDES, KeyedSampler, Size
+from inline_attention.dense.backbone import STRIDES
+from inline_attention.dense.detection.boxes import KeyedSampler, Size
 
 Targets = Sequence[dict[str, Tensor]]  # for each image: boxes (n, 4), labels (n,) from 1 on, masks (n, H, W) uint8
 Losses = dict[str, Tensor]

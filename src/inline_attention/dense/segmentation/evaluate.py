@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inline_attention.dense.images import Normalise
 from inline_attention.dense.segmentation.config import SegmentDataConfig
-from inline_attention.dense.segmentation.data import EvalImages, Normalise
+from inline_attention.dense.segmentation.data import EvalImages
 from inline_attention.dense.segmentation.inference import Inference, segment_images
 from inline_attention.dense.segmentation.metrics import Confusion, Scores
 from inline_attention.dense.segmentation.model import Segmenter
 from inline_attention.dense.segmentation.pictures import Example
-from inline_attention.training.distributed import gathered
+from inline_attention.training.distributed import gathered, is_distributed
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def evaluate(
     finally:
         model.train(was_training)
     counts = confusion.over_ranks()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         torch.distributed.all_reduce(seen)
     seconds = time.perf_counter() - start
     return SegmentResult(Scores.of(counts), counts, int(seen), len(images.skipped), seconds, kept)
@@ -81,7 +82,7 @@ class Predictor:
     ) -> None:
         self._model, self._device, self._amp_dtype = model, device, amp_dtype
         self._inference = Inference.of(config)
-        self._normalise = Normalise(config)
+        self._normalise = Normalise()
 
     def __call__(self, pixels: list[Tensor], sizes: list[tuple[int, int]]) -> list[Tensor]:
         images = [self._normalise(p.to(self._device)[None])[0] for p in pixels]

@@ -173,9 +173,10 @@ def test_unreadable_images_are_replaced_and_counted(folder: Path) -> None:
 
 
 def test_a_damaged_mask_is_an_unreadable_image(folder: Path) -> None:
-    """A last chunk without a name is a SyntaxError to Pillow."""
+    """Pixels where the name of a chunk should be are a SyntaxError to Pillow."""
     path = folder / "masks/train/3.png"
-    path.write_bytes(path.read_bytes().replace(b"IEND", b"\x08\xeexk"))
+    before, pixels = path.read_bytes().split(b"IDAT")
+    path.write_bytes(before[:-4] + (20).to_bytes(4) + b"IDAT" + pixels)  # the chunk is longer than it says
     with pytest.raises(SyntaxError), Image.open(path) as image:
         image.load()
     with pytest.raises(UnreadableImage, match=r"its mask .*3.png: SyntaxError: broken PNG file"):

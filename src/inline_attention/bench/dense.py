@@ -116,6 +116,8 @@ class DenseSetting:
                 f"with a head of {', '.join(DENSE_HEADS)}"
             )
         height, width = size or DENSE_HEADS[head].size
+        if min(height, width) < 1:
+            raise ValueError(f"--size is {height} {width}; expected a height and a width of 1 or more")
         if batch is None:
             batch = TRAIN_BATCH if training else INFER_BATCH
         if batch < 1:

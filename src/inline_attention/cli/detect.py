@@ -176,6 +176,8 @@ def _predict(args: argparse.Namespace) -> int:
     from inline_attention.dense.detection.pictures import draw
     from inline_attention.dense.images import read_image
 
+    if not 0 <= args.min_score <= 1:
+        raise ValueError(f"--min-score is {args.min_score:g}; expected a score from 0 to 1")
     paths = find_images(args.images)
     device = choose_device(args.device)
     trained = _load(args)

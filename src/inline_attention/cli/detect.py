@@ -84,7 +84,13 @@ def _models(args: argparse.Namespace) -> int:
 
     from inline_attention.bench.record import table
     from inline_attention.dense.detection.cost import count_cost
-    from inline_attention.dense.published import DETECTOR_COST_SIZE, DETECTORS
+    from inline_attention.dense.published import (
+        DETECTOR_COST_BOXES,
+        DETECTOR_COST_CLASSES,
+        DETECTOR_COST_MASKS,
+        DETECTOR_COST_SIZE,
+        DETECTORS,
+    )
 
     counted = cache(count_cost)  # two schedules of one model
     rows = []
@@ -98,7 +104,10 @@ def _models(args: argparse.Namespace) -> int:
     header = ["recipe", "params, M", "MACs, G", "of them backbone", "published params", "MACs", "box AP", "mask AP"]
     print(table(header, rows))
     height, width = DETECTOR_COST_SIZE
-    print(f"MACs of one {height}×{width} image with 80 classes, 1000 boxes and 100 masks; AP on COCO's val2017.")
+    print(
+        f"MACs of one {height}×{width} image with {DETECTOR_COST_CLASSES} classes, {DETECTOR_COST_BOXES} boxes and "
+        f"{DETECTOR_COST_MASKS} masks; AP on COCO's val2017."
+    )
     return 0
 
 

@@ -23,7 +23,6 @@ class SegmentResult:
     """Over all ranks; `examples` are this rank's."""
 
     scores: Scores
-    counts: Tensor  # (classes, classes) int64: pixels by true and predicted class
     images: int
     skipped: int  # images of this rank that could not be read
     seconds: float
@@ -67,11 +66,11 @@ def evaluate(
                     on_images(len(batch))
     finally:
         model.train(was_training)
-    counts = confusion.over_ranks()
+    scores = Scores.of(confusion.over_ranks())
     if is_distributed():
         torch.distributed.all_reduce(seen)
     seconds = time.perf_counter() - start
-    return SegmentResult(Scores.of(counts), counts, int(seen), len(images.skipped), seconds, kept)
+    return SegmentResult(scores, int(seen), len(images.skipped), seconds, kept)
 
 
 class Predictor:

@@ -1,5 +1,6 @@
 import multiprocessing
 import shutil
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from queue import Queue
 
@@ -132,12 +133,14 @@ def test_nothing_to_evaluate(images: Path) -> None:
         evaluate(Classifier(), loader, device="cpu")
 
 
-def evaluate_on_rank(rank: int, world_size: int, root: Path, results: "Queue[tuple[int, EvalResult]]") -> None:
+def evaluate_on_rank(
+    rank: int, world_size: int, root: Path, results: "Queue[tuple[int, EvalResult]]", received: Event
+) -> None:
     store = dist.FileStore(str(root / "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     loader = open_eval_data(config(root), rank=rank, world_size=world_size)
     results.put((rank, evaluate(Classifier(), loader, device="cpu")))
-    dist.barrier()
+    received.wait(timeout=60)  # tensors are fetched from the process that sent them, which must be there
     dist.destroy_process_group()
 
 
@@ -149,10 +152,12 @@ def test_two_ranks_count_every_image_once(images: Path, unreadable: int) -> None
     alone = evaluate(Classifier(), open_eval_data(config(images)), device="cpu")
     context = multiprocessing.get_context("fork")  # importing torch anew in each would take longer than the test
     results: Queue[tuple[int, EvalResult]] = context.Queue()  # type: ignore[assignment]
-    ranks = [context.Process(target=evaluate_on_rank, args=(rank, 2, images, results)) for rank in range(2)]
+    received = context.Event()
+    ranks = [context.Process(target=evaluate_on_rank, args=(rank, 2, images, results, received)) for rank in range(2)]
     for process in ranks:
         process.start()
     found = dict(results.get(timeout=60) for _ in ranks)
+    received.set()
     for process in ranks:
         process.join(timeout=60)
         assert process.exitcode == 0

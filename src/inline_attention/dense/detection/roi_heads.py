@@ -25,7 +25,7 @@ from inline_attention.dense.detection.rpn import Losses, Targets
 
 BOX_SIDE, MASK_SIDE = 7, 14  # of the regions that the heads see; a predicted mask has twice the side
 GIOU_WEIGHT = 10.0
-MIN_SCORE, NMS_IOU, MAX_DETECTIONS = 0.05, 0.5, 100  # of what is found in an image, as published
+MIN_SCORE, NMS_IOU, MAX_DETECTIONS = 0.05, 0.5, 100  # of what is found in an image
 NORM_GROUPS = 32
 Maps = Sequence[Tensor]
 

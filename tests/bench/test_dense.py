@@ -62,6 +62,12 @@ def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.C
     assert all("1.00" in row for row in rows[0])  # its speed over its own
 
 
+def test_the_table_of_the_documentation_is_that_of_its_record() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    results = json.loads((docs / "results" / "dense-h200.json").read_text())["results"]
+    assert bench.dense_table(results).strip() in (docs / "dense.md").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("contender", ["reference", "softmax"])
 def test_training_steps(contender: str) -> None:
@@ -81,9 +87,13 @@ def test_the_usual_batch_can_be_trained_on(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--batch=0"], "--batch 0: expected 1 or more"), (["--batch=1", "--train"], "give --batch 2, or --infer")],
+    [
+        (["--batch=0"], "--batch 0: expected 1 or more"),
+        (["--batch=1", "--train"], "give --batch 2, or --infer"),
+        (["--size", "0", "4"], "--size is 0 4; expected a height and a width of 1 or more"),
+    ],
 )
-def test_batches_that_there_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_there_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "dense", "upernet-swin_tiny", "--device=cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
 

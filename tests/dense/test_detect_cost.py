@@ -1,6 +1,7 @@
 """Parameters and multiply-accumulates against the published ones, and the recipes against the published settings."""
 
 import functools
+from importlib import resources
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_the_cost_of_the_heads_by_hand() -> None:
 def test_every_published_row_has_a_recipe_and_an_inline_twin() -> None:
     names = recipe_names(Detection.recipes)
     assert set(names) == {name.replace("softmax", kind) for name in DETECTORS for kind in ("softmax", "inline")}
+
+
+@pytest.mark.parametrize("name", recipe_names(Detection.recipes))
+def test_recipes_say_what_is_ours(name: str) -> None:
+    text = resources.files("inline_attention").joinpath("recipes", Detection.recipes, f"{name}.yaml").read_text()
+    comment = " ".join(line for line in text.splitlines() if line.startswith("#"))
+    assert ("Weight decay and drop path are ours" in comment) == name.startswith("cascade")
+    assert ("steps of 32" in comment) == name.endswith("3x")
+    assert ("single scale" in comment) == name.endswith("1x")
 
 
 @pytest.mark.parametrize("name", recipe_names(Detection.recipes))

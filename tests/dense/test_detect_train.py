@@ -165,6 +165,9 @@ def test_the_command_says_what_is_wrong(
     assert "no data: give --data FOLDER with annotations/instances_SPLIT.json" in capsys.readouterr().err
     assert main(["detect", "train", "mask_rcnn_inline_pvt_tny_1x", f"--data={shapes}"]) == 2
     assert "did you mean mask_rcnn_inline_pvt_tiny_1x?" in capsys.readouterr().err
+    weights = f"--weights={undisturbed / 'checkpoints' / 'last.safetensors'}"
+    assert main(["detect", "predict", weights, str(shapes / "val2017"), "--min-score=50"]) == 2
+    assert "--min-score is 50; expected a score from 0 to 1" in capsys.readouterr().err
     other = tmp_path / "other.safetensors"
     from safetensors.torch import save_file
 
@@ -174,6 +177,5 @@ def test_the_command_says_what_is_wrong(
     draw_shapes(tmp_path, split="val2017", images=1)
     annotations = tmp_path / "annotations" / "instances_val2017.json"
     annotations.write_text(annotations.read_text().replace('"disc"', '"ring"'))
-    weights = undisturbed / "checkpoints" / "last.safetensors"
-    assert main(["detect", "eval", f"--weights={weights}", f"--data={tmp_path}"]) == 2
+    assert main(["detect", "eval", weights, f"--data={tmp_path}"]) == 2
     assert "has classes that the model does not know: ring" in capsys.readouterr().err

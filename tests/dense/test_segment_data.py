@@ -10,6 +10,7 @@ import shapes
 import torch
 from PIL import Image
 
+from inline_attention.data.decode import UnreadableImage
 from inline_attention.dense.segmentation.config import SegmentDataConfig
 from inline_attention.dense.segmentation.data import open_eval_images, open_segment_data
 from inline_attention.dense.segmentation.sources import IGNORED, open_split
@@ -103,6 +104,16 @@ def wrong_class(folder: Path) -> None:
     Image.new("L", (64, 48), 9).save(folder / "masks/train/3.png")
 
 
+def beyond_sixteen_bits(folder: Path) -> None:
+    """Cut to sixteen bits it would be the class 3."""
+    (folder / "masks/train/3.png").unlink()
+    Image.new("I", (64, 48), 0x10003).save(folder / "masks/train/3.tif")
+
+
+def two_of_a_name(folder: Path) -> None:
+    Image.new("RGB", (64, 48)).save(folder / "images/train/3.bmp")
+
+
 def coloured(folder: Path) -> None:
     Image.new("RGB", (64, 48)).save(folder / "masks/train/3.png")
 
@@ -124,6 +135,8 @@ def no_masks(folder: Path) -> None:
     [
         (wrong_size, r"mask .*3.png has 64×47 pixels, its image .*3.png 64×48"),
         (wrong_class, r"mask .*3.png holds the class number 9; the 4 classes have the numbers 0 to 3"),
+        (beyond_sixteen_bits, r"mask .*3.tif holds the numbers 65539 to 65539; expected 0 to 65535"),
+        (two_of_a_name, r".*images/train/3.* and .*3.* differ in their ending alone; expected one file for each name"),
         (coloured, r"mask .*3.png has colours \(mode RGB\)"),
         (no_mask, r"1 image\(s\) without a mask in .*masks/train: .*3.png"),
         (no_classes, r"no class names: expected .*classes.txt"),
@@ -157,6 +170,17 @@ def test_unreadable_images_are_replaced_and_counted(folder: Path) -> None:
     assert len(data.train.skipped) == 1
     assert [image.sample_id for batch in data.val for image in batch] == [0, 2]
     assert "its mask" in next(iter(data.val.skipped)).reason
+
+
+def test_a_damaged_mask_is_an_unreadable_image(folder: Path) -> None:
+    """Pixels where the name of a chunk should be are a SyntaxError to Pillow."""
+    path = folder / "masks/train/3.png"
+    before, pixels = path.read_bytes().split(b"IDAT")
+    path.write_bytes(before[:-4] + (20).to_bytes(4) + b"IDAT" + pixels)  # the chunk is longer than it says
+    with pytest.raises(SyntaxError), Image.open(path) as image:
+        image.load()
+    with pytest.raises(UnreadableImage, match=r"its mask .*3.png: SyntaxError: broken PNG file"):
+        open_split(config(folder), "train").read(3)
 
 
 def test_an_epoch_is_a_function_of_seed_and_epoch(folder: Path) -> None:

@@ -147,6 +147,22 @@ def test_evaluating_and_predicting(undisturbed: Path, tmp_path: Path, capsys: py
     assert np.asarray(mask).max() < len(shapes.CLASSES)
 
 
+def test_data_that_do_not_name_their_classes(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights do. A class that neither occurs nor is predicted has no figures."""
+    data = shapes.write(tmp_path / "shapes", train=1, val=1)
+    (data / "classes.txt").unlink()
+    for path in (data / "masks/val").iterdir():
+        Image.fromarray(np.zeros_like(np.asarray(Image.open(path)))).save(path)
+    weights = undisturbed / "checkpoints" / "last.safetensors"
+    assert _runs.inline(["segment", "eval", f"--weights={weights}", f"--data={data}", "--workers=0"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in shapes.CLASSES if f"  {name} " in shown] == list(shapes.CLASSES)
+    assert "accuracy       –" in shown
+    assert "nan" not in shown
+
+
 def test_other_classes(undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = shapes.write(tmp_path / "other", train=8, val=2)
     (other / "classes.txt").write_text("nothing\nblock\nball\nroof\nextra\n")
@@ -189,13 +205,20 @@ def test_frozen_layers_layer_decay_and_checkpointing(undisturbed: Path, tmp_path
     assert "backbone.norms.0.weight" in changed
 
 
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predict = ["segment", "predict", f"--weights={undisturbed / 'checkpoints/last.safetensors'}", shapes.folder()]
     cases = {
         "no recipe: name one": ["segment", "train"],
         "unknown recipe 'upernet'": ["segment", "train", "upernet"],
         "no data: give --data FOLDER with images/train": ["segment", "train", "fpn_inline_pvt_tiny"],
         "data.batch_size=1: UperNet's batch norm": [*arguments(tmp_path), "data.batch_size=1"],
         "unknown setting data.mixup": ["segment", "train", "fpn_inline_pvt_tiny", "data.mixup=1"],
+        "UperNet has no argument 'width'; expected some of": [*arguments(tmp_path), "model.head_kwargs={width: 8}"],
+        "Swin has no argument 'width'; expected some of": [*arguments(tmp_path), "model.kwargs={width: 8}"],
+        "--window is 1 2 3; expected a side, or height": [*predict, "--window", "1", "2", "3"],
+        "data.eval_scales is [0.0]; expected one positive": [*predict, "--scales", "0"],
+        "data.short_side is -3; expected a positive size": [*predict, "--short-side", "-3"],
+        "data.workers is -1; expected 0 or more": [*predict, "--workers=-1"],
         "is no weights file of `inline segment train`": ["segment", "predict", "--weights=x.pth", shapes.folder()],
     }
     for message, argv in cases.items():

@@ -66,6 +66,17 @@ def test_any_size(name: str, head: str, size: tuple[int, int]) -> None:
     assert model(x).main.shape[2:] == (-(-size[0] // 4), -(-size[1] // 4))
 
 
+@pytest.mark.parametrize("size", [(375, 1242), (512, 2048)])
+@pytest.mark.parametrize(("name", "head"), [("inline_swin_tiny", "upernet"), ("softmax_swin_tiny", "fpn")])
+def test_sizes_of_roads(name: str, head: str, size: tuple[int, int]) -> None:
+    """Windows that the maps are no multiple of"""
+    model = small_segmenter(name, head).eval()
+    with torch.no_grad():
+        logits = model.segment(torch.randn(1, 3, *size))
+    assert logits.shape == (1, 4, *size)
+    assert logits.isfinite().all()
+
+
 def test_the_auxiliary_head_is_for_training() -> None:
     model = small_segmenter("inline_swin_tiny", "upernet").train()
     logits = model(torch.randn(2, 3, 64, 96))

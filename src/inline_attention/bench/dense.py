@@ -33,8 +33,7 @@ class DenseHead:
     title: str
     size: tuple[int, int]  # (height, width) of the published cost
     build: Callable[[str], nn.Module]  # backbone's name → model
-    infer: Callable[[nn.Module, Tensor], object]  # images (B, 3, H, W)
-    loss: Callable[[nn.Module, Tensor], Tensor]  # () of a training step on the images
+    loss: Callable[[nn.Module, Tensor], Tensor]  # () of a training step on images (B, 3, H, W)
 
 
 def _segmentation_loss(model: nn.Module, images: Tensor) -> Tensor:
@@ -73,7 +72,6 @@ DENSE_HEADS: dict[str, DenseHead] = {
         title,
         COST_SIZE,
         build=partial(create_segmenter, head=name, num_classes=COST_CLASSES),
-        infer=lambda model, images: model(images),
         loss=_segmentation_loss,
     )
     for name, (title, _, _) in HEADS.items()
@@ -82,7 +80,6 @@ DENSE_HEADS: dict[str, DenseHead] = {
         title,
         DETECTOR_COST_SIZE,
         build=partial(_build_detector, head=name),
-        infer=lambda model, images: model(images),
         loss=_detection_loss,
     )
     for name, (title, _) in DETECTION_HEADS.items()
@@ -119,6 +116,8 @@ class DenseSetting:
                 f"with a head of {', '.join(DENSE_HEADS)}"
             )
         height, width = size or DENSE_HEADS[head].size
+        if min(height, width) < 1:
+            raise ValueError(f"--size is {height} {width}; expected a height and a width of 1 or more")
         if batch is None:
             batch = TRAIN_BATCH if training else INFER_BATCH
         if batch < 1:
@@ -187,7 +186,7 @@ def run_setting(
             def infer() -> None:
                 torch.compiler.cudagraph_mark_step_begin()  # nobody needs the last outputs any more
                 with torch.no_grad(), autocast():
-                    setting.head.infer(model, images)
+                    model(images)
 
             return infer
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -230,8 +229,9 @@ def run_setting(
     return results
 
 
-def _row(r: dict[str, Any]) -> tuple[object, ...]:
-    return r["model"], tuple(r["size"]), r["batch"], r["task"]
+def _row(r: dict[str, Any]) -> tuple[str, tuple[int, int], int, str]:
+    height, width = r["size"]
+    return r["model"], (height, width), r["batch"], r["task"]
 
 
 def dense_table(results: Sequence[dict[str, Any]]) -> str:
@@ -266,7 +266,7 @@ def _ratio(ours: float | None, theirs: float | None) -> str:
 
 
 def draw_dense(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Two panels: milliseconds an image and peak memory, a group of bars a model and task."""
+    """Two panels side by side: milliseconds an image and peak memory, a group of bars a model and task."""
     from matplotlib.figure import Figure
 
     best = [r for r in fastest(results, _row) if r["timing"] is not None]
@@ -274,21 +274,24 @@ def draw_dense(results: Sequence[dict[str, Any]], path: Path) -> None:
         raise ValueError("nothing to draw: no measurement succeeded")
     groups = list(dict.fromkeys(_row(r) for r in best))
     shown = [contender for contender in CONTENDERS if any(r["contender"] == contender for r in best)]
-    figure = Figure(figsize=(2.2 + 2.4 * len(groups), 7), layout="constrained")
-    panels = figure.subplots(2, 1)
+    figure = Figure(figsize=(11, 1.4 + 0.35 * len(groups) * len(shown)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
     measures: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
         ("milliseconds an image", lambda r: 1e3 / r["images_per_second"]),
         ("peak memory, GiB", lambda r: (r["peak_bytes"] or 0) / 2**30),
     ]
-    width = 0.8 / len(shown)
+    height = 0.8 / len(shown)
     for axes, (label, value) in zip(panels, measures, strict=True):
         for number, contender in enumerate(shown):
             of_group = {_row(r): value(r) for r in best if r["contender"] == contender}
-            places = [i + (number - (len(shown) - 1) / 2) * width for i in range(len(groups))]
-            bars = axes.bar(places, [of_group.get(g, 0) for g in groups], width, label=CONTENDERS[contender][0])
-            axes.bar_label(bars, fmt="%.3g", fontsize=8)
-        axes.set_xticks(range(len(groups)), [f"{g[0]}\n{g[1][0]}×{g[1][1]} × {g[2]}, {g[3]}" for g in groups])  # type: ignore[index]  # the size
-        axes.set_ylabel(label)
-        axes.grid(axis="y", alpha=0.3)
-    panels[0].legend()
+            places = [i + (number - (len(shown) - 1) / 2) * height for i in range(len(groups))]
+            bars = axes.barh(places, [of_group.get(g, 0) for g in groups], height, label=CONTENDERS[contender][0])
+            axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+        axes.set_xlabel(label)
+        axes.margins(x=0.12)  # room for the figures beside the bars
+        axes.grid(axis="x", alpha=0.3)
+    names = [f"{model}\n{task}, {batch} × {size[0]}×{size[1]}" for model, size, batch, task in groups]
+    panels[0].set_yticks(range(len(groups)), names)
+    panels[0].invert_yaxis()  # the first on top
+    panels[1].legend()
     figure.savefig(path, dpi=150)

@@ -25,13 +25,19 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def parse_size(values: Sequence[int] | None) -> list[int] | None:
+def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> list[int] | None:
     """[height, width] from one or two numbers of the command line."""
     if values is None:
         return None
     if len(values) > 2 or min(values) < 1:
-        raise ValueError(f"--img-size is {' '.join(map(str, values))}; expected a side, or height and width")
+        raise ValueError(f"{option} is {' '.join(map(str, values))}; expected a side, or height and width")
     return [values[0], values[-1]]
+
+
+def free_name(paths: Sequence[Path], index: int) -> str:
+    """A name for what is made of a file: its own without the ending, and its number where several have it."""
+    name = paths[index].stem
+    return name if sum(path.stem == name for path in paths) == 1 else f"{name}-{index}"
 
 
 @contextmanager

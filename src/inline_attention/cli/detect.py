@@ -84,7 +84,13 @@ def _models(args: argparse.Namespace) -> int:
 
     from inline_attention.bench.record import table
     from inline_attention.dense.detection.cost import count_cost
-    from inline_attention.dense.published import DETECTOR_COST_SIZE, DETECTORS
+    from inline_attention.dense.published import (
+        DETECTOR_COST_BOXES,
+        DETECTOR_COST_CLASSES,
+        DETECTOR_COST_MASKS,
+        DETECTOR_COST_SIZE,
+        DETECTORS,
+    )
 
     counted = cache(count_cost)  # two schedules of one model
     rows = []
@@ -98,7 +104,10 @@ def _models(args: argparse.Namespace) -> int:
     header = ["recipe", "params, M", "MACs, G", "of them backbone", "published params", "MACs", "box AP", "mask AP"]
     print(table(header, rows))
     height, width = DETECTOR_COST_SIZE
-    print(f"MACs of one {height}×{width} image with 80 classes, 1000 boxes and 100 masks; AP on COCO's val2017.")
+    print(
+        f"MACs of one {height}×{width} image with {DETECTOR_COST_CLASSES} classes, {DETECTOR_COST_BOXES} boxes and "
+        f"{DETECTOR_COST_MASKS} masks; AP on COCO's val2017."
+    )
     return 0
 
 
@@ -169,13 +178,16 @@ def _eval(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import choose_device, image_progress, write_json
+    from inline_attention.cli._output import choose_device, free_name, image_progress, write_json
     from inline_attention.cli.predict import find_images
     from inline_attention.dense.detection.average_precision import as_records
     from inline_attention.dense.detection.data import DetectionEvalLoader, without_annotations
     from inline_attention.dense.detection.evaluate import detect
-    from inline_attention.dense.detection.pictures import draw_file
+    from inline_attention.dense.detection.pictures import draw
+    from inline_attention.dense.images import read_image
 
+    if not 0 <= args.min_score <= 1:
+        raise ValueError(f"--min-score is {args.min_score:g}; expected a score from 0 to 1")
     paths = find_images(args.images)
     device = choose_device(args.device)
     trained = _load(args)
@@ -190,8 +202,8 @@ def _predict(args: argparse.Namespace) -> int:
         amp_dtype = getattr(torch, args.amp) if args.amp else None
         for result in detect(trained.model.to(device), loader, device=device, amp_dtype=amp_dtype):
             path = paths[result.image_id]
-            picture = args.output / f"{_free_name(paths, result.image_id)}.jpg"
-            drawn = draw_file(path, result, class_names=trained.class_names, min_score=args.min_score)
+            picture = args.output / f"{free_name(paths, result.image_id)}.jpg"
+            drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=args.min_score)
             drawn.save(picture, quality=92)
             objects = as_records(result, trained.class_names, min_score=args.min_score)
             found.append({"image": str(path), "picture": str(picture), "objects": objects})
@@ -202,9 +214,3 @@ def _predict(args: argparse.Namespace) -> int:
     write_json(str(args.output / "objects.json"), {"model": trained.title, "images": found, "skipped_images": skipped})
     print(f"{len(found)} pictures and objects.json in {args.output}")
     return 0 if found else 1
-
-
-def _free_name(paths: list[Path], index: int) -> str:
-    """The file's name without its ending, and its number where several have it."""
-    name = paths[index].stem
-    return name if sum(path.stem == name for path in paths) == 1 else f"{name}-{index}"

@@ -4,6 +4,7 @@ Training runs under torchrun too: torchrun --nproc-per-node 8 -m inline_attentio
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +100,14 @@ def _models(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> Any:
     """The segmenter, with what the command line says of its inference."""
+    from inline_attention.cli._output import parse_size
     from inline_attention.dense.segmentation.weights import load_segmenter
 
+    window = parse_size(args.window, option="--window")
     trained = load_segmenter(args.weights)
     config = trained.data
-    if args.window is not None:
-        config.window = [args.window[0], args.window[-1]]
+    if window is not None:
+        config.window = window
     if args.scales is not None:
         config.eval_scales = args.scales
     if args.flip:
@@ -112,6 +115,7 @@ def _load(args: argparse.Namespace) -> Any:
     if args.short_side is not None:
         config.short_side = args.short_side or None
     config.workers = args.workers
+    config.validate()
     return trained
 
 
@@ -122,6 +126,7 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.dense.segmentation.data import open_eval_images
     from inline_attention.dense.segmentation.evaluate import evaluate
     from inline_attention.dense.segmentation.pictures import draw_examples
+    from inline_attention.dense.segmentation.sources import lists_classes
     from inline_attention.dense.segmentation.task import write_per_class
 
     check_writable(args.csv, args.json)
@@ -131,11 +136,13 @@ def _eval(args: argparse.Namespace) -> int:
     config.path, config.layout, config.val_split, config.ignore_index = (
         args.data, args.layout, args.split, args.ignore_index,
     )  # fmt: skip
+    if not lists_classes(config):
+        config.classes = trained.class_names
     images = open_eval_images(config)
     if images.class_names != trained.class_names:
         raise ValueError(
             f"{args.data} has other classes than the weights: {', '.join(images.class_names)}; "
-            f"the weights know {', '.join(trained.class_names)}"
+            f"the weights know {', '.join(trained.class_names)} (--ignore-index, if the last one listed is no class)"
         )
     with image_progress("evaluating", total=images.num_images) as on_images:
         result = evaluate(
@@ -150,8 +157,9 @@ def _eval(args: argparse.Namespace) -> int:
     scores = result.scores
     print(f"{trained.title} on {args.data} [{args.split}]")
     print(f"mIoU {scores.miou:.3f}%  mAcc {scores.macc:.3f}%  pixels {scores.pixel_accuracy:.3f}%")
-    for name, iou, accuracy in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
-        print(f"  {name:<20} IoU {iou:6.2f}%  accuracy {accuracy:6.2f}%")
+    for name, *values in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
+        iou, accuracy = ("–".rjust(7) if math.isnan(value) else f"{value:6.2f}%" for value in values)
+        print(f"  {name:<20} IoU {iou}  accuracy {accuracy}")
     speed = result.images / result.seconds
     print(f"{result.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
@@ -180,7 +188,7 @@ def _predict(args: argparse.Namespace) -> int:
     import torch
     from PIL import Image
 
-    from inline_attention.cli._output import choose_device, image_progress
+    from inline_attention.cli._output import choose_device, free_name, image_progress
     from inline_attention.cli.predict import find_images
     from inline_attention.dense.segmentation.data import open_image_files
     from inline_attention.dense.segmentation.evaluate import Predictor
@@ -206,7 +214,7 @@ def _predict(args: argparse.Namespace) -> int:
             for image in batch:
                 (classes,) = predictor([image.pixels], [image.size])
                 found = classes.cpu().numpy().astype(np.uint8)
-                name = _free_name(paths, image.sample_id)
+                name = free_name(paths, image.sample_id)
                 save_mask(found, args.output / f"{name}.png")
                 pixels = image.pixels.permute(1, 2, 0).numpy()
                 Image.fromarray(overlay(pixels, found)).save(args.output / f"{name}.overlay.jpg", quality=92)
@@ -218,9 +226,3 @@ def _predict(args: argparse.Namespace) -> int:
                 on_images(1)
     print(f"{written} masks and overlays in {args.output}")
     return 0 if written else 1
-
-
-def _free_name(paths: list[Path], index: int) -> str:
-    """The file's name without its ending, and its number where several have it."""
-    name = paths[index].stem
-    return name if sum(path.stem == name for path in paths) == 1 else f"{name}-{index}"

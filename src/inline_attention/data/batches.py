@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from inline_attention.data.skipped import SkippedImage
 from inline_attention.data.sources import Source
 from inline_attention.data.transforms import BoxErasing, ErasedBox, Transform, eval_transform, train_transform
 
+T = TypeVar("T")
 _MAX_REPLACEMENTS = 100  # in a row; the limit on unreadable images stops the run long before
 
 
@@ -110,6 +112,27 @@ def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image
         return decode_image(file, in_chans=config.in_chans, exif_rotation=config.exif_rotation), label
 
 
+def read_or_replace(
+    read: Callable[[int], T],
+    sample: int,
+    *,
+    path: Callable[[int], str],
+    seed: int,
+    epoch: int,
+    num_samples: int,
+    skipped: list[SkippedImage],
+) -> tuple[T, int] | None:
+    """What `read` makes of a sample, or of another where it is unreadable, and of which; None: there is none."""
+    shown = sample
+    for attempt in range(_MAX_REPLACEMENTS):
+        try:
+            return read(shown), shown
+        except UnreadableImage as error:
+            skipped.append(SkippedImage(path(shown), str(error)))
+            shown = replacement(sample, seed=seed, epoch=epoch, attempt=attempt, num_samples=num_samples)
+    return None
+
+
 class TrainSamples(Dataset[RawBatch]):
     """Augmented samples; an unreadable one is replaced, so that the batch keeps its shape."""
 
@@ -126,18 +149,20 @@ class TrainSamples(Dataset[RawBatch]):
         return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced)
 
     def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> Sample | None:
-        seed = derive_seed("augment", self._seed, key.epoch, key.sample, key.copy)
-        shown, total = key.sample, len(self._source)
-        for attempt in range(_MAX_REPLACEMENTS):
-            try:
-                image, label = load_image(self._source, shown, config=self._config)
-            except UnreadableImage as error:
-                skipped.append(SkippedImage(self._source.path(shown), str(error)))
-                shown = replacement(key.sample, seed=self._seed, epoch=key.epoch, attempt=attempt, num_samples=total)
-            else:
-                pixels, erased = self._augment(image, seed=seed)
-                return Sample(pixels, label, shown, erased)
-        return None
+        found = read_or_replace(
+            partial(load_image, self._source, config=self._config),
+            key.sample,
+            path=self._source.path,
+            seed=self._seed,
+            epoch=key.epoch,
+            num_samples=len(self._source),
+            skipped=skipped,
+        )
+        if found is None:
+            return None
+        (image, label), shown = found
+        pixels, erased = self._augment(image, seed=derive_seed("augment", self._seed, *key))
+        return Sample(pixels, label, shown, erased)
 
 
 class EvalSamples(Dataset[RawBatch]):

@@ -28,7 +28,7 @@ def decode_image(file: BinaryIO | Image.Image, *, in_chans: int, exif_rotation: 
         return _to_eight_bit(image, mode="L" if in_chans == 1 else "RGB")
     except Exception as error:  # Pillow's decoders raise nearly every built-in exception on damaged files
         empty = not isinstance(file, Image.Image) and file.seek(0, 2) == 0
-        raise UnreadableImage("empty file (0 bytes)" if empty else _describe(error)) from error
+        raise UnreadableImage("empty file (0 bytes)" if empty else reason(error)) from error
 
 
 def _to_eight_bit(image: Image.Image, *, mode: str) -> Image.Image:
@@ -44,7 +44,8 @@ def _to_eight_bit(image: Image.Image, *, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _describe(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why an image cannot be decoded, in one line."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image in a known format"
     text = " ".join(str(error).split())

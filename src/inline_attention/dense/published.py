@@ -18,18 +18,18 @@ COST_CLASSES = 150
 
 SEGMENTERS = {
     "softmax_pvt_tiny": PublishedSegmenter("fpn", 17, 158, 36.57),
-    "softmax_pvt_small": PublishedSegmenter("fpn", 28, 225, 41.95),
-    "softmax_pvt_medium": PublishedSegmenter("fpn", 48, 315, 42.91),
-    "softmax_pvt_large": PublishedSegmenter("fpn", 65, 420, 43.49),
     "inline_pvt_tiny": PublishedSegmenter("fpn", miou=39.16, macc=50.63),
+    "softmax_pvt_small": PublishedSegmenter("fpn", 28, 225, 41.95),
     "inline_pvt_small": PublishedSegmenter("fpn"),
+    "softmax_pvt_medium": PublishedSegmenter("fpn", 48, 315, 42.91),
     "inline_pvt_medium": PublishedSegmenter("fpn"),
+    "softmax_pvt_large": PublishedSegmenter("fpn", 65, 420, 43.49),
     "inline_pvt_large": PublishedSegmenter("fpn"),
     "softmax_swin_tiny": PublishedSegmenter("upernet", 60, 945, 44.51),
-    "softmax_swin_small": PublishedSegmenter("upernet", 81, 1038, 47.64),
-    "softmax_swin_base": PublishedSegmenter("upernet", 121, 1188, 48.13),
     "inline_swin_tiny": PublishedSegmenter("upernet", miou=45.57, macc=57.6),
+    "softmax_swin_small": PublishedSegmenter("upernet", 81, 1038, 47.64),
     "inline_swin_small": PublishedSegmenter("upernet"),
+    "softmax_swin_base": PublishedSegmenter("upernet", 121, 1188, 48.13),
     "inline_swin_base": PublishedSegmenter("upernet"),
 }
 
@@ -47,6 +47,7 @@ class PublishedDetector(NamedTuple):
 
 DETECTOR_COST_SIZE = (800, 1280)
 DETECTOR_COST_CLASSES = 80
+DETECTOR_COST_BOXES, DETECTOR_COST_MASKS = 1000, 100  # regions through every box head, and through every mask head
 
 # By the recipe that trains it.
 DETECTORS = {

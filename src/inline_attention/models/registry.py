@@ -2,6 +2,8 @@
 
 import difflib
 import fnmatch
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import timm
@@ -54,6 +56,7 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     """
 
     def create(**options: Any) -> ModelT:
+        check_arguments(cls, options)
         model = cls(**options)
         model.config = options
         return model
@@ -83,6 +86,14 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     # The state dict has done its work; as part of the configuration it would be kept, and saved, with the model.
     model.pretrained_cfg.pop("state_dict", None)
     return model
+
+
+def check_arguments(build: Callable[..., object], names: Iterable[str]) -> None:
+    """ValueError for a name that `build` has no argument of."""
+    known = inspect.signature(build).parameters
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{build.__name__} has no argument {name!r}; expected some of {', '.join(known)}")
 
 
 def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:

@@ -82,6 +82,11 @@ class Ranks:
             self.broadcast(None)
 
 
+def is_distributed() -> bool:
+    """Whether this process is one of several ranks, or of a group of one."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` takes CUDA, then Apple's GPU, then the CPU; a device that is not there is a ValueError."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}

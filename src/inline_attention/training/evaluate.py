@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data import Batch, EvalLoader
+from inline_attention.training.distributed import is_distributed
 
 MAX_CONFUSION_CLASSES = 256
 
@@ -96,7 +97,7 @@ class _Counts:
         sums = [self._loss, self._top5, self._per_class, skipped]
         if self._confusion is not None:
             sums.append(self._confusion)
-        if _is_distributed():
+        if is_distributed():
             for value in sums:
                 dist.all_reduce(value)
         per_class = self._per_class.cpu()  # waits for the device
@@ -105,7 +106,7 @@ class _Counts:
         if images == 0:
             raise ValueError(f"nothing to evaluate: none of the {loader.num_images} images could be read")
         loader.skipped.check_limit(int(skipped))
-        if skipped and (not _is_distributed() or dist.get_rank() == 0):
+        if skipped and (not is_distributed() or dist.get_rank() == 0):
             _logger.warning("%d unreadable images are left out: accuracy is over the other %d", int(skipped), images)
         shape = (self._num_classes, self._num_classes)
         return EvalResult(
@@ -127,7 +128,7 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
     A sharded model communicates in its forward pass: a rank that ran out of images must not stop calling it.
     """
     batches = iter(loader)
-    if not _is_distributed():
+    if not is_distributed():
         yield from batches
         return
     empty = Batch(
@@ -150,7 +151,7 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
 
 def _batch_shape(loader: EvalLoader) -> int:
     """The size of every batch: equal shapes spare a compiled model a second compilation."""
-    world_size = dist.get_world_size() if _is_distributed() else 1
+    world_size = dist.get_world_size() if is_distributed() else 1
     return min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
 
 
@@ -165,7 +166,3 @@ def _check_classes(logits: Tensor, loader: EvalLoader) -> None:
             f"the model has {logits.shape[-1]} outputs, the data {len(loader.class_names)} classes; "
             "build the model with num_classes of the data, or name the model's classes"
         )
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import roi_align
 
+from inline_attention.dense.backbone import STRIDES
 from inline_attention.layers.drop import scramble
 
-STRIDES = (4, 8, 16, 32)  # of the pyramid's maps that regions are cut out of
 Size = tuple[int, int]  # (height, width)
 
 

@@ -97,17 +97,21 @@ def _parse(source: Path) -> dict[str, Any]:
 
 def _categories(content: Mapping[str, Any], source: Path) -> dict[int, str]:
     """Names by id, ascending"""
-    entries = {entry["id"]: str(entry["name"]) for entry in _entries(content, "categories", ("id", "name"), source)}
-    if len(entries) < len(content["categories"]):
-        raise ValueError(f"{source}: two categories have the same id")
-    return dict(sorted(entries.items()))
+    names: dict[int, str] = {}
+    for entry in _entries(content, "categories", {"id": int, "name": str}, source):
+        if entry["id"] in names or entry["name"] in names.values():
+            raise ValueError(
+                f"{source}: two categories have the id {entry['id']} or the name {entry['name']!r}; expected each once"
+            )
+        names[entry["id"]] = entry["name"]
+    return dict(sorted(names.items()))
 
 
 def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int, AnnotatedImage]:
     images: dict[int, AnnotatedImage] = {}
     files: dict[Path, set[str]] = {}  # a folder is listed once: asking for each file takes minutes on network disks
     missing = []
-    for entry in _entries(content, "images", ("id", "file_name", "height", "width"), source):
+    for entry in _entries(content, "images", {"id": int, "file_name": str, "height": int, "width": int}, source):
         path = folder / entry["file_name"]
         if path.parent not in files:
             files[path.parent] = set(os.listdir(path.parent)) if path.parent.is_dir() else set()
@@ -116,9 +120,9 @@ def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int,
         if entry["id"] in images:
             raise ValueError(f"{source}: two images have the id {entry['id']}")
         size = (entry["height"], entry["width"])
-        if not all(isinstance(side, int) and side > 0 for side in size):
+        if min(size) < 1:
             raise ValueError(
-                f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected whole pixels"
+                f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected 1 pixel or more"
             )
         images[entry["id"]] = AnnotatedImage(entry["id"], path, size)
     if missing:
@@ -133,7 +137,7 @@ def _add_instances(
 ) -> int:
     """Give every image its instances; how many were left out."""
     left_out = 0
-    for entry in _entries(content, "annotations", ("image_id", "category_id", "bbox"), source):
+    for entry in _entries(content, "annotations", {"image_id": int, "category_id": int, "bbox": list}, source):
         where = f"{source}: annotation {entry.get('id', '')} of image {entry['image_id']}"
         if entry["image_id"] not in images:
             raise ValueError(f"{where}: there is no image of that id")
@@ -141,6 +145,11 @@ def _add_instances(
             known = ", ".join(map(str, list(labels)[:10])) + (", …" if len(labels) > 10 else "")
             raise ValueError(f"{where}: category id {entry['category_id']} is not in the file's list ({known})")
         image = images[entry["image_id"]]
+        area, crowd = entry.get("area"), entry.get("iscrowd", 0)
+        if area is not None and not _is_number(area):
+            raise ValueError(f"{where}: area is {_excerpt(area)}; expected a number")
+        if crowd not in (0, 1):
+            raise ValueError(f"{where}: iscrowd is {_excerpt(crowd)}; expected 0 or 1")
         box = _box(entry["bbox"], image.size, where)
         segmentation = _segmentation(entry.get("segmentation"), image, where)
         if box is None or segmentation is None:
@@ -151,24 +160,41 @@ def _add_instances(
                 label=labels[entry["category_id"]],
                 box=box,
                 segmentation=segmentation,
-                area=entry.get("area"),
-                crowd=bool(entry.get("iscrowd", 0)),
+                area=area,
+                crowd=bool(crowd),
             )
         )
     return left_out
 
 
-def _entries(content: Mapping[str, Any], key: str, fields: Sequence[str], source: Path) -> Iterator[dict[str, Any]]:
-    for number, entry in enumerate(content.get(key) or []):
-        missing = [name for name in fields if not isinstance(entry, dict) or name not in entry]
-        if missing:
-            raise ValueError(f"{source}: {key}[{number}] has no {missing[0]}")
+def _entries(
+    content: Mapping[str, Any], key: str, fields: Mapping[str, type], source: Path
+) -> Iterator[dict[str, Any]]:
+    """The objects listed under `key`, each with these fields, which hold values of these types."""
+    entries = content.get(key, [])
+    if not isinstance(entries, list):
+        raise ValueError(f"{source}: {key} is {_excerpt(entries)}; expected a list of objects")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{source}: {key}[{number}] is {_excerpt(entry)}; expected an object")
+        for name, kind in fields.items():
+            if name not in entry:
+                raise ValueError(f"{source}: {key}[{number}] has no {name}")
+            if not isinstance(entry[name], kind) or isinstance(entry[name], bool):
+                expected = {int: "a whole number", str: "text", list: "a list"}[kind]
+                raise ValueError(f"{source}: {name} of {key}[{number}] is {_excerpt(entry[name])}; expected {expected}")
         yield entry
 
 
-def _box(bbox: Any, size: Size, where: str) -> tuple[float, float, float, float] | None:
+def _excerpt(value: Any) -> str:
+    """As JSON, for messages"""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def _box(bbox: list[Any], size: Size, where: str) -> tuple[float, float, float, float] | None:
     """x, y, width, height → x0, y0, x1, y1 inside the image; None where nothing is left"""
-    if not isinstance(bbox, list) or len(bbox) != 4 or not all(_is_number(value) for value in bbox):
+    if len(bbox) != 4 or not all(_is_number(value) for value in bbox):
         raise ValueError(f"{where}: bbox is {bbox}; expected four numbers, x, y, width and height")
     x, y, width, height = bbox
     x0, y0 = max(0.0, x), max(0.0, y)
@@ -179,22 +205,27 @@ def _box(bbox: Any, size: Size, where: str) -> tuple[float, float, float, float]
 def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:
     """The annotation's mask, checked; None where its polygons enclose nothing"""
     if isinstance(value, dict):
-        if list(value.get("size", [])) != list(image.size):
+        if value.get("size") != list(image.size):
             raise ValueError(
                 f"{where}: its mask is for {value.get('size')} (height, width), "
                 f"but {image.path.name} is said to be {list(image.size)}"
             )
         counts = value.get("counts")
-        if isinstance(counts, list) and sum(counts) != math.prod(image.size):
-            raise ValueError(f"{where}: its run lengths add up to {sum(counts)} pixels, not {math.prod(image.size)}")
-        if not isinstance(counts, list | str):
-            raise ValueError(f"{where}: its run lengths are {type(counts).__name__}; expected a list or a string")
+        if isinstance(counts, list) and all(isinstance(count, int) and count >= 0 for count in counts):
+            if sum(counts) != math.prod(image.size):
+                raise ValueError(
+                    f"{where}: its run lengths add up to {sum(counts)} pixels, not {math.prod(image.size)}"
+                )
+        elif not isinstance(counts, str):
+            raise ValueError(
+                f"{where}: its run lengths are {_excerpt(counts)}; expected a list of numbers from 0 on, or a string"
+            )
         return value
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: no segmentation; expected polygons or run lengths, which the mask head learns from")
     for polygon in value:
         if not isinstance(polygon, list) or len(polygon) % 2 or not all(_is_number(number) for number in polygon):
-            raise ValueError(f"{where}: a polygon is {str(polygon)[:60]}; expected x0, y0, x1, y1, …")
+            raise ValueError(f"{where}: a polygon is {_excerpt(polygon)}; expected x0, y0, x1, y1, …")
     return [np.array(polygon, np.float32) for polygon in value if len(polygon) >= 6] or None
 
 

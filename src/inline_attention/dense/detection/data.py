@@ -15,15 +15,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from inline_attention.data.batches import EvalPlan, WorkerFeed
-from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data.batches import EvalPlan, WorkerFeed, read_or_replace
+from inline_attention.data.decode import UnreadableImage
 from inline_attention.data.loaders import DeviceStage, TrainLoader
-from inline_attention.data.order import epoch_order, replacement
+from inline_attention.data.order import epoch_order
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.dense.detection.boxes import Size
@@ -35,10 +34,10 @@ from inline_attention.dense.detection.coco import (
     read_coco,
 )
 from inline_attention.dense.detection.config import DetectionDataConfig
+from inline_attention.dense.images import Normalise, read_image
 from inline_attention.layers.windows import ceil_div
 
 _MULTIPLE = 32  # of the canvas's sides: the largest stride of the backbones
-_MAX_REPLACEMENTS = 100
 Target = dict[str, Tensor]
 
 
@@ -141,11 +140,7 @@ def show(image: Image.Image, annotated: AnnotatedImage, view: View) -> tuple[Ten
 
 def load(annotated: AnnotatedImage) -> Image.Image:
     """UnreadableImage where it cannot be decoded, ValueError where it has another size than its annotations say"""
-    try:
-        with open(annotated.path, "rb") as file:
-            image = decode_image(file, in_chans=3)
-    except OSError as error:
-        raise UnreadableImage(str(error)) from error
+    image = read_image(annotated.path)
     if (image.height, image.width) != annotated.size:
         raise ValueError(
             f"{annotated.path} is {image.height}×{image.width} (height × width), "
@@ -191,19 +186,22 @@ class TrainSamples(Dataset[RawDetectionBatch]):
         return collate(samples, canvas=keys[0].canvas, skipped=skipped, replaced=replaced)
 
     def _sample(self, key: TrainKey, skipped: list[SkippedImage]) -> Sample | None:
-        shown, total = key.sample, len(self._images)
-        for attempt in range(_MAX_REPLACEMENTS):
-            annotated = self._images[shown]
-            try:
-                image = load(annotated)
-            except UnreadableImage as error:
-                skipped.append(SkippedImage(str(annotated.path), str(error)))
-                shown = replacement(key.sample, seed=self._seed, epoch=key.epoch, attempt=attempt, num_samples=total)
-                continue
-            view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
-            pixels, target = show(image, annotated, view)
-            return Sample(pixels, target, shown, derive_seed("regions", self._seed, key.epoch, key.sample))
-        return None
+        found = read_or_replace(
+            lambda shown: load(self._images[shown]),
+            key.sample,
+            path=lambda shown: str(self._images[shown].path),
+            seed=self._seed,
+            epoch=key.epoch,
+            num_samples=len(self._images),
+            skipped=skipped,
+        )
+        if found is None:
+            return None
+        image, shown = found
+        annotated = self._images[shown]
+        view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
+        pixels, target = show(image, annotated, view)
+        return Sample(pixels, target, shown, derive_seed("regions", self._seed, key.epoch, key.sample))
 
 
 class EvalSamples(Dataset[RawDetectionBatch]):
@@ -274,16 +272,10 @@ class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._mean, self._std = (
-            torch.tensor(values).view(1, -1, 1, 1) * 255 for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-        )
-
-    def to(self, device: torch.device) -> None:
-        super().to(device)
-        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        self._normalise = Normalise()
 
     def finish(self, raw: RawDetectionBatch) -> DetectionBatch:
-        images = raw.images.to(self.device, non_blocking=True).float().sub_(self._mean).div_(self._std)
+        images = self._normalise(raw.images.to(self.device, non_blocking=True))
         for image, (height, width) in zip(images, raw.sizes, strict=True):
             image[:, height:] = 0
             image[:, :, width:] = 0

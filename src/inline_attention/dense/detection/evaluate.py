@@ -14,7 +14,7 @@ from inline_attention.dense.detection.average_precision import ApResult, ImageRe
 from inline_attention.dense.detection.boxes import Size, paste_masks
 from inline_attention.dense.detection.data import DetectionEvalLoader
 from inline_attention.dense.detection.roi_heads import Detections
-from inline_attention.training.distributed import gathered
+from inline_attention.training.distributed import gathered, is_distributed
 
 _logger = logging.getLogger(__name__)
 
@@ -80,19 +80,15 @@ def evaluate(
     seconds = time.perf_counter() - start
     skipped = sum(part[1] for part in parts)
     found = [result for part in parts for result in part[0]]
-    if skipped and (not _is_distributed() or dist.get_rank() == 0):
+    if skipped and (not is_distributed() or dist.get_rank() == 0):
         _logger.warning("%d unreadable images are left out: precision is over the other %d", skipped, len(found))
     precision = average_precision(loader.data, found)
     return DetectionResult(precision, skipped, seconds)
 
 
 def _gathered(value: tuple[list[ImageResult], int]) -> list[tuple[list[ImageResult], int]]:
-    if not _is_distributed():
+    if not is_distributed():
         return [value]
     values: list[tuple[list[ImageResult], int]] = [([], 0)] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

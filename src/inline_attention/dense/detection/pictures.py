@@ -1,12 +1,10 @@
 """Images with what was found drawn on them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from inline_attention.data.decode import decode_image
 from inline_attention.dense.colours import class_colour, ink_on
 from inline_attention.dense.detection.average_precision import ImageResult
 from inline_attention.dense.detection.coco import load_pycocotools
@@ -32,9 +30,3 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
         pen.rectangle(place, fill=colour)
         pen.text((x0, max(0.0, y0 - 1.3 * height)), text, fill=ink_on(colour), font=font)
     return picture
-
-
-def draw_file(path: Path, result: ImageResult, *, class_names: Sequence[str], min_score: float) -> Image.Image:
-    """`draw` on an image file"""
-    with open(path, "rb") as file:
-        return draw(decode_image(file, in_chans=3), result, class_names=class_names, min_score=min_score)

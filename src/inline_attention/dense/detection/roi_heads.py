@@ -25,6 +25,7 @@ from inline_attention.dense.detection.rpn import Losses, Targets
 
 BOX_SIDE, MASK_SIDE = 7, 14  # of the regions that the heads see; a predicted mask has twice the side
 GIOU_WEIGHT = 10.0
+MIN_SCORE, NMS_IOU, MAX_DETECTIONS = 0.05, 0.5, 100  # of what is found in an image
 NORM_GROUPS = 32
 Maps = Sequence[Tensor]
 
@@ -148,17 +149,7 @@ class Stage(nn.Module):
 class RoIHeads(nn.Module):
     """Stages one after the other: each takes the boxes that the one before has refined."""
 
-    def __init__(
-        self,
-        channels: int,
-        *,
-        num_classes: int,
-        stages: Sequence[StageSettings],
-        regions: int,
-        min_score: float = 0.05,
-        nms_iou: float = 0.5,
-        max_detections: int = 100,
-    ) -> None:
+    def __init__(self, channels: int, *, num_classes: int, stages: Sequence[StageSettings], regions: int) -> None:
         super().__init__()
         self.box_pool, self.mask_pool = PyramidAlign(BOX_SIDE), PyramidAlign(MASK_SIDE)
         shared: dict[str, int] = dict(num_classes=num_classes, regions=regions)
@@ -166,7 +157,6 @@ class RoIHeads(nn.Module):
             Stage(channels, settings=settings, cascaded=len(stages) > 1, place=number, **shared)
             for number, settings in enumerate(stages, start=1)
         )
-        self.min_score, self.nms_iou, self.max_detections = min_score, nms_iou, max_detections
 
     def in_order(self) -> list[Stage]:
         """`stages`, with their type"""
@@ -218,10 +208,10 @@ class RoIHeads(nn.Module):
     def _select(self, boxes: Tensor, scores: Tensor, size: Size) -> tuple[Tensor, Tensor, Tensor]:
         """boxes (n, classes + 1, 4), scores (n, classes + 1) → boxes, scores, labels of what is found"""
         boxes = clip_boxes_to_image(boxes, size)
-        rows, labels = (scores[:, 1:] > self.min_score).nonzero().unbind(1)
+        rows, labels = (scores[:, 1:] > MIN_SCORE).nonzero().unbind(1)
         labels = labels + 1
         boxes, scores = boxes[rows, labels], scores[rows, labels]
-        kept = batched_nms(boxes, scores, labels, self.nms_iou)[: self.max_detections]
+        kept = batched_nms(boxes, scores, labels, NMS_IOU)[:MAX_DETECTIONS]
         return boxes[kept], scores[kept], labels[kept]
 
     def _masks(self, maps: Maps, boxes: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:

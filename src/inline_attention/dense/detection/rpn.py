@@ -9,7 +9,8 @@ from torch import Tensor
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead, concat_box_prediction_layers
 
-from inline_attention.dense.detection.boxes import STRIDES, KeyedSampler, Size
+from inline_attention.dense.backbone import STRIDES
+from inline_attention.dense.detection.boxes import KeyedSampler, Size
 
 Targets = Sequence[dict[str, Tensor]]  # for each image: boxes (n, 4), labels (n,) from 1 on, masks (n, H, W) uint8
 Losses = dict[str, Tensor]
@@ -22,7 +23,7 @@ _RATIOS = ((0.5, 1.0, 2.0),) * len(_STRIDES)
 class RegionProposals(RegionProposalNetwork):
     """Anchors of 8 strides a side in three shapes; 256 of an image's are learnt from, half of them positive at most."""
 
-    def __init__(self, channels: int, *, proposals: int = 1000) -> None:
+    def __init__(self, channels: int) -> None:
         anchors = AnchorGenerator(_SIZES, _RATIOS)
         super().__init__(
             anchors,
@@ -32,7 +33,7 @@ class RegionProposals(RegionProposalNetwork):
             batch_size_per_image=256,
             positive_fraction=0.5,
             pre_nms_top_n=dict(training=2000, testing=1000),
-            post_nms_top_n=dict(training=proposals, testing=proposals),
+            post_nms_top_n=dict(training=1000, testing=1000),
             nms_thresh=0.7,
         )
         self.fg_bg_sampler = KeyedSampler(256, positive_share=0.5, place=0)

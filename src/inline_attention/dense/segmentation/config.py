@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-
 from inline_attention.data import LoaderConfig
 from inline_attention.training.config import BackboneConfig, LoopConfig, OptimConfig, ScheduleConfig
 
@@ -57,11 +55,6 @@ class SegmentDataConfig(LoaderConfig):
     @property
     def window_size(self) -> tuple[int, int] | None:
         return None if self.window is None else _pair(self.window)
-
-    @property
-    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(mean, std) of pixels in 0..1, one value a channel"""
-        return IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     def validate(self) -> None:
         super().validate()

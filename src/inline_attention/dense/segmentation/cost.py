@@ -14,10 +14,9 @@ class SegmenterCost(NamedTuple):
     macs: int  # of one image in evaluation, without it
 
 
-def count_cost(
-    backbone: str, head: str, *, num_classes: int = COST_CLASSES, img_size: tuple[int, int] = COST_SIZE
-) -> SegmenterCost:
+def count_cost(backbone: str, head: str) -> SegmenterCost:
+    """As published costs are counted: of one image of `COST_SIZE`, with `COST_CLASSES`."""
     with torch.device("meta"):
-        model = create_segmenter(backbone, head, num_classes=num_classes).eval()
-        image = torch.empty(1, 3, *img_size)
+        model = create_segmenter(backbone, head, num_classes=COST_CLASSES).eval()
+        image = torch.empty(1, 3, *COST_SIZE)
     return SegmenterCost(sum(p.numel() for p in model.parameters()), count_module_macs(model, image))

@@ -10,17 +10,15 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from inline_attention.data.batches import EvalPlan, Feed, SampleKey, TrainPlan, WorkerFeed
+from inline_attention.data.batches import EvalPlan, Feed, SampleKey, TrainPlan, WorkerFeed, read_or_replace
 from inline_attention.data.decode import UnreadableImage
 from inline_attention.data.loaders import DeviceStage, TrainLoader
-from inline_attention.data.order import replacement
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
 from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.dense.images import Normalise, read_image
 from inline_attention.dense.segmentation.config import SegmentDataConfig
-from inline_attention.dense.segmentation.sources import MaskSource, open_split, read_image
+from inline_attention.dense.segmentation.sources import MaskSource, open_split
 from inline_attention.dense.segmentation.transforms import TrainTransform, target_size
-
-_MAX_REPLACEMENTS = 100  # in a row; the limit on unreadable images stops the run long before
 
 
 @dataclass
@@ -59,50 +57,42 @@ class CropSamples(Dataset[RawCrops]):
     def __getitems__(self, keys: Sequence[SampleKey]) -> RawCrops:
         skipped: list[SkippedImage] = []
         with restored_generators():
-            found = [sample for key in keys if (sample := self._sample(key, skipped)) is not None]
+            of_keys = [self._sample(key, skipped) for key in keys]
+        found = [sample for sample in of_keys if sample is not None]
         rows, columns = self._config.crop_size
         images = np.stack([image for image, _, _ in found]) if found else np.empty((0, rows, columns, 3), np.uint8)
         masks = np.stack([mask for _, mask, _ in found]) if found else np.empty((0, rows, columns), np.uint8)
         ids = torch.tensor([index for _, _, index in found], dtype=torch.int64)
-        replaced = sum(int(index != key.sample) for (_, _, index), key in zip(found, keys, strict=False))
+        replaced = sum(s is not None and s[2] != key.sample for s, key in zip(of_keys, keys, strict=True))
         return RawCrops(torch.from_numpy(images), torch.from_numpy(masks), ids, skipped, replaced)
 
     def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> tuple[np.ndarray, np.ndarray, int] | None:
-        shown, total = key.sample, len(self._source)
-        for attempt in range(_MAX_REPLACEMENTS):
-            try:
-                pixels, mask = self._source.read(shown)
-            except UnreadableImage as error:
-                skipped.append(SkippedImage(self._source.path(shown), str(error)))
-                shown = replacement(key.sample, seed=self._seed, epoch=key.epoch, attempt=attempt, num_samples=total)
-            else:
-                seed_generators(derive_seed("augment", self._seed, key.epoch, key.sample, key.copy))
-                return *self._transform(pixels, mask), shown
-        return None
+        found = read_or_replace(
+            self._source.read,
+            key.sample,
+            path=self._source.path,
+            seed=self._seed,
+            epoch=key.epoch,
+            num_samples=len(self._source),
+            skipped=skipped,
+        )
+        if found is None:
+            return None
+        (pixels, mask), shown = found
+        seed_generators(derive_seed("augment", self._seed, *key))
+        return *self._transform(pixels, mask), shown
 
 
 class CropStage(DeviceStage[RawCrops, SegmentBatch]):
     """Transfer and normalise. Bytes cross the bus, not floats."""
 
-    def __init__(self, config: SegmentDataConfig) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._normalise = Normalise(config)
+        self._normalise = Normalise()
 
     def finish(self, raw: RawCrops) -> SegmentBatch:
         images, masks, ids = (t.to(self.device, non_blocking=True) for t in (raw.images, raw.masks, raw.sample_ids))
         return SegmentBatch(self._normalise(images.permute(0, 3, 1, 2)), masks.long(), ids)
-
-
-class Normalise:
-    """(B, 3, H, W) uint8 → float32, contiguous, on the device of the pixels"""
-
-    def __init__(self, config: SegmentDataConfig) -> None:
-        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) * 255 for values in config.statistics)
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        if self._mean.device != pixels.device:
-            self._mean, self._std = self._mean.to(pixels.device), self._std.to(pixels.device)
-        return pixels.float().contiguous().sub_(self._mean).div_(self._std)
 
 
 @dataclass
@@ -235,7 +225,7 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
     workers = min(config.resolved_workers(world_size), len(source))
     train = TrainLoader(
         WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True),
-        stage=CropStage(config),
+        stage=CropStage(),
         batch_size=config.batch_size,
         steps_per_epoch=plan.steps,
         skipped=SkippedImages(limit=config.max_broken_count(len(source))),

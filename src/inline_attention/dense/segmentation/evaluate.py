@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inline_attention.dense.images import Normalise
 from inline_attention.dense.segmentation.config import SegmentDataConfig
-from inline_attention.dense.segmentation.data import EvalImages, Normalise
+from inline_attention.dense.segmentation.data import EvalImages
 from inline_attention.dense.segmentation.inference import Inference, segment_images
 from inline_attention.dense.segmentation.metrics import Confusion, Scores
 from inline_attention.dense.segmentation.model import Segmenter
 from inline_attention.dense.segmentation.pictures import Example
-from inline_attention.training.distributed import gathered
+from inline_attention.training.distributed import gathered, is_distributed
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,6 @@ class SegmentResult:
     """Over all ranks; `examples` are this rank's."""
 
     scores: Scores
-    counts: Tensor  # (classes, classes) int64: pixels by true and predicted class
     images: int
     skipped: int  # images of this rank that could not be read
     seconds: float
@@ -66,11 +66,11 @@ def evaluate(
                     on_images(len(batch))
     finally:
         model.train(was_training)
-    counts = confusion.over_ranks()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    scores = Scores.of(confusion.over_ranks())
+    if is_distributed():
         torch.distributed.all_reduce(seen)
     seconds = time.perf_counter() - start
-    return SegmentResult(Scores.of(counts), counts, int(seen), len(images.skipped), seconds, kept)
+    return SegmentResult(scores, int(seen), len(images.skipped), seconds, kept)
 
 
 class Predictor:
@@ -81,7 +81,7 @@ class Predictor:
     ) -> None:
         self._model, self._device, self._amp_dtype = model, device, amp_dtype
         self._inference = Inference.of(config)
-        self._normalise = Normalise(config)
+        self._normalise = Normalise()
 
     def __call__(self, pixels: list[Tensor], sizes: list[tuple[int, int]]) -> list[Tensor]:
         images = [self._normalise(p.to(self._device)[None])[0] for p in pixels]

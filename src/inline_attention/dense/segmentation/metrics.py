@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inline_attention.dense.segmentation.sources import IGNORED
+from inline_attention.training.distributed import is_distributed
 
 
 class Confusion:
@@ -25,7 +26,7 @@ class Confusion:
     def over_ranks(self) -> Tensor:
         """The sum over all ranks, on the CPU; called on every rank."""
         total = self.counts.clone()
-        if dist.is_available() and dist.is_initialized():
+        if is_distributed():
             dist.all_reduce(total)
         return total.cpu()
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from inline_attention.dense.backbone import STRIDES, Backbone, create_backbone
 from inline_attention.dense.segmentation.heads import FCNHead, SemanticFPN, UperNet, resize
+from inline_attention.models.registry import check_arguments
 
 # name → (for people, builder, channels of the auxiliary head or None)
 HEADS: dict[str, tuple[str, Callable[..., nn.Module], int | None]] = {
@@ -71,6 +72,7 @@ def create_segmenter(
         raise ValueError(f"num_classes={num_classes}; expected 1 or more")
     _, build_head, auxiliary_dim = HEADS[head]
     features = create_backbone(backbone, weights=weights, drop_path=drop_path, kwargs=kwargs)
+    check_arguments(build_head, head_kwargs or {})
     auxiliary = None
     if auxiliary_dim is not None:
         auxiliary = FCNHead(features.channels[AUXILIARY_LEVEL], num_classes, dim=auxiliary_dim)

@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw
 from inline_attention.dense.colours import class_colour
 from inline_attention.dense.segmentation.sources import IGNORED
 
+_OPACITY = 0.55  # of colours over an image
 _SWATCH = 14  # pixels a side, of the legend
 
 
@@ -38,11 +39,11 @@ def save_mask(classes: np.ndarray, path: Path) -> None:
     image.save(path)
 
 
-def overlay(image: np.ndarray, classes: np.ndarray, *, opacity: float = 0.55) -> np.ndarray:
+def overlay(image: np.ndarray, classes: np.ndarray) -> np.ndarray:
     """image (h, w, 3), classes (H, W) → (h, w, 3); ignored pixels stay as they are"""
     height, width = image.shape[:2]
     resized = np.asarray(Image.fromarray(classes).resize((width, height), Image.Resampling.NEAREST))
-    mixed = (1 - opacity) * image + opacity * palette()[resized]
+    mixed = (1 - _OPACITY) * image + _OPACITY * palette()[resized]
     return np.where((resized == IGNORED)[..., None], image, mixed).astype(np.uint8)
 
 

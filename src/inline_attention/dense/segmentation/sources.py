@@ -8,8 +8,9 @@ import numpy as np
 from PIL import Image
 from timm.utils.misc import natural_key
 
-from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data.decode import UnreadableImage, reason
 from inline_attention.data.sources import IMAGE_EXTENSIONS
+from inline_attention.dense.images import read_image
 from inline_attention.dense.segmentation.config import Layout, SegmentDataConfig
 
 IGNORED = 255  # in every mask behind a source, whatever number the files use; there are at most 255 classes
@@ -64,27 +65,18 @@ class MaskSource:
         return pixels, mask.astype(np.uint8)
 
 
-def read_image(path: Path) -> Image.Image:
-    """RGB; UnreadableImage says why not."""
-    try:
-        with open(path, "rb") as file:
-            return decode_image(file, in_chans=3)
-    except OSError as error:
-        raise UnreadableImage(str(error)) from error
-
-
 def read_mask(path: Path) -> np.ndarray:
-    """(H, W) of class numbers, 0 to 65535. A palette's colours are no matter: its indices are the numbers."""
+    """(H, W) uint16 of class numbers. A palette's colours are no matter: its indices are the numbers."""
     try:
         with Image.open(path) as image:
-            image.load()
-            if image.mode not in ("L", "P", "1", "I;16", "I;16B", "I;16L", "I"):
-                raise ValueError(
-                    f"mask {path} has colours (mode {image.mode}); expected one class number a pixel (8- or 16-bit)"
-                )
-            return np.asarray(image).astype(np.uint16)
-    except OSError as error:
-        raise UnreadableImage(f"its mask {path}: {error}") from error
+            numbers, mode = np.asarray(image), image.mode
+    except Exception as error:  # Pillow's decoders raise nearly every built-in exception on damaged files
+        raise UnreadableImage(f"its mask {path}: {reason(error)}") from error
+    if mode not in ("L", "P", "1", "I;16", "I;16B", "I;16L", "I"):
+        raise ValueError(f"mask {path} has colours (mode {mode}); expected one class number a pixel (8- or 16-bit)")
+    if numbers.max() > 0xFFFF or numbers.min() < 0:
+        raise ValueError(f"mask {path} holds the numbers {numbers.min()} to {numbers.max()}; expected 0 to 65535")
+    return numbers.astype(np.uint16)
 
 
 def open_split(config: SegmentDataConfig, split: str) -> MaskSource:
@@ -130,8 +122,16 @@ def _match(images: Path, masks: Path, image_ending: str = "", mask_ending: str =
 def _by_name(folder: Path, extensions: Iterable[str], ending: str) -> dict[str, Path]:
     """Path below the folder, without its ending → file; in natural order."""
     endings = tuple((ending + extension).lower() for extension in extensions)
-    found = (path for path in folder.rglob("*") if path.name.lower().endswith(endings))
-    names = {str(path.relative_to(folder).with_suffix("")).removesuffix(ending): path for path in found}
+    names: dict[str, Path] = {}
+    for path in folder.rglob("*"):
+        if path.name.lower().endswith(endings):
+            name = str(path.relative_to(folder).with_suffix("")).removesuffix(ending)
+            if name in names:
+                raise ValueError(
+                    f"{names[name]} and {path} differ in their ending alone; expected one file for each name, since "
+                    "images and masks are matched by it"
+                )
+            names[name] = path
     return dict(sorted(names.items(), key=lambda item: natural_key(item[0])))
 
 
@@ -175,12 +175,25 @@ def _class_names(config: SegmentDataConfig, root: Path) -> list[str]:
     return names
 
 
+_CLASSES, _ADE20K_CLASSES = "classes.txt", "objectInfo150.txt"
+
+
+def lists_classes(config: SegmentDataConfig) -> bool:
+    """Whether the data name their classes themselves."""
+    root = Path(config.path)
+    return (
+        config.layout == "cityscapes"
+        or (root / _CLASSES).is_file()
+        or (config.layout == "ade20k" and (root / _ADE20K_CLASSES).is_file())
+    )
+
+
 def _listed_names(config: SegmentDataConfig, root: Path) -> list[str]:
-    objects = root / "objectInfo150.txt"
+    objects = root / _ADE20K_CLASSES
     if config.classes is None and config.layout == "ade20k" and objects.is_file():
         rows = objects.read_text(encoding="utf-8").splitlines()[1:]
         return [row.split("\t")[-1].split(",")[0].strip() for row in rows if row.strip()]
-    file = root / "classes.txt" if config.classes is None else Path(str(config.classes))
+    file = root / _CLASSES if config.classes is None else Path(str(config.classes))
     if not file.is_file():
         raise ValueError(
             f"no class names: expected {file}, a line each, or data.classes=FILE, or data.classes=[name, name]"

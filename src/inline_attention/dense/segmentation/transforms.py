@@ -5,6 +5,7 @@ import random
 import numpy as np
 from PIL import Image
 
+from inline_attention.dense.images import MEAN
 from inline_attention.dense.segmentation.config import SegmentDataConfig
 from inline_attention.dense.segmentation.sources import IGNORED
 
@@ -16,7 +17,7 @@ class TrainTransform:
 
     def __init__(self, config: SegmentDataConfig) -> None:
         self._config = config
-        self._fill = tuple(round(255 * value) for value in config.statistics[0])  # what normalises to about 0
+        self._fill = tuple(round(255 * value) for value in MEAN)  # what normalises to about 0
 
     def __call__(self, pixels: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         config = self._config

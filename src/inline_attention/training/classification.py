@@ -62,7 +62,7 @@ class Classification(Task):
         torch.manual_seed(derive_seed("weights", self.config.seed))
         try:
             model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **self.arguments)
-        except TypeError as error:  # an argument that the model does not have, or of another type
+        except TypeError as error:  # a value of another type than the model expects
             raise ValueError(f"model {wanted.name} cannot be built with {self.arguments}: {error}") from error
         if wanted.weights not in (None, "pretrained"):
             load_weights(model, weights_source(wanted.weights), reset_head=wanted.reset_head)

@@ -6,10 +6,11 @@ import pytest
 import timm
 import torch
 
-from inline_attention import create_model, list_models
+from inline_attention import create_model
 from inline_attention.cli import main
 from inline_attention.models._checkpoint import Checkpoint
 from inline_attention.models.convert import identify
+from inline_attention.models.published import PUBLISHED
 from inline_attention.models.weights import load_model, load_weights, read_metadata, save_weights
 
 
@@ -114,7 +115,7 @@ def test_identify(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_identify_every_model(name):
     side = timm.models.get_pretrained_cfg(name).input_size[1]  # decides between models of the same shapes
     assert identify(checkpoint_of(name, num_classes=0), filename=f"epoch_299_{side}.pth") == name

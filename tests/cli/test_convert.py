@@ -6,11 +6,10 @@ import pytest
 import timm
 import torch
 
-from inline_attention import create_model
+from inline_attention import create_model, list_models
 from inline_attention.cli import main
 from inline_attention.models._checkpoint import Checkpoint
-from inline_attention.models.convert import identify
-from inline_attention.models.published import PUBLISHED
+from inline_attention.models.convert import convert, identify
 from inline_attention.models.weights import load_model, load_weights, read_metadata, save_weights
 
 
@@ -114,11 +113,24 @@ def test_identify(name):
     assert identify(checkpoint_of(name, num_classes=7, in_chans=1)) == name
 
 
+ALIKE = ["softmax_deit_study", "linear_deit_study"]  # the same parameters under other attention
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in list_models() if name not in ALIKE])
 def test_identify_every_model(name):
     side = timm.models.get_pretrained_cfg(name).input_size[1]  # decides between models of the same shapes
     assert identify(checkpoint_of(name, num_classes=0), filename=f"epoch_299_{side}.pth") == name
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_models_that_differ_in_attention_alone_are_told_by_the_configuration_saved_with_them(name, tmp_path):
+    with pytest.raises(ValueError, match=r"softmax_deit_study and linear_deit_study.*--model"):
+        identify(checkpoint_of(name), filename="weights.pth")
+    source, target = tmp_path / "source.safetensors", tmp_path / "target.safetensors"
+    save_weights(create_model(name), source)
+    convert(source, target)
+    assert load_model(target).default_cfg["architecture"] == name
 
 
 def test_identify_models_that_differ_in_input_size_alone():

@@ -22,7 +22,7 @@ from .record import fastest, table
 from .timing import Call, Effort, Timing
 
 MODES = (EAGER, "default")
-INFER_MODES = (*MODES, "reduce-overhead")  # CUDA graphs: of the backbone alone where what is found has any shape
+INFER_MODES = (*MODES, "reduce-overhead")  # with CUDA graphs; of a detector, for backbone and pyramid alone
 INFER_BATCH, TRAIN_BATCH = 1, 2  # two images a GPU are the published step, and the fewest that UperNet can learn from
 
 

@@ -11,7 +11,6 @@ from timm.models import get_pretrained_cfg
 
 from ._base import StateDict, VisionModel
 from ._checkpoint import Checkpoint, errors_name, open_checkpoint
-from .published import PUBLISHED
 from .registry import create_model, list_models
 from .weights import (
     HEAD_NAMES,
@@ -73,14 +72,13 @@ def convert(
 
 
 def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
-    """The one published model or baseline that the weights fit without resizing anything; ValueError if there is none.
+    """The one registered model that the weights fit without resizing anything; ValueError if there is none such.
 
     Models that differ in nothing but the input size are told apart by the size in the file's configuration or name.
-    Files of the package's own small models hold their configuration; by their shapes they could not be told apart.
     """
     family = find_family(checkpoint.state_dict)
     names = list_models(f"*_{family.lower()}_*") if family else []
-    fitting = [name for name in names if name in PUBLISHED and _fits(name, checkpoint)]
+    fitting = [name for name in names if _fits(name, checkpoint)]
     if len(fitting) > 1:
         size = source_size(checkpoint)
         sides = {size[0]} if size else {int(number) for number in re.findall(r"\d+", filename)}

@@ -226,7 +226,8 @@ def command_list(results: Results) -> str:
 
 
 _GAPS = """Differences of mean top-1 in points, ± two standard deviations of the difference, over
-seeds or, where there is one, by the number of validation images. Bold: larger than that.
+seeds or, where there is one, by the number of validation images, which leaves out what a seed changes. Bold: larger
+than that. Where nothing differs, about one in twenty is bold by chance.
 """
 _GAP_PAIRS = (
     ("inline", "linear"), ("inline", "softmax"), ("inline_plain", "linear"), ("linear_residual", "linear"),

@@ -56,7 +56,7 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
 
 def test_report(grid: Path, tmp_path: Path) -> None:
     docs, readme = tmp_path / "docs", tmp_path / "README.md"
-    readme.write_text("before\n<!-- results of the study -->\nold\n<!-- end of the results -->\nafter\n")
+    readme.write_text("before\n<!-- results of the study -->\nof before\n<!-- end of the results -->\nafter\n")
     shutil.copytree(grid / RUNS[1].name, grid / "again" / RUNS[1].name)
     command = ["study", "report", str(grid), "--max-images", "10", "--device", "cpu", "--docs", str(docs)]
     assert main(command) == 0
@@ -76,7 +76,9 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert {claim["verdict"] for claim in results["claims"]} == {NOT_MEASURED, NOT_TESTABLE}
     page = (grid / "results.md").read_text()
     assert "| InLine (with residual) |" in page
-    assert f"not compiled, fp32, 16 images at a time, on {results['speed']['machine']}" in page
+    where = f"`{setting['rows'][0]['commit'][0]}` on {results['speed']['machine']}"
+    assert f"not compiled, fp32, 16 images at a time, {where}" in page
+    assert f"\n- {where}\n" in page  # below the table
     (again,) = results["again"]
     assert (again["run"], [again["top1"]]) == (RUNS[1].name, by_row["inline"]["top1"])
     assert f"| `{RUNS[1].name}` | {again['top1']:.2f} | {again['top1']:.2f} |" in page
@@ -93,7 +95,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     front = readme.read_text()
     assert front.startswith("before\n<!-- results of the study -->\n\nTrained here: digits")
     assert front.endswith("\n\n<!-- end of the results -->\nafter\n")
-    assert "old" not in front
+    assert "of before" not in front
     assert "| InLine (with residual) |" in front
     assert "(docs/images/study-speed.png)" in front
 

@@ -6,7 +6,7 @@ residual, focused attention's positions) is taken from the MLP, whose ratio each
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Row:
     title: str
     kwargs: Mapping[str, Any]  # of create_model
     model: str = "inline_deit_tiny"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # in which its training differs from the others'
 
     @property
     def is_deit(self) -> bool:
@@ -121,8 +122,15 @@ DEEP = {
     f"{name}_deep": Row(f"{MAIN[name].title}, twice as deep", {**MAIN[name].kwargs, "depth": 2 * DEIT["depth"]})
     for name in ("softmax", "linear", "inline")
 }
-ROWS = {**MAIN, **FEATURE_MAPS, **BASELINES, **WINDOWS, **DEEP}
-assert len(ROWS) == sum(map(len, (MAIN, FEATURE_MAPS, BASELINES, WINDOWS, DEEP)))
+RATES = {
+    f"{name}_{words}_rate": replace(
+        MAIN[name], title=f"{MAIN[name].title}, {words} the rate", settings={"optim.lr": rate}
+    )
+    for name in ("linear", "linear_residual", "inline")
+    for words, rate in (("half", 1e-3), ("twice", 4e-3))  # of the recipe's 2e-3
+}
+ROWS = {**MAIN, **FEATURE_MAPS, **BASELINES, **WINDOWS, **DEEP, **RATES}
+assert len(ROWS) == sum(map(len, (MAIN, FEATURE_MAPS, BASELINES, WINDOWS, DEEP, RATES)))
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,7 @@ class Run:
             "schedule.epochs": self.epochs,
             "schedule.warmup_epochs": max(1, self.epochs / 20),
             **dataset.settings,
+            **row.settings,
         }
         return [f"{key}={_yaml(value)}" for key, value in values.items()]
 
@@ -174,13 +183,14 @@ def _yaml(value: Any) -> str:
 
 
 # In the order in which they are made: what the verdicts rest on first.
-GROUPS = ("pilot", "main", "tokens", "feature_maps", "baselines", "windows", "deep", "long", "check")
+GROUPS = ("pilot", "main", "tokens", "feature_maps", "baselines", "windows", "deep", "rates", "long", "check")
 DEFAULT_GROUPS = GROUPS[:-1]
 PILOT_EPOCHS = (10, 20, 40)  # short ones first: they tell how long the others will take
 MAIN_EPOCHS = 40  # one of the pilot's, whose runs are then the first seed's
 VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that length
 TOKENS_EPOCHS = 30
 LONG_EPOCHS = 120
+LONG_ROWS = ("softmax", "linear", "linear_residual", "inline")
 CHECK_EPOCHS = 8
 SEEDS = (0, 1, 2)
 
@@ -207,6 +217,6 @@ def _group(group: str, *, main_epochs: int) -> list[Run]:
         patches = DATASETS["imagenette"].patches
         return [Run("imagenette", row, TOKENS_EPOCHS, 0, patch) for patch in patches for row in MAIN]
     if group == "long":
-        return [Run("tiny_imagenet", row, LONG_EPOCHS, 0, 4) for row in ("softmax", "linear", "inline")]
-    rows = {"feature_maps": FEATURE_MAPS, "baselines": BASELINES, "windows": WINDOWS, "deep": DEEP}[group]
-    return [Run("tiny_imagenet", row, VARIANT_EPOCHS, 0, 4) for row in rows]
+        return [Run("tiny_imagenet", row, LONG_EPOCHS, 0, 4) for row in LONG_ROWS]
+    variants = {"feature_maps": FEATURE_MAPS, "baselines": BASELINES, "windows": WINDOWS, "deep": DEEP, "rates": RATES}
+    return [Run("tiny_imagenet", row, VARIANT_EPOCHS, 0, 4) for row in variants[group]]

@@ -177,11 +177,11 @@ def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
 def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
     """The main one, and of other data that with the most tokens; by the name of the figure."""
     found = {main: "speed.png"}
-    for dataset in DATASETS.keys() - {main.dataset}:
-        others = [s for s in results.settings if s.dataset == dataset]
+    for dataset in DATASETS:
+        others = [s for s in results.settings if s.dataset == dataset != main.dataset]
         if others:
             found[max(others, key=lambda s: (s.tokens, s.epochs))] = f"speed-{dataset}.png"
-    return {setting: name for setting, name in sorted(found.items()) if speed_points(results, setting)}
+    return {setting: name for setting, name in found.items() if speed_points(results, setting)}
 
 
 # The page
@@ -192,17 +192,21 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     parts = [] if main is None else [f"## In short\n\n{main}.\n", front_table(results, main)]
     if results.speed is not None:
-        parts.append(
-            f"Images a second: each model alone, {_how_timed(results.speed)}, on {results.speed['machine']}.\n"
-        )
+        where = _where(results.speed["environment"]["inline-attention"], results.speed["machine"])
+        parts.append(f"Images a second: each model alone, {_how_timed(results.speed)}, {where}.\n")
+    parts += _pictures(figures, "speed", "curves")
     if gaps := gap_table(results):
-        parts += ["## Where the gaps are\n", _GAPS, gaps]
+        parts += ["## Where the gaps are\n", _GAPS, gaps, *_pictures(figures, "epochs", "tokens")]
     parts += ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
                                    [[c.claim, c.measured or "–", c.verdict, c.rule] for c in claims])]  # fmt: skip
+    parts += _pictures(figures, "causes")
     if results.probes is not None:
-        parts += ["## Probes\n", "Command: `inline study probes`\n", probe_table(results.probes)]
+        environment = results.probes["environment"]
+        where = _where(environment["inline-attention"], environment["cpu"])
+        command = f"`inline study probes`, {where}, seed {results.probes['seed']}.\n"
+        parts += ["## Probes\n", command, probe_table(results.probes), *_pictures(figures, "probes")]
     for setting in sorted(results.settings, key=lambda s: s != main):
-        parts += [f"## {setting}\n", setting_table(results, setting)]
+        parts += [f"## {setting}\n", setting_table(results, setting), made_where(results, setting)]
     if results.failures:
         lines = [[name, text.splitlines()[-1] if text else ""] for name, text in results.failures.items()]
         parts += ["## Runs without a result\n", _table(["run", "what it said"], lines)]
@@ -211,8 +215,42 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     if results.runs:
         parts.append(f"The runs took {results.device_seconds / 60:.0f} minutes of one device in all.\n")
         parts += ["## Commands\n", _COMMANDS, command_list(results)]
-    parts += [f"![{Path(link).stem}]({link})\n" for link in figures]
     return "\n".join(parts)
+
+
+_CAPTIONS = {
+    "speed": "Accuracy against the time an image takes",
+    "curves": "Accuracy over the epochs, a line for each seed",
+    "epochs": "Accuracy against the length of training",
+    "tokens": "Accuracy against the number of tokens",
+    "causes": "Confused pairs, attention to the neighbourhood, masking and rank of the first seed's models",
+    "probes": "Three probes",
+}
+
+
+def _pictures(links: Sequence[str], *names: str) -> list[str]:
+    """Those of these names that were made, each name with all its data sets."""
+    return [
+        f"![{_CAPTIONS[name]}]({link})\n"
+        for name in names
+        for link in links
+        if Path(link).stem.removeprefix("study-").split("-")[0] == name
+    ]
+
+
+def _where(commit: str, machine: str) -> str:
+    return f"`{commit}` on {machine}"
+
+
+def made_where(results: Results, setting: Setting) -> str:
+    """Commit and machine of a setting's runs: one line for each, with its rows where they are not all of them."""
+    rows: dict[str, list[str]] = {}
+    for result in results.runs:
+        if result.setting == setting:
+            titles = rows.setdefault(_where(result.commit, result.machine), [])
+            titles += [title for title in [ROWS[result.run.row].title] if title not in titles]
+    only = len(rows) == 1
+    return "\n".join(f"- {where}{'' if only else ': ' + ', '.join(titles)}" for where, titles in rows.items()) + "\n"
 
 
 _COMMANDS = """Each makes a run again; further seeds of a row with `--seed`. In capitals: the folder of the images.
@@ -257,7 +295,7 @@ def again_table(results: Results) -> str:
     first = {result.run: result for result in results.runs}
     lines = [
         [f"`{r.run.name}`", f"{first[r.run].top1:.2f}" if r.run in first else "–", f"{r.top1:.2f}",
-         results.rows(r.setting).get(r.run.row, "–"), f"`{r.commit}`, {r.machine}"]
+         results.rows(r.setting).get(r.run.row, "–"), _where(r.commit, r.machine)]
         for r in results.again
     ]  # fmt: skip
     return _table(["run", "top-1 (%)", "again", "the row, over its seeds", "commit, machine"], lines)
@@ -268,7 +306,7 @@ def front(results: Results, figures: Sequence[str]) -> str:
     main = results.main_setting
     if main is None:
         return ""
-    link = next((link for name in ("speed.png", "curves.png") for link in figures if link.endswith(f"-{name}")), None)
+    link = next((link for name in ("speed", "curves") for link in figures if link.endswith(f"-{name}.png")), None)
     inline = results.find(main, "inline")
     assert inline is not None
     size = f"{count_parameters(inline.run) / 1e6:.1f}M parameters each"
@@ -276,7 +314,11 @@ def front(results: Results, figures: Sequence[str]) -> str:
         f"Trained here: {main}, {size}, top-1 with its standard deviation over seeds.\n",
         front_table(results, main),
     ]
-    parts += [f"![Accuracy of the trained models]({link})\n"] if link else []
+    rows = results.rows(main)
+    pairs = [(a, b) for a, b in _GAP_PAIRS if {a, b} <= rows.keys()]
+    gaps = [f"{ROWS[a].title} − {ROWS[b].title} {_gap(rows[a], rows[b])}" for a, b in pairs]
+    parts.append(f"In points, ± two standard deviations of the difference (bold: larger): {'; '.join(gaps)}.\n")
+    parts += [f"![{_CAPTIONS['speed']}]({link})\n"] if link else []
     return "\n" + "\n".join(
         [*parts, "All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
     )
@@ -319,12 +361,10 @@ def setting_table(results: Results, setting: Setting) -> str:
                 "–" if analysis is None else f"{analysis['locality']['mean_over_chance']:.2f}",
                 "–" if analysis is None else _masked(analysis["masking"]),
                 "–" if analysis is None else f"{analysis['rank']['mean_effective']:.1f}",
-                f"`{result.commit}`, {result.machine}",
             ]
         )
     header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s",
-              "confused pairs", "3×3, times chance", "lost by masking, local / random", "effective rank",
-              "commit, machine"]  # fmt: skip
+              "confused pairs", "3×3, times chance", "lost by masking, local / random", "effective rank"]  # fmt: skip
     return _table(header, lines)
 
 

@@ -15,6 +15,7 @@ from inline_attention.bench.timing import Effort, Timing
 from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
 from inline_attention.models import list_models
+from inline_attention.optimize import MODES
 
 CPU = torch.device("cpu")
 OPTIONS = dict(device=CPU, dtype=torch.float32, effort=Effort(rounds=2, seconds=0), modes=["eager"])
@@ -124,6 +125,14 @@ def test_settings_pair_sizes_with_batches() -> None:
     assert [s.is_latency for s in settings] == [False, False, True] * 2
     with pytest.raises(ValueError, match="2 sizes and 3 batches"):
         bench.make_settings(["inline_deit_tiny"], batches=[8, 4, 2], **options)
+
+
+def test_any_mode_can_be_asked_for() -> None:
+    """Also that of `optimize(model)` in training, which no CUDA graph serves."""
+    modes = [*MODES, bench.EAGER]
+    bench.check_modes(modes)
+    assert bench.usable_modes(modes, torch.device("cuda")) == modes
+    assert bench.usable_modes(modes, CPU) == ["default", bench.EAGER]
 
 
 def test_best_mode_counts() -> None:

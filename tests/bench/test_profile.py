@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
         ("void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor>", "optimiser"),
         ("Memset (Unknown)", "other"),
         ("aten::as_strided", "other"),
+        ("void convert_dtypes_kernel<float>", "other"),
     ],
 )  # fmt: skip
 def test_kinds(kernel: str, kind: str) -> None:

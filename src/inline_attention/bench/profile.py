@@ -35,7 +35,7 @@ KINDS = (
     (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's, whose names list all that was fused
     (rf"^({'|'.join(UNITS)}|taps_kernel)$", "attention"),  # ours
     (r"flash|fmha|sdpa|scaled_dot_product|inline_?attention", "attention"),
-    (r"conv|fprop|dgrad|wgrad", "convolutions"),
+    (r"conv(?!ert)|fprop|dgrad|wgrad", "convolutions"),
     (r"gemm|gemv|nvjet|cutlass|splitk|^aten::b?(add)?b?mm$|mkl\w*_linear", PRODUCTS),
     (r"adam", "optimiser"),
     (r"elementwise|reduce_kernel|norm|softmax|gelu|^aten::(add|sub|mul|div|pow|copy|mean|sum)_?$", ELEMENTWISE),
@@ -94,7 +94,7 @@ def profile_candidate(candidate: Candidate, device: torch.device) -> list[tuple[
     """Names, microseconds and launches a step."""
     on_gpu = device.type == "cuda"
     # Inductor's loops on a CPU have no names in a profile unless they are compiled with them.
-    with each_size_compiled(), torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):
+    with each_size_compiled(), torch._inductor.config.patch({"cpp.enable_kernel_profile": not on_gpu}):
         step, _ = prepare(candidate, device)
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
         with torch_profile(activities=[activity]) as profiler:

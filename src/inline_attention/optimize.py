@@ -25,6 +25,8 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
         mode: of `torch.compile`. Default: "reduce-overhead", which replays CUDA graphs, for a model in `eval()` on a
             GPU; "default" otherwise. "max-autotune" also times several kernels for each matrix product, and
             compiles longer for it. For training, "max-autotune-no-cudagraphs" does so without graphs.
+            "reduce-overhead" trains with graphs, unless gradients are added up over several backward passes: a replay
+            writes them where the one before it did.
 
     With CUDA graphs each input size keeps the memory of a graph of its own, and an output is valid until the next
     call: `clone()` it to keep it longer (PyTorch raises an error otherwise). Where sizes vary freely, pass "default".

@@ -15,6 +15,7 @@ from inline_attention.bench.timing import Effort, Timing
 from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
 from inline_attention.models import list_models
+from inline_attention.optimize import MODES
 
 CPU = torch.device("cpu")
 OPTIONS = dict(device=CPU, dtype=torch.float32, effort=Effort(rounds=2, seconds=0), modes=["eager"])
@@ -61,6 +62,31 @@ def test_contenders_run_the_backend_they_are_named_after(contender: str, backend
     assert {attention.backend for attention in attentions} == {backend}
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("inline_deit_tiny", 32), ("inline_pvt_tiny", 32), ("inline_swin_tiny", 224), ("inline_cswin_tiny", 32)],
+)
+def test_textbook_models_compute_inline_attention(name: str, size: int) -> None:
+    images = torch.randn(1, 3, size, size)
+    outputs = []
+    for build in (bench.build_reference, bench.build_textbook):
+        torch.manual_seed(0)
+        model = build(name, size).eval()
+        with torch.no_grad():
+            outputs.append(model(images))
+    attentions = [module for module in model.modules() if isinstance(module, InLineAttention)]
+    assert {type(attention) for attention in attentions} == {bench.TextbookAttention}
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
+def test_latency_gets_more_samples() -> None:
+    [measured] = bench.run_setting(
+        bench.Setting("inline_deit_tiny", 32, 1, training=False), contenders=["peer"], **OPTIONS
+    )
+    assert measured.timing is not None
+    assert measured.timing.samples == OPTIONS["effort"].for_latency().rounds > OPTIONS["effort"].rounds
+
+
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_swin_tiny"])
 def test_free_attention_replaces_all_attention(name: str) -> None:
     model = bench.build_free(name, 32).eval()
@@ -99,6 +125,14 @@ def test_settings_pair_sizes_with_batches() -> None:
     assert [s.is_latency for s in settings] == [False, False, True] * 2
     with pytest.raises(ValueError, match="2 sizes and 3 batches"):
         bench.make_settings(["inline_deit_tiny"], batches=[8, 4, 2], **options)
+
+
+def test_any_mode_can_be_asked_for() -> None:
+    """Also that of `optimize(model)` in training, which no CUDA graph serves."""
+    modes = [*MODES, bench.EAGER]
+    bench.check_modes(modes)
+    assert bench.usable_modes(modes, torch.device("cuda")) == modes
+    assert bench.usable_modes(modes, CPU) == ["default", bench.EAGER]
 
 
 def test_best_mode_counts() -> None:

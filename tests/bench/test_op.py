@@ -1,5 +1,7 @@
 """The contenders of the operation compute what they are named after, and a run gives a result for each."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,6 +57,12 @@ def test_case_is_read(text: str, expected: op.Case) -> None:
     assert op.Case.parse(text) == expected
 
 
+def test_cases_that_differ_are_written_differently() -> None:
+    """A result is found again by the text of its case."""
+    texts = ["8,14,6x32", "8,14+1,6x32", "8,14+4,6x32", "8,14x7,6x32", "8,7x14,6x32"]
+    assert len({str(op.Case.parse(text)) for text in texts}) == len(texts)
+
+
 @pytest.mark.parametrize("text", ["", "8,14", "8,14,6", "0,14,6x32", "8,14,6x0", "8;14;6x32", "8,-14,6x32"])
 def test_case_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected BATCH,SIDE"):
@@ -80,6 +88,14 @@ def test_floor_counts_bytes() -> None:
     assert forward.timing.samples == SHORT.rounds
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_table_says_whether_launches_were_timed(captured: bool) -> None:
+    timing = Timing(1e-3, 9e-4, 1.1e-3, 5)
+    result = op.OpResult("8, 14²+1, 6×32", "forward", "textbook", timing, 1e-4, None, captured)
+    header, _, row = ([cell.strip() for cell in line.split("|")] for line in op.op_table([asdict(result)]).split("\n"))
+    assert row[header.index("timed")] == ("graph" if captured else "calls")
+
+
 def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(x: op.Inputs) -> Tensor:
         raise torch.OutOfMemoryError("no memory\nand much more text")
@@ -95,11 +111,17 @@ def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
 
 def test_rounds_are_interleaved() -> None:
     order: list[str] = []
-    calls = {name: lambda name=name: order.append(name) for name in "ab"}
-    timings = measure(calls, device=CPU, effort=SHORT)
-    assert all(isinstance(timing, Timing) and timing.samples == 2 for timing in timings.values())
-    # Warm-up of four calls each; then a sample of one call each, twice.
-    assert "".join(order) == "aaaabbbb" + "abab"
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    timings = measure(calls, device=CPU, effort=Effort(rounds=3, seconds=0))
+    assert list(timings) == ["a", "b", "c"]
+    assert all(isinstance(timing, Timing) and timing.samples == 3 for timing in timings.values())
+    # Warm-up of four calls each; then a sample of one call each, three times, and each begins once.
+    assert "".join(order) == "aaaabbbbcccc" + "bca" + "cab" + "abc"
+
+
+def test_nothing_to_measure() -> None:
+    """What is left when no contender can run."""
+    assert measure({}, device=CPU, effort=SHORT) == {}
 
 
 def test_an_error_halfway_stops_one_contender_only() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers import InLineAttention
+from inline_attention.layers.attention import Grid, unstack
 from inline_attention.models import create_model
 from inline_attention.ops.attention import Backend
 from inline_attention.optimize import MODES, optimize
 
+from .op import textbook_attention
 from .record import fastest, table
 from .timing import Call, Effort, Timing, describe_error, measure, synchronised
 
@@ -52,6 +55,24 @@ class FreeAttention(nn.Module):
         return self.proj(q + k + v)
 
 
+class TextbookAttention(InLineAttention):
+    """InLine attention by the paper's matrix products, its residual as a grouped convolution; φ is the identity."""
+
+    def attend(
+        self,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+    ) -> Tensor:
+        assert self.feature_map == "identity"
+        assert token_mask is None  # at the size that a model was built for, no window is padded
+        assert local_weight is not None
+        prefix = self.num_prefix_tokens
+        return textbook_attention(*unstack(projections), local_weight=local_weight, grid=grid, num_prefix_tokens=prefix)
+
+
 def set_backend(model: nn.Module, backend: Backend) -> nn.Module:
     """A backend named outright for all InLine attention: what "auto" stands for is no matter of a benchmark."""
     for module in model.modules():
@@ -66,6 +87,14 @@ def build_fused(name: str, img_size: int) -> nn.Module:
 
 def build_reference(name: str, img_size: int) -> nn.Module:
     return set_backend(create_model(name, img_size=img_size), "reference")
+
+
+def build_textbook(name: str, img_size: int) -> nn.Module:
+    model = build_reference(name, img_size)
+    for module in model.modules():
+        if isinstance(module, InLineAttention):
+            module.__class__ = TextbookAttention  # the same parameters, another way to compute
+    return model
 
 
 def build_peer(name: str, img_size: int) -> nn.Module:
@@ -106,6 +135,7 @@ class Contender:
 CONTENDERS = {
     "fused": Contender("InLine, fused", build_fused),
     "reference": Contender("InLine, reference", build_reference),
+    "textbook": Contender("InLine, textbook", build_textbook),
     "peer": Contender("counterpart", build_peer),
     "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa),
     "free": Contender("counterpart, free attention", build_free),
@@ -113,7 +143,8 @@ CONTENDERS = {
 
 
 def default_contenders(device: torch.device) -> list[str]:
-    return ["fused", "reference", "peer", "free"] if device.type == "cuda" else ["reference", "peer", "free"]
+    everywhere = ["reference", "textbook", "peer", "free"]
+    return ["fused", *everywhere] if device.type == "cuda" else everywhere
 
 
 @dataclass(frozen=True)
@@ -124,6 +155,9 @@ class Setting:
     img_size: int
     batch: int
     training: bool
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.img_size}×{self.batch} {self.task}"
 
     @property
     def task(self) -> str:
@@ -191,8 +225,8 @@ class Candidate:
     latency: bool = False  # wait for each call
 
 
-def _prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | None]:
-    """A candidate's step, ready to be timed, and the memory it takes."""
+def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | None]:
+    """A candidate's step, compiled and warmed up, and the memory it takes."""
     mode = candidate.mode
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # else the first candidate pays for what all of them use
@@ -214,6 +248,11 @@ def _prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | No
     return synchronised(step, device) if candidate.latency else step, peak
 
 
+def each_size_compiled() -> AbstractContextManager[None]:
+    """Sizes are compared, each at its best: none may be served by a graph made for several."""
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64)
+
+
 def compare(
     candidates: Mapping[str, Candidate],
     *,
@@ -225,11 +264,10 @@ def compare(
     calls: dict[str, Call] = {}
     peaks: dict[str, int | None] = {}
     errors: dict[str, str] = {}
-    # Sizes are compared, each at its best: none may be served by a graph made for several.
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
+    with each_size_compiled():
         for key, candidate in candidates.items():
             try:
-                calls[key], peaks[key] = _prepare(candidate, device)
+                calls[key], peaks[key] = prepare(candidate, device)
                 log(f"ready: {key}")
             except Exception as error:  # of one contender: the others go on
                 errors[key] = describe_error(error)
@@ -237,8 +275,7 @@ def compare(
                 _collect(device)
         outcome = {**measure(calls, device=device, effort=effort), **errors}
     calls.clear()
-    torch._dynamo.reset()  # frees the graphs
-    _collect(device)
+    release_graphs(device)
     return {key: (outcome[key], peaks.get(key)) for key in candidates}
 
 
@@ -247,6 +284,34 @@ def usable_modes(modes: Sequence[str], device: torch.device) -> list[str]:
     if device.type != "cpu":
         return list(modes)
     return [mode for mode in modes if mode in (EAGER, "default")] or ["default"]
+
+
+def make_candidates(
+    setting: Setting, *, contenders: Sequence[str], modes: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> dict[tuple[str, str], Candidate]:
+    """(contender, mode) → what is done with it. All of them see the same random images."""
+    images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
+    labels = torch.randint(1000, (setting.batch,), device=device)
+
+    def autocast() -> Any:
+        return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+    def step_of(model: nn.Module) -> Call:
+        if setting.training:
+            return training_step(model, images, labels, autocast)
+        return inference_step(model, images, autocast)
+
+    return {
+        (contender, mode): Candidate(
+            partial(CONTENDERS[contender].build, setting.model, setting.img_size),
+            mode,
+            step_of,
+            training=setting.training,
+            latency=setting.is_latency,
+        )
+        for contender in contenders
+        for mode in modes
+    }
 
 
 def run_setting(
@@ -261,33 +326,16 @@ def run_setting(
 ) -> list[ModelResult]:
     """Every contender in every mode."""
     modes = usable_modes(modes or COMPILE_MODES, device)
-    images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
-    labels = torch.randint(1000, (setting.batch,), device=device)
-
-    def autocast() -> Any:
-        return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-
-    def step_of(model: nn.Module) -> Call:
-        if setting.training:
-            return training_step(model, images, labels, autocast)
-        return inference_step(model, images, autocast)
-
-    keys = {f"{contender} {mode}": (contender, mode) for contender in contenders for mode in modes}
-    candidates = {
-        key: Candidate(
-            partial(CONTENDERS[contender].build, setting.model, setting.img_size),
-            mode,
-            step_of,
-            training=setting.training,
-            latency=setting.is_latency,
-        )
-        for key, (contender, mode) in keys.items()
-    }
-    where = f"{setting.model} {setting.img_size}×{setting.batch} {setting.task}"
-    outcome = compare(candidates, device=device, effort=effort, log=lambda line: log(f"{where}: {line}"))
+    candidates = make_candidates(setting, contenders=contenders, modes=modes, device=device, dtype=dtype)
+    outcome = compare(
+        {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()},
+        device=device,
+        effort=effort.for_latency() if setting.is_latency else effort,
+        log=lambda line: log(f"{setting}: {line}"),
+    )
     results = []
-    for key, (contender, mode) in keys.items():
-        timing, peak = outcome[key]
+    for contender, mode in candidates:
+        timing, peak = outcome[f"{contender} {mode}"]
         results.append(
             ModelResult(
                 model=setting.model,
@@ -303,6 +351,12 @@ def run_setting(
             )
         )
     return results
+
+
+def release_graphs(device: torch.device) -> None:
+    """What torch.compile keeps, and with it the memory of CUDA graphs."""
+    torch._dynamo.reset()
+    _collect(device)
 
 
 def _collect(device: torch.device) -> None:
@@ -345,27 +399,33 @@ def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str]
     check_modes(modes)
     without = [name for name in models if name not in COUNTERPARTS]
     if without and {*PEERS, "free"} & set(contenders):
-        raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference")
+        raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference,textbook")
 
 
 def best_of(results: Sequence[dict]) -> list[dict]:
-    return fastest(results, _row)
+    return fastest(results, row_of)
+
+
+def peer_speeds(best: Sequence[dict]) -> dict[tuple, float]:
+    """Images a second of the faster counterpart, by row of a table: what every ratio is over."""
+    speeds: dict[tuple, float] = {}
+    for r in best:
+        if r["contender"] in PEERS and r["images_per_second"]:
+            speeds[row_of(r)] = max(speeds.get(row_of(r), 0), r["images_per_second"])
+    return speeds
 
 
 def model_table(results: Sequence[dict]) -> str:
     """A row a contender, in its best mode, with its speed over the counterpart's."""
     best = best_of(results)
-    peers: dict[tuple, float] = {}
-    for r in best:
-        if r["contender"] in PEERS and r["images_per_second"]:
-            peers[_row(r)] = max(peers.get(_row(r), 0), r["images_per_second"])
+    peers = peer_speeds(best)
     rows = []
     for r in best:
         cells = [r["model"], f"{r['img_size']} × {r['batch']}", r["task"], CONTENDERS[r["contender"]].title]
         if r["timing"] is None:
             rows.append([*cells, r["error"], *[""] * 5])
             continue
-        timing, peer = r["timing"], peers.get(_row(r))
+        timing, peer = r["timing"], peers.get(row_of(r))
         spread = (timing["high"] - timing["low"]) / timing["median"]
         rows.append([
             *cells,
@@ -391,13 +451,15 @@ def model_table(results: Sequence[dict]) -> str:
     return table(header, rows)
 
 
-def _row(r: dict) -> tuple:
+def row_of(r: dict) -> tuple:
     return r["model"], r["img_size"], r["batch"], r["task"]
 
 
 def ratio_table(results: Sequence[dict]) -> str:
     """A column a size: our speed over the counterpart's, and what free attention gives."""
-    best = {(*_row(r), r["contender"]): r for r in best_of(results) if r["images_per_second"]}
+    best = best_of(results)
+    speeds = {(*row_of(r), r["contender"]): r["images_per_second"] for r in best if r["images_per_second"]}
+    peers = peer_speeds(best)
     columns = list(dict.fromkeys((r["img_size"], r["batch"]) for r in results))
     rows = []
     for model, task in dict.fromkeys((r["model"], r["task"]) for r in results):
@@ -407,9 +469,8 @@ def ratio_table(results: Sequence[dict]) -> str:
             cells = []
             for size, batch in columns:
                 at = (model, size, batch, task)
-                peers = [best[key]["images_per_second"] for p in PEERS if (key := (*at, p)) in best]
-                ours = best.get((*at, contender))
-                cells.append(f"{ours['images_per_second'] / max(peers):.2f}" if ours and peers else "")
+                ours, peer = speeds.get((*at, contender)), peers.get(at)
+                cells.append(f"{ours / peer:.2f}" if ours and peer else "")
             if any(cells):
                 rows.append([model, task, CONTENDERS[contender].title, *cells])
     return table(["model", "task", "÷ counterpart", *(f"{size} × {batch}" for size, batch in columns)], rows)

@@ -40,7 +40,7 @@ class Case:
 
     def __str__(self) -> str:
         side = f"{self.height}²" if self.height == self.width else f"{self.height}×{self.width}"
-        return f"{self.batch}, {side}{'+cls' if self.prefix else ''}, {self.heads}×{self.head_dim}"
+        return f"{self.batch}, {side}{f'+{self.prefix}' if self.prefix else ''}, {self.heads}×{self.head_dim}"
 
     @property
     def tokens(self) -> int:
@@ -97,23 +97,29 @@ def reference(x: Inputs) -> Tensor:
     return inline_attention(x.q, x.k, x.v, backend="reference", **_options(x))
 
 
-def textbook(x: Inputs) -> Tensor:
+def textbook_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, local_weight: Tensor, grid: tuple[int, int], num_prefix_tokens: int
+) -> Tensor:
     """InLine attention as the paper writes it, in the inputs' dtype: products of matrices, and the local residual as a
-    convolution with as many groups as there are channels in the batch."""
-    batch, tokens, heads, head_dim = x.q.shape
+    convolution with as many groups as there are channels in the batch. (B, N, heads, d) → the same"""
+    batch, tokens, heads, head_dim = q.shape
     scale = head_dim**-0.5
-    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))  # (B, heads, N, d)
-    k_mean, v_mean = (y.mean(2, keepdim=True) for y in (k, v))
+    v_map = v[:, num_prefix_tokens:].unflatten(1, grid).flatten(3).permute(0, 3, 1, 2)  # (B, C, height, width)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, N, d)
+    k_mean, v_mean = (x.mean(2, keepdim=True) for x in (k, v))
     state = (k.mT * (scale / tokens)) @ v
     out = q @ state + (1 - scale * (q @ k_mean.mT)) * v_mean
     rows = out.transpose(1, 2).reshape(batch, tokens, heads * head_dim)
     channels = batch * heads * head_dim
-    v_map = x.v[:, x.case.prefix :].reshape(batch, x.case.height, x.case.width, -1).permute(0, 3, 1, 2)
-    v_map = v_map.reshape(1, channels, x.case.height, x.case.width)
-    local = F.conv2d(v_map, x.local_weight.reshape(channels, 1, 3, 3), padding=1, groups=channels)
+    taps = local_weight.reshape(channels, 1, 3, 3)
+    local = F.conv2d(v_map.reshape(1, channels, *grid), taps, padding=1, groups=channels)
     local = local.reshape(batch, heads * head_dim, -1).transpose(1, 2)
-    prefix, rest = rows.split([x.case.prefix, tokens - x.case.prefix], dim=1)
+    prefix, rest = rows.split([num_prefix_tokens, tokens - num_prefix_tokens], dim=1)
     return torch.cat([prefix, rest + local], dim=1).unflatten(2, (heads, head_dim))
+
+
+def textbook(x: Inputs) -> Tensor:
+    return textbook_attention(x.q, x.k, x.v, **_options(x))
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,7 +165,7 @@ class OpResult:
     timing: Timing | None
     floor_seconds: float
     peak_bytes: int | None
-    captured: bool
+    captured: bool  # in a CUDA graph: the kernels alone, else with what calling and launching them costs
     error: str | None = None
 
 
@@ -259,7 +265,7 @@ def _in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
 
 
 def op_table(results: Sequence[dict]) -> str:
-    """A row a case, direction and contender."""
+    """A row a case, direction and contender; "timed" says what the time is of: kernels in a CUDA graph, or calls."""
     textbook_seconds = {
         (r["case"], r["direction"]): r["timing"]["median"]
         for r in results
@@ -270,13 +276,17 @@ def op_table(results: Sequence[dict]) -> str:
         timing = r["timing"]
         cells = [r["case"], r["direction"], CONTENDERS[r["contender"]].title]
         if timing is None:
-            rows.append([*cells, r["error"], *[""] * 4])
+            rows.append([*cells, r["error"], *[""] * 5])
             continue
         base = textbook_seconds.get((r["case"], r["direction"]))
         cells.append(f"{timing['median'] * 1e3:.3f}")
         cells.append(f"{timing['low'] * 1e3:.3f}–{timing['high'] * 1e3:.3f}")
+        cells.append("graph" if r["captured"] else "calls")
         cells.append(f"{timing['median'] / r['floor_seconds']:.1f}")
         cells.append("" if base is None else f"{base / timing['median']:.2f}")
         cells.append("" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:.1f}")
         rows.append(cells)
-    return table(["batch, map, heads×d", "", "contender", "ms", "quartiles", "× floor", "textbook ÷", "peak MB"], rows)
+    header = [
+        "batch, map, heads×d", "", "contender", "ms", "quartiles", "timed", "× floor", "textbook ÷", "peak MB"
+    ]  # fmt: skip
+    return table(header, rows)

@@ -31,7 +31,7 @@ def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
 class Record:
     """A run. With a path, the file holds at every moment what has been measured so far."""
 
-    kind: str  # "op", "kernels", "model" or "dense"
+    kind: str  # "op", "kernels", "model", "profile" or "dense"
     facts: dict[str, str]
     path: Path | None = None
     results: list[Any] = field(default_factory=list)

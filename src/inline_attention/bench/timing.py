@@ -3,8 +3,9 @@
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +42,10 @@ class Effort:
     def choose(cls, *, quick: bool) -> "Effort":
         return cls(rounds=5, seconds=0.03) if quick else cls()
 
+    def for_latency(self) -> "Effort":
+        """Four times the samples: one image takes as long as the host does, and hosts are restless."""
+        return replace(self, rounds=4 * self.rounds)
+
 
 def sample(call: Call, *, device: torch.device, repeats: int) -> float:
     """Seconds a call, of `repeats` in a row: between events on a GPU, which runs behind the clock on the wall."""
@@ -59,14 +64,20 @@ def sample(call: Call, *, device: torch.device, repeats: int) -> float:
 
 
 def measure(calls: Mapping[str, Call], *, device: torch.device, effort: Effort) -> dict[str, Timing | str]:
-    """Each call's timing, or the error that stopped it. Rounds are interleaved: one sample of each, then the next."""
+    """Each call's timing, or the error that stopped it.
+
+    Rounds are interleaved: one sample of each, then the next round, which begins with another call, so that none has
+    the better place. The first round is warm-up.
+    """
     outcome: dict[str, Timing | str] = {}
     repeats: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = deque(calls)
     for i in range(effort.rounds + 1):
-        for name, call in calls.items():
+        for name in order:
             if name in outcome:
                 continue
+            call = calls[name]
             try:
                 if i == 0:  # warm-up, and how many calls make a sample
                     sample(call, device=device, repeats=2)
@@ -76,6 +87,7 @@ def measure(calls: Mapping[str, Call], *, device: torch.device, effort: Effort) 
                     samples[name].append(sample(call, device=device, repeats=repeats[name]))
             except Exception as error:  # out of memory, say: the others' figures are not lost
                 outcome[name] = describe_error(error)
+        order.rotate(-1)
     return {name: outcome.get(name) or Timing.of(samples[name]) for name in calls}
 
 

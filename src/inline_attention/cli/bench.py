@@ -21,10 +21,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     common.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     common.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
     common.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: PyTorch's choice)")
-    common.add_argument("--quick", action="store_true", help="fewer and smaller measurements")
+    timed = argparse.ArgumentParser(add_help=False, parents=[common])
+    timed.add_argument("--quick", action="store_true", help="fewer and smaller measurements")
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
 
-    op = kinds.add_parser("op", parents=[common], help="the operation alone")
+    op = kinds.add_parser("op", parents=[timed], help="the operation alone")
     op.add_argument("--case", nargs="+", metavar="CASE", help="BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, as 256,14+1,6x32")
     op.add_argument(
         "--contenders", type=_names, metavar="A,B", help="fused, reference, textbook, softmax, softmax_wide"
@@ -32,26 +33,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
     op.add_argument("--forward", action="store_true", help="only the forward")
     op.add_argument("--backward", action="store_true", help="only forward and backward together")
 
-    kernels = kinds.add_parser("kernels", parents=[common], help="the Triton kernels one by one, on a GPU")
+    kernels = kinds.add_parser("kernels", parents=[timed], help="the Triton kernels one by one, on a GPU")
     kernels.add_argument("--case", nargs="+", metavar="CASE", help="as for op")
 
-    model = kinds.add_parser("model", parents=[common], help="whole models")
+    model = kinds.add_parser("model", parents=[timed], help="whole models")
     model.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
-    sweep = kinds.add_parser("sweep", parents=[common], help="InLine-DeiT-T over resolutions")
+    sweep = kinds.add_parser("sweep", parents=[timed], help="InLine-DeiT-T over resolutions")
     sweep.set_defaults(models=["inline_deit_tiny"])
-    for sub, sizes, batches in ((model, (224,), (64,)), (sweep, SWEEP_SIZES, SWEEP_BATCHES)):
+    profile = kinds.add_parser("profile", parents=[common], help="where the time of whole models goes, by kernel")
+    profile.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
+    profile.set_defaults(quick=False)
+    profile.add_argument(
+        "--mode", default="reduce-overhead", help="of torch.compile, or eager (default: %(default)s; on a CPU: default)"
+    )
+    one = ((224,), (64,))
+    for sub, (sizes, batches) in {model: one, sweep: (SWEEP_SIZES, SWEEP_BATCHES), profile: one}.items():
         sub.add_argument("--img-size", nargs="+", type=int, default=sizes, metavar="S", help=f"default: {sizes}")
         sub.add_argument("--batch", nargs="+", type=int, default=batches, metavar="B", help="one, or one for each size")
         sub.add_argument("--train", action="store_true", help="only training steps")
         sub.add_argument("--infer", action="store_true", help="only inference")
-        sub.add_argument("--contenders", type=_names, metavar="A,B", help="fused, reference, peer, peer_sdpa, free")
         sub.add_argument(
-            "--modes", type=_names, metavar="A,B", help="of torch.compile, or eager; each side keeps its best"
+            "--contenders", type=_names, metavar="A,B", help="fused, reference, textbook, peer, peer_sdpa, free"
+        )
+    for sub in (model, sweep):
+        sub.add_argument(
+            "--modes",
+            type=_names,
+            metavar="A,B",
+            help="of torch.compile, or eager; each side keeps its best (default: reduce-overhead,max-autotune)",
         )
         sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
 
-    dense = kinds.add_parser("dense", parents=[common], help="backbones under dense heads, InLine against softmax")
+    dense = kinds.add_parser("dense", parents=[timed], help="backbones under dense heads, InLine against softmax")
     dense.add_argument(
         "models", nargs="*", default=list(DENSE_MODELS), metavar="HEAD-BACKBONE",
         help=f"default: {', '.join(DENSE_MODELS)}",
@@ -87,8 +101,8 @@ def run(args: argparse.Namespace) -> None:
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
-    run_kind = {"op": _run_op, "kernels": _run_kernels, "dense": _run_dense}.get(args.kind, _run_models)
-    run_kind(args, facts, options)
+    runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile, "dense": _run_dense}
+    runs.get(args.kind, _run_models)(args, facts, options)
 
 
 def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
@@ -180,6 +194,33 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         draw_sweep(everything, args.picture)
 
 
+def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+    from dataclasses import asdict
+
+    from inline_attention.bench import model, profile
+    from inline_attention.bench.record import Record
+
+    device = options["device"]
+    contenders = args.contenders or model.default_contenders(device)
+    model.check(args.models, contenders, [args.mode])
+    settings = model.make_settings(
+        args.models,
+        img_sizes=args.img_size,
+        batches=args.batch,
+        tasks=_chosen(args.infer, args.train, ("infer", "train")),
+        latency=False,
+    )
+    facts["compile modes"] = ", ".join(model.usable_modes([args.mode], device))
+    _print_facts(facts)
+    record = Record("profile", facts, args.json)
+    for setting in settings:
+        results = profile.run_setting(
+            setting, contenders=contenders, mode=args.mode, device=device, dtype=options["dtype"], log=_log
+        )
+        record.add(results)
+        print(profile.profile_table([asdict(r) for r in results]), flush=True)
+
+
 def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
     from dataclasses import asdict
 
@@ -218,6 +259,7 @@ def _print_records(paths: list[Path]) -> None:
     from inline_attention.bench.kernels import kernel_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
+    from inline_attention.bench.profile import profile_table
     from inline_attention.bench.record import read_record
 
     for path in paths:
@@ -227,6 +269,8 @@ def _print_records(paths: list[Path]) -> None:
             text = op_table(results)
         elif kind == "kernels":
             text = kernel_table(results)
+        elif kind == "profile":
+            text = profile_table(results)
         elif kind == "dense":
             text = dense_table(results)
         else:

@@ -1,0 +1,146 @@
+"""Where a step's time goes: the kernels of each contender (on a CPU, the operators), by name and by kind."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from .kernels import UNITS
+from .model import (
+    CONTENDERS,
+    Candidate,
+    Setting,
+    each_size_compiled,
+    make_candidates,
+    prepare,
+    release_graphs,
+    row_of,
+    usable_modes,
+)
+from .record import table
+from .timing import describe_error
+
+STEPS = 10  # profiled, after those that compile and warm up
+
+PRODUCTS, ELEMENTWISE, OTHER = "matrix products", "norms, elementwise", "other"
+# (pattern of a name, kind): the first that fits counts. A name is all that a profiler gives, so that attention made of
+# matrix products and elementwise code (reference and textbook) is counted with those.
+KINDS = (
+    (r"^triton_tem_\w*mm", PRODUCTS),  # Inductor's templates, which max-autotune tries
+    (r"^triton_tem_\w*conv", "convolutions"),
+    (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's, whose names list all that was fused
+    (rf"^({'|'.join(UNITS)}|taps_kernel)$", "attention"),  # ours
+    (r"flash|fmha|sdpa|scaled_dot_product|inline_?attention", "attention"),
+    (r"conv(?!ert)|fprop|dgrad|wgrad", "convolutions"),
+    (r"gemm|gemv|nvjet|cutlass|splitk|^aten::b?(add)?b?mm$|mkl\w*_linear", PRODUCTS),
+    (r"adam", "optimiser"),
+    (r"elementwise|reduce_kernel|norm|softmax|gelu|^aten::(add|sub|mul|div|pow|copy|mean|sum)_?$", ELEMENTWISE),
+)
+SHOWN_SHARE = 0.02  # of a step: what has a row of its own in the table
+NAME_WIDTH = 60
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Of one kernel in one step; on a CPU of one operator, less what it calls."""
+
+    model: str
+    img_size: int
+    batch: int
+    task: str
+    contender: str
+    mode: str
+    kernel: str | None  # None: the contender failed
+    microseconds: float
+    launches: float
+    error: str | None = None
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for pattern, kind in KINDS if re.search(pattern, kernel, re.IGNORECASE)), OTHER)
+
+
+def run_setting(
+    setting: Setting,
+    *,
+    contenders: Sequence[str],
+    mode: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    log: Callable[[str], None] = lambda line: None,
+) -> list[ProfileResult]:
+    """The kernels of every contender, one contender after the other; of each, those that take longest first."""
+    results: list[ProfileResult] = []
+    candidates = make_candidates(
+        setting, contenders=contenders, modes=usable_modes([mode], device), device=device, dtype=dtype
+    )
+    for (contender, used_mode), candidate in candidates.items():
+        row = partial(ProfileResult, setting.model, setting.img_size, setting.batch, setting.task, contender, used_mode)
+        try:
+            results += [row(*kernel) for kernel in profile_candidate(candidate, device)]
+            log(f"{setting}: profiled: {contender} {used_mode}")
+        except Exception as error:  # of one contender: the others go on
+            results.append(row(None, 0.0, 0.0, describe_error(error)))
+            log(f"{setting}: failed: {contender} {used_mode}: {results[-1].error}")
+        release_graphs(device)
+    return results
+
+
+def profile_candidate(candidate: Candidate, device: torch.device) -> list[tuple[str, float, float]]:
+    """Names, microseconds and launches a step."""
+    on_gpu = device.type == "cuda"
+    # Inductor's loops on a CPU have no names in a profile unless they are compiled with them.
+    with each_size_compiled(), torch._inductor.config.patch({"cpp.enable_kernel_profile": not on_gpu}):
+        step, _ = prepare(candidate, device)
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        with torch_profile(activities=[activity]) as profiler:
+            for _ in range(STEPS):
+                step()
+            if on_gpu:
+                torch.cuda.synchronize()
+    kernels = []
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if microseconds:  # what only launches kernels has none
+            kernels.append((event.key, microseconds / STEPS, event.count / STEPS))
+    return sorted(kernels, key=lambda kernel: -kernel[1])
+
+
+def profile_table(results: Sequence[dict]) -> str:
+    """Of each contender: the whole step, its kinds of kernels, and the longest kernels of each kind."""
+    steps: dict[tuple, list[dict]] = {}
+    for r in results:
+        steps.setdefault((*row_of(r), r["contender"], r["mode"]), []).append(r)
+    rows = []
+    for (model, size, batch, task, contender, mode), kernels in steps.items():
+        cells = [model, f"{size} × {batch}", task, CONTENDERS[contender].title, mode]
+        if kernels[0]["kernel"] is None:
+            rows.append([*cells, kernels[0]["error"], "", "", "", ""])
+            continue
+        whole = _sum(kernels)
+        kinds: dict[str, list[dict]] = {}
+        for r in kernels:
+            kinds.setdefault(kind_of(r["kernel"]), []).append(r)
+        lines = [("all", "", kernels)]
+        for kind, part in sorted(kinds.items(), key=lambda item: -_sum(item[1])):
+            lines.append((kind, "", part))
+            lines += [("", _shortened(r["kernel"]), [r]) for r in part if r["microseconds"] >= SHOWN_SHARE * whole]
+        for kind, name, part in lines:
+            launches = sum(r["launches"] for r in part)
+            rows.append([*cells, kind, name, f"{_sum(part):,.1f}", f"{_sum(part) / whole:.1%}", f"{launches:,.0f}"])
+    header = ["model", "size × batch", "task", "contender", "mode", "kind", "kernel", "µs a step", "share", "calls"]
+    return table(header, rows)
+
+
+def _sum(kernels: Sequence[dict]) -> float:
+    return sum(r["microseconds"] for r in kernels)
+
+
+def _shortened(name: str) -> str:
+    """Without what a table cannot hold: kernels from C++ are named with all their template's arguments."""
+    name = name.replace("|", "¦")
+    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"

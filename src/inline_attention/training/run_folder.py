@@ -118,8 +118,8 @@ def take_folder(plan: Plan, ranks: Ranks, lock: FileLock) -> None:
 def _take(lock: FileLock) -> None:
     if not lock.take():
         raise ValueError(
-            f"another process (PID {lock.holder()}) trains in {lock.path.parent}: wait for it, stop it, or give another "
-            "--output"
+            f"another process (PID {lock.holder()}) trains in {lock.path.parent}: "
+            "wait for it, stop it, or give another --output"
         )
 
 

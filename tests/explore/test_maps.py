@@ -14,6 +14,7 @@ from inline_attention.analysis import capture
 from inline_attention.data import DataConfig
 from inline_attention.explore import Subject, load_subjects
 from inline_attention.explore.maps import CACHED_LAYERS, Maps, prepare
+from inline_attention.models import shipped
 from inline_attention.models.weights import save_weights
 
 GRID = 4
@@ -90,7 +91,13 @@ def test_few_layers_are_kept(subjects: list[Subject], picture: Image.Image) -> N
     assert len(maps._layers) == CACHED_LAYERS
 
 
-def test_models_without_weights() -> None:
+def test_models_of_the_package() -> None:
+    found = [(s.kind, s.name, s.weights) for s in load_subjects(device=CPU)]
+    assert found == [(name.partition("_")[0], name, f"{name}.safetensors") for name in shipped.SHIPPED]
+
+
+def test_models_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     subjects = load_subjects(device=CPU)
     assert [(s.kind, s.name, s.weights) for s in subjects] == [
         ("softmax", "softmax_deit_tiny", None),

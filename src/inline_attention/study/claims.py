@@ -1,15 +1,18 @@
 """The paper's claims, each with the rule that makes a verdict of the numbers measured here."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from inline_attention.study.grid import BASELINES, FEATURE_MAPS, ROWS, SEEDS, WINDOW_SIZES
 from inline_attention.study.measures import masking_drops, speed_name
-from inline_attention.study.results import Results, Sample, Setting, margin
+from inline_attention.study.results import Results, Sample, Setting
 
 CONFIRMED, NOT_CONFIRMED = "confirmed", "not confirmed"
 NOT_MEASURED, NOT_TESTABLE = "not measured yet", "not testable here"
-TWO_DEVIATIONS = "difference > 2 · √(s₁² + s₂²)"
+TWO_ERRORS = "ahead by more than two standard errors of the difference"
+LEVEL_POINTS = 1.0  # further behind is not level
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,6 @@ def _verdict(holds: bool) -> str:
     return CONFIRMED if holds else NOT_CONFIRMED
 
 
-def exceeds(a: Sample, b: Sample) -> bool:
-    return a.mean - b.mean > margin(a, b)
-
-
 def _evidence(results: Results) -> Setting | None:
     """The setting that verdicts rest on."""
     setting = results.main_setting
@@ -49,46 +48,104 @@ def _evidence(results: Results) -> Setting | None:
 # Accuracy
 
 
-def _main_rows(results: Results) -> tuple[Setting | None, dict[str, Sample]]:
-    setting = _evidence(results)
-    return setting, {} if setting is None else results.rows(setting)
+def _difference(results: Results, a: Sample, b: Sample) -> tuple[float, float | None, str]:
+    """Points by which a is ahead of b, two standard errors of that, and both in words."""
+    difference, margin = a.mean - b.mean, results.margin(a, b)
+    words = f"{difference:+.2f}" if margin is None else f"{difference:+.2f} ± {margin:.2f}"
+    return difference, margin, words.replace("-", "−")
 
 
-def _compare(better: str, worse: str, claim: str) -> Callable[[Results], Claim]:
+def _ahead(difference: float, margin: float | None) -> str:
+    return NOT_MEASURED if margin is None else _verdict(difference > margin)
+
+
+def _compare(
+    better: str, worse: str, claim: str, *, rule: str = TWO_ERRORS, least: float = 0.0
+) -> Callable[[Results], Claim]:
+    """Of two main rows, which need all their seeds.
+
+    Args:
+        least: points that the difference, less two standard errors, must exceed.
+    """
+
     def check(results: Results) -> Claim:
-        empty = Claim(claim, TWO_DEVIATIONS)
-        setting, rows = _main_rows(results)
+        setting = _evidence(results)
+        rows = {} if setting is None else results.rows(setting)
         if not {better, worse} <= rows.keys():
-            return empty
+            return Claim(claim, rule)
         a, b = rows[better], rows[worse]
-        measured = f"{a} against {b} ({setting}, {len(a.values)} seeds)"
-        return Claim(claim, empty.rule, measured, _verdict(exceeds(a, b)))
+        difference, margin, words = _difference(results, a, b)
+        measured = f"{a} against {b}: {words} points ({setting}; {a.seeds} and {b.seeds} seeds)"
+        if margin is None or min(a.seeds, b.seeds) < len(SEEDS):
+            return Claim(claim, rule, measured)
+        return Claim(claim, rule, measured, _verdict(difference - margin > least))
 
     return check
 
 
-def _level_with_softmax(results: Results) -> Claim:
-    claim, rule = "InLine attention is at least level with softmax attention", "softmax not ahead by 2 · √(s₁² + s₂²)"
-    setting, rows = _main_rows(results)
-    if not {"inline", "softmax"} <= rows.keys():
-        return Claim(claim, rule)
-    a, b = rows["inline"], rows["softmax"]
-    return Claim(claim, rule, f"{a} against {b} ({setting}, {len(a.values)} seeds)", _verdict(not exceeds(b, a)))
+def _variants(results: Results, names: Iterable[str]) -> tuple[Setting, dict[str, Sample]] | None:
+    """The first setting with all these rows."""
+    wanted = set(names)
+    for setting in filter(lambda s: s.is_evidence, results.settings):
+        rows = results.rows(setting)
+        if wanted <= rows.keys():
+            return setting, rows
+    return None
 
 
 def _windows(results: Results) -> Claim:
     claim = "InLine attention gains from larger windows, up to the whole map"
-    rule = "whole map − smallest window > 2 · √(s₁² + s₂²), with the residual"
-    for setting in results.settings:
-        rows = results.rows(setting)
-        found = {int(row.removeprefix("swin_window").split("_")[0]): rows[row] for row in rows
-                 if row.startswith("swin_window") and row.endswith("_residual")}  # fmt: skip
-        if len(found) > 1:
-            measured = ", ".join(f"{window}: {sample}" for window, sample in sorted(found.items()))
-            return Claim(
-                claim, rule, f"{measured} ({setting})", _verdict(exceeds(found[max(found)], found[min(found)]))
-            )
-    return Claim(claim, rule)
+    rule = f"whole map, with the residual, {TWO_ERRORS} to the smallest window"
+    names = {window: f"swin_window{window}_residual" for window in WINDOW_SIZES}
+    found = _variants(results, names.values())
+    if found is None:
+        return Claim(claim, rule)
+    setting, rows = found
+    samples = {window: rows[name] for window, name in names.items()}
+    difference, margin, words = _difference(results, samples[max(samples)], samples[min(samples)])
+    measured = ", ".join(f"{window}: {sample}" for window, sample in samples.items()) + f"; {words} ({setting})"
+    return Claim(claim, rule, measured, _ahead(difference, margin))
+
+
+def _feature_maps(results: Results) -> Claim:
+    claim = "InLine attention works with every feature map; linear attention depends on it"
+    rule = "without residual, best φ − worst φ: InLine's less than half of linear's"
+    maps = {kind: [name for name in FEATURE_MAPS if name.startswith(kind)] for kind in ("inline", "linear")}
+    names = {"inline": ["inline_plain", *maps["inline"]], "linear": ["linear", *maps["linear"]]}
+    found = _variants(results, [*names["inline"], *names["linear"]])
+    if found is None:
+        return Claim(claim, rule)
+    setting, rows = found
+    ends = {kind: sorted(rows[name].mean for name in names[kind])[:: len(names[kind]) - 1] for kind in names}
+    (low, high), (linear_low, linear_high) = ends["inline"], ends["linear"]
+    measured = f"InLine {low:.1f} to {high:.1f}, linear {linear_low:.1f} to {linear_high:.1f} % ({setting})"
+    return Claim(claim, rule, measured, _verdict(high - low < (linear_high - linear_low) / 2))
+
+
+def _other_linear(results: Results) -> Claim:
+    claim = "InLine attention is ahead of the other linear attentions"
+    rule = f"{TWO_ERRORS} to the best of them"
+    found = _variants(results, ["inline", *BASELINES])
+    if found is None:
+        return Claim(claim, rule)
+    setting, rows = found
+    best = max(BASELINES, key=lambda name: rows[name].mean)
+    difference, margin, words = _difference(results, rows["inline"], rows[best])
+    each = ", ".join(f"{ROWS[name].title} {rows[name]}" for name in BASELINES)
+    measured = f"InLine {rows['inline']}, {each}; {words} to {ROWS[best].title} ({setting})"
+    return Claim(claim, rule, measured, _ahead(difference, margin))
+
+
+def _mapped_softmax(results: Results) -> Claim:
+    claim = "Softmax attention loses accuracy behind a function that is not injective"
+    rule = f"softmax {TWO_ERRORS} to softmax after ReLU"
+    found = _variants(results, ["softmax", "softmax_relu"])
+    if found is None:
+        return Claim(claim, rule)
+    setting, rows = found
+    difference, margin, words = _difference(results, rows["softmax"], rows["softmax_relu"])
+    measured = f"{rows['softmax']} against {rows['softmax_relu']}: {words} points ({setting})"
+    return Claim(claim, rule, measured, _ahead(difference, margin))
 
 
 # Probes
@@ -110,8 +167,8 @@ def _length_probe(results: Results) -> Claim:
 
 
 def _escape_probe(results: Results) -> Claim:
-    claim = "… and that limits networks, not only bare layers"
-    rule = "linear (ReLU) stays below 90 % also with a bias and with a skip"
+    claim = "Linear attention cannot tell collinear queries apart where a layer has a bias or a skip, as in networks"
+    rule = "linear (ReLU) below 90 % with a bias and with a skip"
     if results.probes is None:
         return Claim(claim, rule)
     bias, skip = (results.probes["length"][variant]["linear, ReLU"]["mean"] for variant in ("bias", "skip"))
@@ -127,6 +184,15 @@ def _local_probe(results: Results) -> Claim:
     return Claim(claim, rule, f"{without:.1f} without, {with_it:.1f} % with", _verdict(with_it - without > 5))
 
 
+def _softmax_local_probe(results: Results) -> Claim:
+    claim = "Softmax attention gets at local detail better than linear attention"
+    rule = "probe of local detail: softmax more than 5 points above linear (ReLU), both without residual"
+    if results.probes is None:
+        return Claim(claim, rule)
+    softmax, linear = (results.probes["local"][name]["mean"] for name in ("softmax", "linear, ReLU"))
+    return Claim(claim, rule, f"softmax {softmax:.1f}, linear {linear:.1f} %", _verdict(softmax - linear > 5))
+
+
 def _mean_probe(results: Results) -> Claim:
     claim = "Control: where neither property is needed, all attentions are equal"
     rule = "mean brightness: best − worst < 2 points"
@@ -140,49 +206,69 @@ def _mean_probe(results: Results) -> Claim:
 # Analyses of trained models
 
 
-def _analysed(results: Results, *rows: str) -> tuple[Setting, list[dict[str, Any]]] | None:
+def _analysed(results: Results, *rows: str) -> list[dict[str, Any]] | None:
+    """The analyses of these rows in the main setting, or None."""
     setting = _evidence(results)
     if setting is None:
         return None
     found = [result.analysis for row in rows if (result := results.find(setting, row)) is not None]
     analyses = [analysis for analysis in found if analysis is not None]
-    return (setting, analyses) if len(analyses) == len(rows) else None
+    return analyses if len(analyses) == len(rows) else None
 
 
 def _confusion(results: Results) -> Claim:
     claim = "In trained models linear attention confuses queries often, softmax and InLine attention rarely"
-    rule = "share of confused pairs: linear more than 10 times that of softmax and of InLine"
+    rule = "confused pairs of linear at both thresholds τ: more than 10 times those of softmax and of InLine"
     found = _analysed(results, "linear", "inline", "softmax")
     if found is None:
         return Claim(claim, rule)
-    linear, inline, softmax = (a["confusion"]["share_of_pairs"] for a in found[1])
-    measured = f"linear {linear:.2%}, InLine {inline:.2%}, softmax {softmax:.2%} of the pairs"
-    return Claim(claim, rule, measured, _verdict(linear > 10 * max(inline, softmax)))
+    measured, holds = [], []
+    for what in ("confusion", "loose_confusion"):
+        linear, inline, softmax = (1e6 * analysis[what]["share_of_pairs"] for analysis in found)
+        threshold = f"τ = {found[0][what]['tau']:g}"
+        measured.append(f"{threshold}: linear {linear:.1f}, InLine {inline:.1f}, softmax {softmax:.1f}")
+        holds.append(linear > 10 * max(inline, softmax))
+    return Claim(claim, rule, f"pairs in a million, {'; '.join(measured)}", _verdict(all(holds)))
 
 
-def _locality(results: Results) -> Claim:
-    claim = "Softmax attention has a local bias; linear and InLine attention (without residual) much less"
-    rule = "attention to the 3×3 neighbourhood, times chance: softmax above 1.5 and above both others"
-    found = _analysed(results, "softmax", "linear", "inline_plain")
-    if found is None:
-        return Claim(claim, rule)
-    softmax, linear, inline = (a["locality"]["mean_over_chance"] for a in found[1])
-    measured = f"softmax {softmax:.2f}, linear {linear:.2f}, InLine without residual {inline:.2f} times chance"
-    return Claim(claim, rule, measured, _verdict(softmax > 1.5 and softmax > max(linear, inline)))
+def _over_chance(analysis: dict[str, Any]) -> list[float]:
+    """Attention to the 3×3 neighbourhood by layer, times chance."""
+    locality = analysis["locality"]
+    return [share / chance for share, chance in zip(locality["by_layer"], locality["chance"], strict=True)]
+
+
+def _locality(claim: str, where: str, layers: Callable[[list[float]], float]) -> Callable[[Results], Claim]:
+    rule = (
+        f"attention to the 3×3 neighbourhood {where}, times chance: softmax above 1.5, both others less than half as "
+        "far above 1"
+    )
+
+    def check(results: Results) -> Claim:
+        found = _analysed(results, "softmax", "linear", "inline_plain")
+        if found is None:
+            return Claim(claim, rule)
+        softmax, linear, inline = (layers(_over_chance(analysis)) for analysis in found)
+        measured = f"softmax {softmax:.2f}, linear {linear:.2f}, InLine without residual {inline:.2f} times chance"
+        holds = softmax > 1.5 and max(linear, inline) - 1 < (softmax - 1) / 2
+        return Claim(claim, rule, measured, _verdict(holds))
+
+    return check
 
 
 def _masking(results: Results) -> Claim:
     claim = "Masking local tokens hurts more than masking as many random ones, softmax more than InLine"
-    rule = "largest window measured: local − random > 2 points for both, and softmax loses more than InLine"
+    rule = (
+        "attention alone masked, largest window: local − random > 2 points for both, and softmax loses more than InLine"
+    )
     found = _analysed(results, "softmax", "inline")
     if found is None:
         return Claim(claim, rule)
-    drops = [masking_drops(a["masking"]) for a in found[1]]
+    drops = [masking_drops(analysis["masking"]) for analysis in found]
     most = max(drops[0]["local"])
     (soft_local, soft_random), (in_local, in_random) = ((d["local"][most], d["random"][most]) for d in drops)
     measured = (
-        f"{most} tokens: softmax −{soft_local:.1f} local, −{soft_random:.1f} random; "
-        f"InLine −{in_local:.1f}, −{in_random:.1f} points"
+        f"points lost by {most} tokens, local and random: softmax {soft_local:.1f} and {soft_random:.1f}, "
+        f"InLine {in_local:.1f} and {in_random:.1f}"
     )
     holds = soft_local - soft_random > 2 and in_local - in_random > 2 and soft_local > in_local
     return Claim(claim, rule, measured, _verdict(holds))
@@ -210,6 +296,7 @@ _CHECKS: tuple[Callable[[Results], Claim], ...] = (
     _length_probe,
     _escape_probe,
     _local_probe,
+    _softmax_local_probe,
     _mean_probe,
     _compare("inline", "linear", "InLine attention (with its residual) is ahead of linear attention"),
     _compare("inline_plain", "linear", "Injectivity alone: InLine without residual is ahead of linear attention"),
@@ -218,10 +305,28 @@ _CHECKS: tuple[Callable[[Results], Claim], ...] = (
     _compare(
         "inline", "linear_residual", "Injectivity beside local modelling: with the residual in both, InLine is ahead"
     ),
-    _level_with_softmax,
+    _compare(
+        "inline",
+        "softmax",
+        "InLine attention is at least level with softmax attention",
+        rule=f"the difference less two standard errors is above −{LEVEL_POINTS:g} point",
+        least=-LEVEL_POINTS,
+    ),
+    _other_linear,
+    _feature_maps,
+    _mapped_softmax,
     _windows,
     _confusion,
-    _locality,
+    _locality(
+        "Softmax attention is local in the first layer; linear and InLine attention (without residual) much less",
+        "in the first layer",
+        lambda layers: layers[0],
+    ),
+    _locality(
+        "Softmax attention is local in the mean of all layers; linear and InLine attention much less",
+        "in the mean of the layers",
+        statistics.fmean,
+    ),
     _masking,
     _speed,
 )

@@ -104,12 +104,14 @@ FEATURE_MAPS = {
                         ("relu_affine", "ReLU(A·x + b)"))
     if (attention, name) not in (("linear", "relu"), ("inline", "identity"))  # main rows
 }  # fmt: skip
+FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
+WINDOW_SIZES = (2, 4, 8, 16)
 WINDOWS = {
     f"swin_window{window}{'_residual' if residual else ''}": _swin(
         f"InLine-Swin, window {'whole map' if window == 16 else window}{' + residual' if residual else ''}",
         window_size=window, local_residual=residual,
     )
-    for window in (2, 4, 8, 16)
+    for window in WINDOW_SIZES
     for residual in (False, True)
 }  # fmt: skip
 BASELINES = {
@@ -164,7 +166,7 @@ class Run:
             **dataset.settings,
             **row.settings,
         }
-        return [f"{key}={_yaml(value)}" for key, value in values.items()]
+        return [f"{key}={as_yaml(value)}" for key, value in values.items()]
 
     def arguments(self, path: str, out: Path, *, extra: Sequence[str] = ()) -> list[str]:
         """Of `inline`: starts the run, or goes on with it."""
@@ -191,7 +193,7 @@ def command_line(arguments: Sequence[str]) -> str:
     return shlex.join(["inline", *arguments])
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("\n...\n").strip()
 
 

@@ -81,14 +81,21 @@ def draw_curves(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *
     return _finish(figure, axes, title=title, xlabel="epoch", ylabel="validation top-1 (%)")
 
 
-def draw_scaling(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, xlabel: str) -> Figure:
-    """Final top-1 of each row against a length (epochs, tokens), which grows by factors."""
+def draw_scaling(
+    series: Mapping[str, Sequence[tuple[float, float, float | None]]], *, title: str, xlabel: str
+) -> Figure:
+    """Final top-1 of each row against a length (epochs, tokens), which grows by factors.
+
+    A point: the length, the mean and the standard deviation (None: one seed).
+    """
     figure = _figure(7, 4.4)
     axes = figure.subplots()
     for i, (row, points) in enumerate(series.items()):
-        xs, ys = zip(*sorted(points), strict=True)
-        axes.plot(xs, ys, marker="o", color=COLOURS[i % len(COLOURS)], label=row)
-    ticks = sorted({x for points in series.values() for x, _ in points})
+        xs, ys, stds = zip(*sorted(points), strict=True)
+        axes.errorbar(
+            xs, ys, yerr=[std or 0 for std in stds], marker="o", color=COLOURS[i % len(COLOURS)], capsize=3, label=row
+        )
+    ticks = sorted({point[0] for points in series.values() for point in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     return _finish(figure, axes, title=title, xlabel=xlabel, ylabel="validation top-1 (%)")
@@ -137,7 +144,7 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]]) -> Figure:
     _finish(figure, confusion, title="Confused pairs of queries", xlabel="layer", ylabel="% of pairs")
     locality.axhline(1, linestyle=":", color=GREY)
     _finish(figure, locality, title="Attention to the 3×3 neighbourhood", xlabel="layer", ylabel="times chance")
-    title = "Top-1 lost by masking: local window (—), random tokens (···)"
+    title = "Top-1 lost by masking attention: local window (—), random tokens (···)"
     _finish(figure, masking, title=title, xlabel="tokens masked for each query", ylabel="points")
     _finish(figure, rank, title="Effective rank", xlabel="layer", ylabel="effective rank")
     return figure

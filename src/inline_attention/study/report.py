@@ -11,7 +11,7 @@ from inline_attention.bench.model import EAGER
 from inline_attention.study.claims import Claim, judge
 from inline_attention.study.grid import DATASETS, MAIN, ROWS, Run, command_line
 from inline_attention.study.measures import build_model, masking_drops, speed_name
-from inline_attention.study.results import Results, RunResult, Sample, Setting, margin
+from inline_attention.study.results import Results, RunResult, Setting
 
 RESULTS, PAGE = "results.json", "results.md"
 
@@ -85,6 +85,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
                     "std": None if sample.std is None else round(sample.std, 3),
                     "seeds": [result.run.seed for result in runs],
                     "best": [result.best for result in runs],
+                    "curves": [result.curve for result in runs],
                     "seconds": [result.seconds for result in runs],
                     "commit": sorted({result.commit for result in runs}),
                     "machine": sorted({result.machine for result in runs}),
@@ -98,6 +99,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
         "claims": [dataclasses.asdict(claim) for claim in claims],
         "again": [{"run": r.run.name, "top1": r.top1, "commit": r.commit, "machine": r.machine} for r in results.again],
         "failures": results.failures,
+        "seed_deviation": results.deviation,
         "device_minutes": round(results.device_seconds / 60, 1),
         "speed": results.speed,
         "probes": results.probes,
@@ -105,8 +107,8 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
 
 
 def remake(result: RunResult) -> str:
-    """The command that makes a row again."""
-    return command_line(result.run.arguments(result.run.dataset.upper(), Path("runs")))
+    """The command that makes a row again, with the settings that it had."""
+    return command_line(result.run.arguments(result.run.dataset.upper(), Path("runs"), extra=result.changed))
 
 
 # Pictures
@@ -151,13 +153,13 @@ def _draw(results: Results, out: Path) -> list[Path]:
 
 def _series(
     results: Results, settings: Sequence[Setting], place: Callable[[Setting], int]
-) -> dict[str, list[tuple[float, float]]]:
-    """Main rows that were measured at several places: (place, mean top-1) of each."""
-    series: dict[str, list[tuple[float, float]]] = {}
+) -> dict[str, list[tuple[float, float, float | None]]]:
+    """Main rows that were measured at several places: (place, mean top-1, its standard deviation) of each."""
+    series: dict[str, list[tuple[float, float, float | None]]] = {}
     for setting in settings:
         for row, sample in results.rows(setting).items():
             if row in MAIN:
-                series.setdefault(ROWS[row].title, []).append((place(setting), sample.mean))
+                series.setdefault(ROWS[row].title, []).append((place(setting), sample.mean, sample.std))
     return {title: points for title, points in series.items() if len(points) > 1}
 
 
@@ -192,11 +194,11 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     parts = [] if main is None else [f"## In short\n\n{main}.\n", front_table(results, main)]
     if results.speed is not None:
-        where = _where(results.speed["environment"]["inline-attention"], results.speed["machine"])
+        where = _where("`, `".join(results.speed["commits"]), results.speed["machine"])
         parts.append(f"Images a second: each model alone, {_how_timed(results.speed)}, {where}.\n")
     parts += _pictures(figures, "speed", "curves")
     if gaps := gap_table(results):
-        parts += ["## Where the gaps are\n", _GAPS, gaps, *_pictures(figures, "epochs", "tokens")]
+        parts += ["## Where the gaps are\n", _gap_words(results), gaps, *_pictures(figures, "epochs", "tokens")]
     parts += ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
                                    [[c.claim, c.measured or "–", c.verdict, c.rule] for c in claims])]  # fmt: skip
     parts += _pictures(figures, "causes")
@@ -206,7 +208,8 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         command = f"`inline study probes`, {where}, seed {results.probes['seed']}.\n"
         parts += ["## Probes\n", command, probe_table(results.probes), *_pictures(figures, "probes")]
     for setting in sorted(results.settings, key=lambda s: s != main):
-        parts += [f"## {setting}\n", setting_table(results, setting), made_where(results, setting)]
+        parts += [f"## {setting}\n", setting_table(results, setting), looked_at(results, setting)]
+        parts.append(made_where(results, setting))
     if results.failures:
         lines = [[name, text.splitlines()[-1] if text else ""] for name, text in results.failures.items()]
         parts += ["## Runs without a result\n", _table(["run", "what it said"], lines)]
@@ -254,6 +257,7 @@ def made_where(results: Results, setting: Setting) -> str:
 
 
 _COMMANDS = """Each makes a run again; further seeds of a row with `--seed`. In capitals: the folder of the images.
+Analyses and timings: `inline study report DIR --data tiny_imagenet=TINY_IMAGENET,imagenette=IMAGENETTE`.
 """
 
 
@@ -263,13 +267,20 @@ def command_list(results: Results) -> str:
     return "```\n" + "\n".join(remake(result) for result in found if result is not None) + "\n```\n"
 
 
-_GAPS = """Differences of mean top-1 in points, ± two standard deviations of the difference, over
-seeds or, where there is one, by the number of validation images, which leaves out what a seed changes. Bold: larger
-than that. Where nothing differs, about one in twenty is bold by chance.
-"""
+def _gap_words(results: Results) -> str:
+    start = "Differences of mean top-1 in points"
+    if results.deviation is None:
+        return f"{start}; what a seed changes is not known yet.\n"
+    return (
+        f"{start}, ± two standard errors (bold: larger than that; among so many some are so by chance). A run is "
+        f"{results.deviation:.2f} points from the mean of its row (standard deviation, all rows of the first table "
+        "together); rows of other settings, most of one seed, are taken to vary as much.\n"
+    )
+
+
 _GAP_PAIRS = (
-    ("inline", "linear"), ("inline", "softmax"), ("inline_plain", "linear"), ("linear_residual", "linear"),
-    ("inline", "linear_residual"),
+    ("inline", "linear"), ("inline", "softmax"), ("inline", "inline_plain"), ("inline_plain", "linear"),
+    ("linear_residual", "linear"), ("inline", "linear_residual"),
 )  # fmt: skip
 
 
@@ -277,18 +288,22 @@ def gap_table(results: Results) -> str:
     """Every setting with two rows or more to compare; empty where there is none."""
     lines = []
     for setting in results.settings:
-        rows = results.rows(setting)
-        gaps = [_gap(rows[a], rows[b]) if {a, b} <= rows.keys() else "–" for a, b in _GAP_PAIRS]
+        gaps = [_gap(results, setting, pair) for pair in _GAP_PAIRS]
         if any(gap != "–" for gap in gaps):
-            lines.append([str(setting), max(len(sample.values) for sample in rows.values()), *gaps])
+            seeds = {sample.seeds for sample in results.rows(setting).values()}
+            lines.append([str(setting), " or ".join(map(str, sorted(seeds))), *gaps])
     header = ["setting", "seeds", *(f"{ROWS[a].title} − {ROWS[b].title}" for a, b in _GAP_PAIRS)]
     return _table(header, lines) if lines else ""
 
 
-def _gap(a: Sample, b: Sample) -> str:
-    difference, least = a.mean - b.mean, margin(a, b)
-    text = f"{difference:+.2f} ± {least:.2f}".replace("-", "−")
-    return f"**{text}**" if abs(difference) > least else text
+def _gap(results: Results, setting: Setting, pair: tuple[str, str]) -> str:
+    rows = results.rows(setting)
+    if not set(pair) <= rows.keys():
+        return "–"
+    a, b = (rows[name] for name in pair)
+    difference, margin = a.mean - b.mean, results.margin(a, b)
+    text = (f"{difference:+.2f}" if margin is None else f"{difference:+.2f} ± {margin:.2f}").replace("-", "−")
+    return f"**{text}**" if margin is not None and abs(difference) > margin else text
 
 
 def again_table(results: Results) -> str:
@@ -314,10 +329,14 @@ def front(results: Results, figures: Sequence[str]) -> str:
         f"Trained here: {main}, {size}, top-1 with its standard deviation over seeds.\n",
         front_table(results, main),
     ]
+    gaps = [(f"{ROWS[a].title} − {ROWS[b].title}", _gap(results, main, (a, b))) for a, b in _GAP_PAIRS]
+    told = "; ".join(f"{title} {gap}" for title, gap in gaps if gap != "–")
     rows = results.rows(main)
-    pairs = [(a, b) for a, b in _GAP_PAIRS if {a, b} <= rows.keys()]
-    gaps = [f"{ROWS[a].title} − {ROWS[b].title} {_gap(rows[a], rows[b])}" for a, b in pairs]
-    parts.append(f"In points, ± two standard deviations of the difference (bold: larger): {'; '.join(gaps)}.\n")
+    best = max(rows, key=lambda row: rows[row].mean)
+    parts.append(
+        f"The highest mean is that of {ROWS[best].title}. Differences in points, ± two standard errors (bold: larger "
+        f"than that): {told}.\n"
+    )
     parts += [f"![{_CAPTIONS['speed']}]({link})\n"] if link else []
     return "\n" + "\n".join(
         [*parts, "All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
@@ -357,21 +376,49 @@ def setting_table(results: Results, setting: Setting) -> str:
                 ", ".join(str(r.run.seed) for r in results.runs if r.setting == setting and r.run.row == row),
                 f"{parameters / 1e6:.2f}M",
                 *(f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer")),
-                "–" if analysis is None else f"{analysis['confusion']['share_of_pairs']:.2%}",
-                "–" if analysis is None else f"{analysis['locality']['mean_over_chance']:.2f}",
-                "–" if analysis is None else _masked(analysis["masking"]),
-                "–" if analysis is None else f"{analysis['rank']['mean_effective']:.1f}",
+                *(["–"] * len(_ANALYSED) if analysis is None else _analysed(analysis)),
             ]
         )
-    header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s",
-              "confused pairs", "3×3, times chance", "lost by masking, local / random", "effective rank"]  # fmt: skip
+    header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s", *_ANALYSED]
     return _table(header, lines)
 
 
-def _masked(masking: dict[str, Any]) -> str:
+_ANALYSED = (
+    "confused pairs in a million, strict / loose", "3×3 in the first layer, mean, times chance",
+    "lost by masking, local / random", "with the residual's taps masked", "effective rank",
+)  # fmt: skip
+
+
+def _analysed(analysis: Mapping[str, Any]) -> list[str]:
+    pairs = (analysis.get(name) for name in ("confusion", "loose_confusion"))  # the second came later
+    locality = analysis["locality"]
+    has_taps = any(outcome["local_terms"] != "none" for outcome in analysis["masking"]["outcomes"])
+    return [
+        " / ".join("–" if found is None else f"{1e6 * found['share_of_pairs']:.1f}" for found in pairs),
+        f"{locality['by_layer'][0] / locality['chance'][0]:.2f}, {locality['mean_over_chance']:.2f}",
+        _masked(masking_drops(analysis["masking"])),
+        _masked(masking_drops(analysis["masking"], taps="zeroed")) if has_taps else "–",
+        f"{analysis['rank']['mean_effective']:.1f}",
+    ]
+
+
+def _masked(drops: Mapping[str, Mapping[int, float]]) -> str:
     """Points of top-1 lost by the largest window, and by as many random tokens."""
-    local, random = (drops[max(drops)] for drops in masking_drops(masking).values())
-    return f"{local:.1f} / {random:.1f}"
+    local, random = (by_tokens[max(by_tokens)] for by_tokens in drops.values())
+    return f"{local:.1f} / {random:.1f}".replace("-", "−")
+
+
+def looked_at(results: Results, setting: Setting) -> str:
+    """How much the analyses of a setting saw."""
+    first = next((r.analysis for r in results.runs if r.setting == setting and r.analysis), None)
+    if first is None:
+        return ""
+    masking = first["masking"]
+    tokens = max(outcome["tokens"] for outcome in masking["outcomes"])
+    return (
+        f"Analyses, of the first seed's weights: {first['images']} validation images, {first['rank']['images']} for "
+        f"the rank; masks of {tokens} tokens.\n"
+    )
 
 
 def probe_table(probes: dict[str, Any]) -> str:

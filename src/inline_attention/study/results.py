@@ -5,16 +5,20 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inline_attention.study.grid import DATASETS, ROWS, Run, parse_name
+from inline_attention.study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
 from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished
+from inline_attention.training import settings
+from inline_attention.training.config import TrainConfig, read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
-from inline_attention.training.run_folder import ENVIRONMENT
+from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
 
 ANALYSIS, SPEED = "analysis.json", "speed.json"
 AGAIN = "again"  # folder of runs that were made a second time, by the commands of the first
+_PLACES = ("data.path", "device")  # where a run was made, not what
 
 
 class Setting(NamedTuple):
@@ -46,6 +50,7 @@ class RunResult:
     curve: list[tuple[float, float]]  # epoch, top-1
     seconds: float  # of training alone, beside the other jobs
     analysis: dict[str, Any] | None
+    changed: list[str]  # key=value, settings that are not the grid's
     commit: str
     machine: str
 
@@ -59,7 +64,10 @@ class Sample:
     """Top-1 of one row in one setting over its seeds."""
 
     values: list[float]
-    images: int
+
+    @property
+    def seeds(self) -> int:
+        return len(self.values)
 
     @property
     def mean(self) -> float:
@@ -68,21 +76,10 @@ class Sample:
     @property
     def std(self) -> float | None:
         """Over seeds; None where there is one."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def spread(self) -> float:
-        """The standard deviation over seeds; of one seed the standard error that the number of images sets."""
-        share = self.mean / 100
-        return self.std if self.std is not None else 100 * math.sqrt(share * (1 - share) / self.images)
+        return statistics.stdev(self.values) if self.seeds > 1 else None
 
     def __str__(self) -> str:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
-
-
-def margin(a: Sample, b: Sample) -> float:
-    """By how much two rows must differ to count as different: two standard deviations of the difference."""
-    return 2 * math.hypot(a.spread, b.spread)
 
 
 @dataclass(frozen=True)
@@ -104,13 +101,32 @@ class Results:
         for result in self.runs:
             if result.setting == setting:
                 found.setdefault(result.run.row, []).append(result)
-        return {row: Sample([r.top1 for r in found[row]], found[row][0].images) for row in ROWS if row in found}
+        return {row: Sample([r.top1 for r in found[row]]) for row in ROWS if row in found}
 
     @property
     def main_setting(self) -> Setting | None:
         """Where InLine and linear attention were trained with the most seeds, and the longest; evidence comes first."""
         both = [s for s in self.settings if {"inline", "linear"} <= self.rows(s).keys()]
         return max(both, key=lambda s: (s.is_evidence, len(self.rows(s)["inline"].values), s.epochs), default=None)
+
+    @property
+    def deviation(self) -> float | None:
+        """Of a run from the mean of its row, over all rows of the main setting: a few seeds of one row say too little.
+
+        None where no row has two seeds.
+        """
+        samples = [] if self.main_setting is None else list(self.rows(self.main_setting).values())
+        freedom = sum(sample.seeds - 1 for sample in samples)
+        squares = sum((value - sample.mean) ** 2 for sample in samples for value in sample.values)
+        return math.sqrt(squares / freedom) if freedom else None
+
+    def margin(self, a: Sample, b: Sample) -> float | None:
+        """By how much two means must differ to count as different: two standard errors of their difference.
+
+        Rows of other settings are taken to vary with the seed as those of the main one do.
+        """
+        deviation = self.deviation
+        return None if deviation is None else 2 * deviation * math.sqrt(1 / a.seeds + 1 / b.seeds)
 
     def find(self, setting: Setting, row: str) -> RunResult | None:
         """The run of the lowest seed."""
@@ -158,9 +174,18 @@ def _read(run: Run, folder: Path) -> RunResult:
         curve=[(record["epoch"], record["val_top1"]) for record in evaluations],
         seconds=summary["seconds"],
         analysis=_read_json(folder / ANALYSIS),
+        changed=_changed_settings(run, folder),
         commit=environment["inline-attention"],
         machine=gpus[0] if environment["device"].startswith("cuda") and gpus else environment["cpu"],
     )
+
+
+def _changed_settings(run: Run, folder: Path) -> list[str]:
+    """In which a run differs from what the grid says now: by `--set`, or because the grid was another then."""
+    text = (folder / CONFIG).read_text()
+    was, now = settings.update(TrainConfig(), read_yaml(text, str(folder / CONFIG))), run.config()
+    values = ((key, attrgetter(key)(was), attrgetter(key)(now)) for key in settings.keys(was) if key not in _PLACES)
+    return [f"{key}={as_yaml(value)}" for key, value, expected in values if value != expected]
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

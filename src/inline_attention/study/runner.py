@@ -119,7 +119,7 @@ class GridRunner:
         self._check_data()
         if self.retry:
             for run in failed:
-                (self.out / run.name / FAILURE).unlink()
+                (self.out / run.name / FAILURE).unlink(missing_ok=True)  # another call may have done it
         elif failed:
             names = ", ".join(run.name for run in failed)
             self.tell(f"failed earlier and skipped: {names}; --retry makes them again")

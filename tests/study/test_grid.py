@@ -13,9 +13,9 @@ from inline_attention.study.grid import (
     WINDOWS,
     Run,
     build_runs,
+    parse_name,
 )
 from inline_attention.study.report import count_parameters
-from inline_attention.study.results import parse_name
 
 
 def parameters(row: str) -> int:

@@ -16,7 +16,7 @@ from inline_attention.study.package import PACKED_ROWS
 from inline_attention.study.results import collect
 from inline_attention.study.runner import GridRunner
 
-SETTINGS = ["run.compile=false", "data.batch_size=50", "data.workers=0", "--device", "cpu"]
+SETTINGS = ["run.compile=false", "data.batch_size=50", "data.workers=0", "device=cpu"]
 RUNS = [Run("tiny_imagenet", row, 1, 0, 4) for row in PACKED_ROWS.values()]
 
 
@@ -33,7 +33,7 @@ def make_images(root: Path) -> None:
 def test_the_grid_makes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_images(tmp_path / "images")
     out, packed = tmp_path / "study", tmp_path / "packed"
-    runner = GridRunner(out, paths={"tiny_imagenet": str(tmp_path / "images")}, extra=SETTINGS)
+    runner = GridRunner(out, paths={"tiny_imagenet": str(tmp_path / "images")}, settings=SETTINGS)
     assert runner.make(RUNS).failed == []
     assert main(["study", "pack", str(out), "--to", str(packed)]) == 0
     assert {path.stem for path in packed.iterdir()} == set(shipped.SHIPPED)

@@ -1,22 +1,28 @@
 """A miniature grid on the digits, from runs to report."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from inline_attention.cli import main
+from inline_attention.study import runner as _runner
 from inline_attention.study.claims import NOT_MEASURED, NOT_TESTABLE
 from inline_attention.study.grid import CHECK_EPOCHS, Run
-from inline_attention.study.runner import GridRunner, has_failed, is_finished
+from inline_attention.study.runner import CLAIM, GridRunner, has_failed, is_finished
+from inline_attention.training.run_folder import LOCK
 
 SHORT = ["schedule.epochs=2"]
 ROWS = ["linear", "inline"]
+DIGITS = {"digits": "digits"}
 RUNS = [Run("digits", row, CHECK_EPOCHS, 0, 2) for row in ROWS]
 
 
@@ -24,7 +30,7 @@ RUNS = [Run("digits", row, CHECK_EPOCHS, 0, 2) for row in ROWS]
 def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two finished runs."""
     out = tmp_path_factory.mktemp("study")
-    outcome = GridRunner(out, paths={"digits": "digits"}, jobs=2, extra=[*SHORT, "--device", "cpu"]).make(RUNS)
+    outcome = GridRunner(out, paths=DIGITS, jobs=2, settings=[*SHORT, "device=cpu"]).make(RUNS)
     assert (outcome.failed, outcome.left) == ([], [])
     assert sorted(outcome.finished) == sorted(run.name for run in RUNS)
     return out
@@ -32,7 +38,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_finished_runs_are_not_made_again(grid: Path) -> None:
     before = {run.name: (grid / run.name / "summary.json").stat().st_mtime_ns for run in RUNS}
-    outcome = GridRunner(grid, paths={"digits": "digits"}).make(RUNS)
+    outcome = GridRunner(grid, paths=DIGITS).make(RUNS)
     assert (outcome.finished, outcome.failed, outcome.left) == ([], [], [])
     assert before == {run.name: (grid / run.name / "summary.json").stat().st_mtime_ns for run in RUNS}
 
@@ -41,7 +47,7 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     """The finished ones say how long a start and an epoch take."""
     long, of_a_row = Run("digits", "softmax", 100_000, 0, 2), Run("digits", ROWS[0], 100_000, 0, 2)
     lines: list[str] = []
-    runner = GridRunner(grid, paths={"digits": "digits"}, minutes=1, whole_runs=True, tell=lines.append)
+    runner = GridRunner(grid, paths=DIGITS, minutes=1, whole_runs=True, tell=lines.append)
     walls = [json.loads((grid / run.name / "wall.json").read_text()) for run in RUNS]
     assert all(0 < wall["under_way"] < wall["seconds"] for wall in walls)
     epochs = [(wall["seconds"] - wall["under_way"]) / CHECK_EPOCHS for wall in walls]
@@ -52,6 +58,8 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     assert runner.make([long]).left == [long.name]
     assert not (grid / long.name).exists()
     assert lines == ["1 runs are left, none of which would end in time"]
+    shutil.copytree(grid / RUNS[0].name, grid / "digits-p2-extra")  # no run of the grid's
+    assert runner.expected_seconds(long) == pytest.approx(slowest)
 
 
 def test_report(grid: Path, tmp_path: Path) -> None:
@@ -100,13 +108,120 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert "(docs/images/study-speed.png)" in front
 
 
-def test_what_fails_is_noted_and_not_tried_again(tmp_path: Path) -> None:
-    runner = GridRunner(tmp_path, paths={"digits": "nowhere"})
-    assert runner.make(RUNS[:1]).failed == [RUNS[0].name]
-    assert has_failed(tmp_path / RUNS[0].name)
-    assert "nowhere" in (tmp_path / RUNS[0].name / "failure.txt").read_text()
-    again = GridRunner(tmp_path, paths={"digits": "digits"}).make(RUNS[:1])
-    assert (again.finished, again.failed, again.left) == ([], [], [RUNS[0].name])
+def test_what_fails_is_noted_and_made_again_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [Run("digits", "linear", CHECK_EPOCHS, seed, 2) for seed in (0, 1)]
+    names = [run.name for run in runs]
+    outcome = GridRunner(tmp_path, paths=DIGITS, jobs=2, settings=[*SHORT, "device=cpu", "optim.lr=1e30"]).make(runs)
+    assert sorted(outcome.failed) == names
+    assert all(has_failed(tmp_path / name) for name in names)
+    assert "not finite" in (tmp_path / names[0] / "failure.txt").read_text()
+    # The next call makes nothing, and says why.
+    capsys.readouterr()
+    assert main(["study", "train", "--groups", "check", "--rows", "linear", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert f"failed earlier and skipped: {names[0]}, {names[1]}; --retry makes them again" in said
+    assert "0 of 2 runs are finished" in said
+    shown: list[tuple[int, int]] = []
+    GridRunner(tmp_path, paths=DIGITS, show=lambda _, done, total: shown.append((done, total))).make(runs)
+    assert shown == [(0, 2)]
+    again = GridRunner(tmp_path, paths=DIGITS, settings=[*SHORT, "device=cpu"], retry=True).make(runs[:1])
+    assert (again.finished, again.failed) == (names[:1], [])
+    assert not has_failed(tmp_path / names[0])
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[[Path], None]]:
+    """Has another process take the lock on a file, and keep it till the end of the test."""
+    code = (
+        "import fcntl, sys, time\n"
+        "file = open(sys.argv[1], 'a')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "print('held', flush=True)\n"
+        "time.sleep(600)"
+    )
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(path: Path) -> None:
+        process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("file", [LOCK, CLAIM], ids=["trained", "claimed"])
+def test_what_another_process_makes_is_skipped(file: str, tmp_path: Path, hold: Callable[[Path], None]) -> None:
+    folder = tmp_path / RUNS[0].name
+    folder.mkdir()
+    hold(folder / file)
+    lines: list[str] = []
+    outcome = GridRunner(tmp_path, paths=DIGITS, tell=lines.append).make(RUNS[:1])
+    assert (outcome.elsewhere, outcome.left, outcome.failed) == ([folder.name], [folder.name], [])
+    assert lines == [f"another process is making {folder.name}: skipped"]
+    assert not (folder / "log.txt").exists()
+
+
+def test_a_run_whose_folder_was_locked_while_it_started_has_not_failed(
+    tmp_path: Path, hold: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / RUNS[0].name
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        if line.startswith("inline train"):
+            hold(folder / LOCK)
+        lines.append(line)
+
+    outcome = GridRunner(tmp_path, paths=DIGITS, settings=["device=cpu"], tell=tell).make(RUNS[:1])
+    assert (outcome.elsewhere, outcome.failed) == ([folder.name], [])
+    assert f"trains in {folder}: wait for it" in (folder / "log.txt").read_text()
+    assert not has_failed(folder)
+    assert lines[1:] == [f"another process is making {folder.name}: skipped"]
+
+
+@pytest.mark.slow
+def test_two_calls_share_a_grid(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "inline_attention", "study", "train", "--groups", "check", "--rows", *ROWS,
+               "--out", str(tmp_path), "--device", "cpu", "--set", *SHORT]  # fmt: skip
+    calls = [subprocess.Popen(command) for _ in range(2)]
+    assert [call.wait(300) for call in calls] == [0, 0]
+    sessions = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
+    made = [name for session in sessions for name in session["finished"]]
+    assert len(made) == len(set(made)) == 4
+    assert all(session["finished"] for session in sessions)
+    for name in made:
+        assert len(json.loads((tmp_path / name / "environment.json").read_text())) == 1
+
+
+def test_interrupted_twice_nothing_is_waited_for_and_nothing_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run cannot save: it is halted. The time it took is known all the same."""
+    monkeypatch.setattr(_runner, "STOP_SECONDS", 600.0)
+    folder = tmp_path / RUNS[0].name
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def show(epochs: dict[str, float | None], *_: int) -> None:
+        if not processes and epochs.get(folder.name) is not None:
+            processes.append(runner.running[0].process)
+            processes[0].send_signal(signal.SIGSTOP)
+            interrupt()
+            threading.Timer(1, interrupt).start()
+
+    settings = ["device=cpu", "schedule.epochs=10000"]
+    runner = GridRunner(tmp_path, paths=DIGITS, settings=settings, show=show)
+    outcome = runner.make(RUNS[:1])
+    assert (outcome.interrupted, outcome.failed, outcome.left) == (True, [], [folder.name])
+    assert processes[0].returncode == -signal.SIGKILL
+    (session,) = (tmp_path / "sessions.jsonl").read_text().splitlines()
+    assert json.loads(session)["seconds"] >= json.loads((folder / "wall.json").read_text())["seconds"] > 0
 
 
 @pytest.mark.slow
@@ -125,9 +240,7 @@ def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:
     assert not is_finished(tmp_path / run.name)
     assert not has_failed(tmp_path / run.name)
     assert list((tmp_path / run.name / "checkpoints").glob("step-*"))
-    outcome = GridRunner(tmp_path, paths={"digits": "digits"}, extra=["schedule.epochs=40", "--device", "cpu"]).make(
-        [run]
-    )
+    outcome = GridRunner(tmp_path, paths=DIGITS, settings=["schedule.epochs=40", "device=cpu"]).make([run])
     assert outcome.finished == [run.name]
     starts = json.loads((tmp_path / run.name / "environment.json").read_text())
     assert len(starts) == 2
@@ -147,6 +260,11 @@ def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "cifar=x"], "expected NAME=FOLDER with a name of tiny_imagenet"),
         (["--rows", "softmax"], "no data for imagenette, tiny_imagenet"),
         (["--set", "optim.lrr=1"], "did you mean optim.lr"),
+        (
+            ["--groups", "check", "--data", "digits=nowhere"],
+            "--data digits=nowhere: data path 'nowhere' does not exist",
+        ),
+        (["--groups", "check", "--main-epochs", "0"], "--main-epochs is 0; expected 1 or more"),
         (["--groups", "check", "--jobs", "0"], "--jobs is 0"),
         (["--groups", "check", "--minutes", "0.1"], "--minutes is 0.1"),
     ],
@@ -162,3 +280,8 @@ def test_wrong_arguments(
 def test_an_empty_folder_has_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "report", str(tmp_path)]) == 2
     assert "neither finished runs nor probes" in capsys.readouterr().err
+
+
+def test_a_report_on_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "report", str(tmp_path), "--max-images", "0"]) == 2
+    assert "--max-images is 0; expected 1 or more" in capsys.readouterr().err

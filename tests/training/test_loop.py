@@ -80,7 +80,7 @@ def test_run_folder(tmp_path: Path) -> None:
     assert len(events) == 1
     assert found - events == checkpoints | {
         "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "curves.png", "confusion.png",
-        "checkpoints/last.safetensors", "checkpoints/best.safetensors", "checkpoints/ema.safetensors",
+        "checkpoints/last.safetensors", "checkpoints/best.safetensors", "checkpoints/ema.safetensors", ".lock",
     }  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert summary == outcome.summary

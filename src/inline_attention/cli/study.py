@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     probes = parts.add_parser("probes", help="what one attention layer can and cannot do; minutes on a CPU")
     probes.add_argument("--out", default="study", metavar="DIR", help="for probes.json and probes.png (study)")
-    probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first of three repetitions (0)")
+    probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repetition (0)")
     probes.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions (3)")
     probes.add_argument("--steps", type=int, default=400, metavar="N", help="updates of each probe (400)")
     probes.set_defaults(study=run_probes)
@@ -68,9 +68,8 @@ def run_probes(args: argparse.Namespace) -> int:
     from inline_attention.study import probes
     from inline_attention.study.plots import draw_probes, save
 
-    for name, least in (("seeds", 1), ("steps", 20)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name} is {getattr(args, name)}; expected {least} or more")
+    _check_least("--seeds", args.seeds, 1)
+    _check_least("--steps", args.steps, 20)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
@@ -91,29 +90,31 @@ def run_train(args: argparse.Namespace) -> int:
     from inline_attention.study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
     from inline_attention.study.runner import GridRunner, dataset_paths
 
-    runs = build_runs(args.groups or DEFAULT_GROUPS, main_epochs=args.main_epochs or MAIN_EPOCHS, rows=args.rows)
+    main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
+    _check_least("--main-epochs", main_epochs, 1)
+    runs = build_runs(args.groups or DEFAULT_GROUPS, main_epochs=main_epochs, rows=args.rows)
     paths = dataset_paths(args.data)
-    extra = [*args.set, *(["--device", args.device] if args.device else [])]
+    settings = [*args.set, *([f"device={args.device}"] if args.device else [])]
     out = Path(args.out)
     if args.list:
         for run in runs:
-            print(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=extra)))
+            print(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))
         return 0
     for run in runs:
-        run.config(extra=args.set)  # a wrong setting is said now, once
+        run.config(extra=settings)  # a wrong setting is said now, once
     runner = GridRunner(
         out,
         paths=paths,
         jobs=args.jobs,
         minutes=args.minutes,
         whole_runs=args.whole_runs,
-        extra=extra,
+        settings=settings,
         retry=args.retry,
     )
     outcome = _make(runner, runs)
     print(f"\n{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
     for name in outcome.failed:
-        print(f"failed: {name}, see {out / name / 'log.txt'}")
+        print(f"failed: {name}, see {out / name / 'log.txt'}; --retry makes it again")
     if outcome.interrupted:
         return 130
     return 1 if outcome.failed else 0
@@ -128,13 +129,14 @@ def run_report(args: argparse.Namespace) -> int:
     from inline_attention.study.runner import dataset_paths
 
     out, device = Path(args.out), choose_device(args.device)
+    images = measures.IMAGES if args.max_images is None else args.max_images
+    _check_least("--max-images", images, 1)
 
     def tell(line: str) -> None:
         print(line, flush=True)
 
     results = collect(out)
     if results.runs and not args.no_analyses:
-        images = args.max_images or measures.IMAGES
         measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, tell=tell)
     if not args.no_speed:
         runs = [result.run for result in results.runs]
@@ -155,6 +157,11 @@ def run_pack(args: argparse.Namespace) -> int:
     for path in pack_models(collect(Path(args.out)), folder=args.to):
         print(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
     return 0
+
+
+def _check_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{option} is {value}; expected {least} or more")
 
 
 def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":

@@ -4,6 +4,7 @@ Equal parameters: all DeiT rows have one width and depth, and what an attention 
 residual, focused attention's positions) is taken from the MLP, whose ratio each row gives.
 """
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -174,6 +175,18 @@ class Run:
 
     def config(self, *, extra: Iterable[str] = ()) -> TrainConfig:
         return load_config(RECIPE, overrides=[*self.overrides(), *extra], flags={"seed": self.seed})
+
+
+_NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")
+
+
+def parse_name(name: str) -> Run | None:
+    """The run of that name; None: it is no run of the grid's."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["dataset"] not in DATASETS or match["row"] not in ROWS:
+        return None
+    numbers = {key: int(match[key]) for key in ("patch", "epochs", "seed")}
+    return Run(dataset=match["dataset"], row=match["row"], **numbers)
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inline_attention.study.grid import DATASETS, ROWS, Run, as_yaml
-from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished, wall_seconds
+from inline_attention.study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
+from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished
 from inline_attention.training import settings
 from inline_attention.training.config import TrainConfig, read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
@@ -20,7 +19,6 @@ from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
 ANALYSIS, SPEED = "analysis.json", "speed.json"
 AGAIN = "again"  # folder of runs that were made a second time, by the commands of the first
 _PLACES = ("data.path", "device")  # where a run was made, not what
-_NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")
 
 
 class Setting(NamedTuple):
@@ -51,7 +49,6 @@ class RunResult:
     images: int  # for validation
     curve: list[tuple[float, float]]  # epoch, top-1
     seconds: float  # of training alone, beside the other jobs
-    wall: float
     analysis: dict[str, Any] | None
     changed: list[str]  # key=value, settings that are not the grid's
     commit: str
@@ -137,14 +134,6 @@ class Results:
         return min(found, key=lambda r: r.run.seed, default=None)
 
 
-def parse_name(name: str) -> Run | None:
-    match = _NAME.fullmatch(name)
-    if match is None or match["dataset"] not in DATASETS or match["row"] not in ROWS:
-        return None
-    numbers = {key: int(match[key]) for key in ("patch", "epochs", "seed")}
-    return Run(dataset=match["dataset"], row=match["row"], **numbers)
-
-
 def run_folders(out: Path) -> list[tuple[Run, Path]]:
     found = [(parse_name(folder.name), folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
     return [(run, folder) for run, folder in found if run is not None]
@@ -184,7 +173,6 @@ def _read(run: Run, folder: Path) -> RunResult:
         images=int(evaluations[-1]["val_images"]),
         curve=[(record["epoch"], record["val_top1"]) for record in evaluations],
         seconds=summary["seconds"],
-        wall=wall_seconds(folder),
         analysis=_read_json(folder / ANALYSIS),
         changed=_changed_settings(run, folder),
         commit=environment["inline-attention"],

@@ -24,10 +24,11 @@ from inline_attention.training.checkpoint import Checkpoints, Progress, read_man
 from inline_attention.training.config import LoopConfig
 from inline_attention.training.distributed import Ranks, StopAgreement, gathering_gradients, join_ranks, spread
 from inline_attention.training.ema import WeightAverage
+from inline_attention.training.lock import FileLock
 from inline_attention.training.meters import DeviceMeter
 from inline_attention.training.optim import Optimizer
 from inline_attention.training.report import Reporter, memory_bytes
-from inline_attention.training.run_folder import CHECKPOINTS, Plan, check_plan, take_folder
+from inline_attention.training.run_folder import CHECKPOINTS, LOCK, Plan, check_plan, take_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
 from inline_attention.training.task import Evaluation, TrainingBatch, check_same_task
 
@@ -51,11 +52,14 @@ def train(plan: Plan) -> Outcome:
     config = plan.config
     with stop_on_signals() as request, join_ranks(config.device) as ranks:
         plan = ranks.broadcast(plan)  # the default folder has the time in its name
-        with Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter:
-            ranks.decide(lambda: check_plan(plan))
+        with (
+            FileLock(plan.folder / LOCK) as lock,
+            Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter,
+        ):
+            ranks.decide(lambda: check_plan(plan, lock))
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
-                ranks.decide(lambda: take_folder(plan, ranks))
+                ranks.decide(lambda: take_folder(plan, ranks, lock))
                 try:
                     return trainer.fit()
                 finally:

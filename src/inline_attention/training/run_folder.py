@@ -15,9 +15,11 @@ from inline_attention.training.checkpoint import find_damage, write_synced
 from inline_attention.training.classification import Classification
 from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
+from inline_attention.training.lock import FileLock
 from inline_attention.training.task import Task
 
 CONFIG, ENVIRONMENT, CHECKPOINTS = "config.yaml", "environment.json", "checkpoints"
+LOCK = ".lock"  # of the process that trains there: rank 0
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ def plan_run(
     )
 
 
-def check_plan(plan: Plan) -> None:
-    """ValueError where the folder holds another run, or there is nothing to train on; ImportError without wandb."""
+def check_plan(plan: Plan, lock: FileLock) -> None:
+    """ValueError where the folder holds another run, where another process trains in it, or where there is nothing to
+    train on; ImportError without wandb. A folder that is there is locked from here on."""
     folder = plan.folder
     if not plan.config.data.path:
         raise ValueError(f"no data: {plan.task.data_hint}")
@@ -83,6 +86,8 @@ def check_plan(plan: Plan) -> None:
         raise ValueError(f"--output {folder} is a file; expected a folder")
     if (folder / CONFIG).exists() and (plan.source is None or plan.source.resolve() != folder.resolve()):
         raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
+    if folder.exists():
+        _take(lock)
     if plan.config.log.wandb is not None and find_spec("wandb") is None:
         raise ImportError(f"log.wandb={plan.config.log.wandb} needs the package wandb: pip install wandb")
 
@@ -91,9 +96,10 @@ def default_folder(config: LoopConfig) -> Path:
     return Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def take_folder(plan: Plan, ranks: Ranks) -> None:
-    """config.yaml, and environment.json with one entry a start of the run (on rank 0, once nothing can be refused)."""
+def take_folder(plan: Plan, ranks: Ranks, lock: FileLock) -> None:
+    """config.yaml, and environment.json with one entry a start of the run (on rank 0, once all else is checked)."""
     plan.folder.mkdir(parents=True, exist_ok=True)
+    _take(lock)  # if the folder is new
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
     path = plan.folder / ENVIRONMENT
     starts = json.loads(path.read_text()) if path.exists() else []
@@ -107,6 +113,14 @@ def take_folder(plan: Plan, ranks: Ranks) -> None:
         }
     )
     write_atomically(path, json.dumps(starts, indent=1).encode())
+
+
+def _take(lock: FileLock) -> None:
+    if not lock.take():
+        raise ValueError(
+            f"another process (PID {lock.holder()}) trains in {lock.path.parent}: "
+            "wait for it, stop it, or give another --output"
+        )
 
 
 def write_atomically(path: Path, content: bytes) -> None:

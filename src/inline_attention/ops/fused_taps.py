@@ -13,15 +13,16 @@ from .kernels.taps import taps_kernel
 from .local import TAPS
 from .precision import product_dtype
 
-SAMPLES = 16  # a program
-OUTPUTS = 32  # a step of a program
+# of a program
+SAMPLES = 16
+OUTPUTS = 32
 
 
 @register("inline_attention::taps", mutates_args=())
 def _taps_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
     batch, (heads, head_dim) = mean.shape[0], b1.shape
     out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
-    launch(taps_kernel, (heads, triton.cdiv(batch, SAMPLES)))(
+    launch(taps_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
         mean, w1, b1, w2, b2, out, batch, mean.stride(0),
         HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
         **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,

@@ -505,7 +505,7 @@ def why_not(sources: Sequence[Tensor]) -> str | None:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Forward-mode differentiation would go on with zeros: an operator without a rule for it drops tangents silently."""
+    """Forward-mode differentiation would go on with zeros: operators without a rule for it drop tangents silently."""
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "the kernels have no forward-mode derivative (torch.func.jvp); differentiate in reverse mode, or write the "

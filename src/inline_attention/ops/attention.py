@@ -198,7 +198,7 @@ def inline_attention_packed(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     grids: Sequence[Grid] | None = None,
     feature_map: str = "identity",
     scale: float | None = None,
@@ -212,7 +212,9 @@ def inline_attention_packed(
         q: (T, heads, d), T the tokens of all images together.
         k: (T, heads, d)
         v: (T, heads, d)
-        cu_seqlens: (images + 1,) integers, where each image begins, from 0 to T.
+        cu_seqlens: (images + 1,) integers, where each image begins, from 0 to T. They are read on the host: from a
+            list or a tensor on the CPU at once, from a tensor on a GPU after a wait for it. torch.compile makes one
+            graph of it from a list, for each layout anew, and breaks the graph at a tensor.
         grids: (height, width) of each image's token map; needed for local_weight, and checked whenever given.
         feature_map: as for `inline_attention`.
         scale: as for `inline_attention`.
@@ -249,10 +251,10 @@ def inline_attention_packed(
             projections,
             local_weight,
             None,
-            torch.tensor(rows, device=q.device),
+            _to_device(rows, q.device),
             feature_map=feature_map,
             scale=scale,
-            grids=[max(sizes)] if local_weight is None else sorted(set(sizes)),
+            grids=[(1, max(lengths))] if local_weight is None else sizes,
             num_prefix_tokens=num_prefix_tokens,
         )[0]
     outs = []
@@ -272,12 +274,25 @@ def inline_attention_packed(
     return torch.cat(outs)
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, *, total: int) -> list[int]:
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"cu_seqlens has shape {_shape(cu_seqlens)} and dtype {cu_seqlens.dtype}; expected (images + 1,) integers"
-        )
-    bounds: list[int] = cu_seqlens.tolist()
+def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """As a tensor, without a wait for what the device is doing"""
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        return torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(rows, device=device)
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], *, total: int) -> list[int]:
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens has shape {_shape(cu_seqlens)} and dtype {cu_seqlens.dtype}; "
+                "expected (images + 1,) integers"
+            )
+        bounds: list[int] = cu_seqlens.tolist()
+    else:
+        bounds = list(cu_seqlens)
+    if len(bounds) < 2:
+        raise ValueError(f"cu_seqlens={bounds}; expected (images + 1,) integers")
     if bounds[0] != 0 or bounds[-1] != total or any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(
             f"cu_seqlens={bounds} must rise from 0 to the token count {total}, every image at least one token"

@@ -525,7 +525,7 @@ def attend(
     num_prefix_tokens: int,
 ) -> Tensor:
     """The backend's entry: inputs are checked, defaults filled in. `sequences` (images, 4) holds the first token, the
-    tokens, the height and the width of each image of a packed batch, `grids` the different heights and widths."""
+    tokens, the height and the width of each image of a packed batch, `grids` the heights and widths alone."""
     refuse_tangents(*sources, local_weight)
     taps = None if local_weight is None else local_weight.contiguous()
     save = torch.is_grad_enabled() and (

@@ -1,9 +1,9 @@
 """What the kernels are made of.
 
 A program owns one sample and one block of channels, whole heads that fill BC of them. Products of two different heads
-of a block are computed with the rest and masked away: every kernel here is bound by memory, not by tensor cores. What
-is masked away still meets its neighbours as zero times a number: an infinity or NaN in one head makes NaN of the heads
-that share its block, as those of up to 16 channels do.
+of a block are computed with the rest and masked away: every kernel here is bound by memory, not by tensor cores. The
+zeros that stand in their place are multiplied too, so that an infinity or NaN of one head makes NaN of the heads that
+share its block. Heads of up to 16 channels share one.
 
 Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Shapes in comments are of blocks.
 - tokens: a sample's rows, `stride` elements apart, channels next to each other; prefix tokens first, then the map.

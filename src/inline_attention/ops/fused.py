@@ -69,10 +69,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class Plan(NamedTuple):
-    """What a launch is made of, from the shapes alone. Of a packed batch the longest image's."""
+    """What a launch is made of, from the shapes alone."""
 
     batch: int
-    queries: int
+    queries: int  # of a sample, or of the longest image of a packed batch
     tokens: int
     heads: int
     head_dim: int
@@ -188,13 +188,12 @@ class Tiles(NamedTuple):
     number: int
     columns: int
     rows: int
+    reach: int  # tokens from the first of a tile to its last one, at most
 
-    def wide(self, plan: Plan, strides: Sequence[int]) -> bool:
-        """Whether they take the kernels for large maps: more of them than an axis of the grid holds, or a row of a tile
-        2³¹ elements or more below another. `strides` as of `_strides`"""
-        return self.number > MOST_ON_AN_AXIS or any(
-            self.rows * plan.width * stride >= 2**31 for stride in strides[1::2]
-        )
+    def wide(self, strides: Sequence[int]) -> bool:
+        """Whether they take the kernels for large maps: more of them than an axis of the grid holds, or a last token
+        2³¹ elements or more from the first. `strides` as of `_strides`"""
+        return self.number > MOST_ON_AN_AXIS or any(self.reach * stride >= 2**31 for stride in strides[1::2])
 
     def grid(self, plan: Plan) -> tuple[int, ...]:
         if self.number <= MOST_ON_AN_AXIS:
@@ -214,11 +213,11 @@ def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
     """Of a packed batch as many as the image has that has the most; its kernels count the columns of each."""
     if not local:
         rows = CONFIG.tokens * CONFIG.steps
-        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows)
+        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows, rows)
     above_each_other = triton.cdiv(plan.height, CONFIG.tile // columns)
     rows = triton.cdiv(plan.height, above_each_other)
     number = max(triton.cdiv(height, rows) * triton.cdiv(width, columns) for height, width in plan.grids)
-    return Tiles(number, triton.cdiv(plan.width, columns), rows)
+    return Tiles(number, triton.cdiv(plan.width, columns), rows, rows * plan.width)
 
 
 def _count(token_mask: Tensor | None) -> Tensor | None:
@@ -281,9 +280,9 @@ def run_forward(
     strides = _strides(plan.packed, q, v, out)
     launch(forward.output_kernel, tiles.grid(plan))(
         q, v, taps, mask, sequences, out, state, means,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
         *strides,
-        **mapped, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns, WIDE=tiles.wide(plan, strides),
+        **mapped, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns, WIDE=tiles.wide(strides),
         **_pace(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
     return out, state, means
@@ -377,9 +376,9 @@ def run_backward(
     tiles = make_tiles(plan, columns=columns, local=local)
     launch(backward.grad_kernel, tiles.grid(plan))(
         q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, *grad_tensors,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
-        **mapped, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns,
-        WIDE=tiles.wide(plan, strides),
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
+        *strides,
+        **mapped, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
         **_pace(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
     )  # fmt: skip
     return [*grads, grad_taps]

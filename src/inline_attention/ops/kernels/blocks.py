@@ -10,8 +10,8 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
 - pivot: the mean of a sample's first tokens. The covariance of float32 inputs is taken of what is left without it:
   float32 is exact only as long as the mean does not swamp the spread. Products of half-precision numbers have the
   digits to spare, if only their sum is not left to the tensor cores, which round towards zero, for too long: parts of
-  the tokens are short enough, and summed in float32. A pivot is used where it is
-  computed, never stored: in another layout of the same block its last digits can differ.
+  the tokens are short, and brought together by float32 addition. A pivot is used where it is computed, never stored:
+  in another layout of the same block its last digits can differ.
 - state: covariance S, mean of φ(k), mean of v, as in `reference.State`; φ is used less φ(0), which S does not see.
 """
 

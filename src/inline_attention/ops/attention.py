@@ -110,7 +110,7 @@ def inline_attention(
 
     The weight of query i on token j is (s/N)·φ(q_i)·φ(k_j) − (s/N²)·Σ_t φ(q_i)·φ(k_t) + 1/N. It is never formed:
     the output is φ(q_i)·S + v̄ with S the scaled covariance of keys and values. Sums are taken in at
-    least float32; the kernels multiply in the inputs' dtype, and keep S in it for bfloat16.
+    least float32; the kernels round what they multiply to the inputs' precision, and keep S in it for bfloat16.
 
     Args:
         q: queries (B, Nq, heads, d). Any strides: views into a qkv projection's output need no copy.

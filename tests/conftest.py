@@ -1,8 +1,18 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter, which is chosen before Triton is imported first."""
+"""Where there is no GPU, Triton's kernels run in its interpreter, which is chosen before Triton is imported first, and
+tests marked `gpu` are skipped."""
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

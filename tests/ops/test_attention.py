@@ -456,6 +456,11 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(token_mask=torch.ones(BATCH, 3, dtype=torch.bool)), r"expected bool \(B, N\) = \(2, 21\)"),
         (dict(token_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool)), "a mask over pairs of tokens is impossible"),
         (dict(token_mask=torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool)), "over pairs of tokens is impossible"),
+        (dict(token_mask=torch.ones(BATCH, TOKENS, dtype=torch.bool, device="meta")), "token_mask is on meta but q, k"),
+        (
+            dict(local_weight=local_kernels().to("meta"), grid=(3, 7)),
+            "local_weight is on meta but q, k and v are on cpu",
+        ),
         (dict(grid=(4, 4)), "grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 21"),
         (dict(grid=(21,)), r"expected \(height, width\)"),
         (dict(grid=(-3, -7)), "pass the"),
@@ -480,6 +485,8 @@ def test_errors(arguments: dict, message: str) -> None:
     ("arguments", "message"),
     [
         (dict(cu_seqlens=torch.tensor([0.0, 21.0])), r"expected \(images \+ 1,\) integers"),
+        (dict(cu_seqlens=[0]), r"expected \(images \+ 1,\) integers"),
+        (dict(cu_seqlens=[0, 20]), "must rise from 0 to the token count 21"),
         (dict(cu_seqlens=torch.tensor([0, 20])), "must rise from 0 to the token count 21"),
         (dict(cu_seqlens=torch.tensor([0, 9, 9, 21])), "every image at least one token"),
         (dict(grids=[(3, 7), (1, 1)]), "there are 2 grids for 1 images"),

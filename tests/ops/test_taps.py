@@ -76,6 +76,12 @@ def test_a_module_takes_the_backend_it_is_set_to():
     torch.testing.assert_close(seen["triton"][1], seen["reference"][1])
 
 
+def test_refuses_forward_mode_differentiation():
+    layer, mean = make(3, 2, 16)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda mean: by_kernel(layer, mean), (mean,), (mean,))
+
+
 def test_compiles_as_one_graph(by_layers):
     layer, mean = make(3, 2, 16)
     compiled = torch.compile(by_kernel, fullgraph=True, backend="inductor" if GPU else "aot_eager")

@@ -48,7 +48,13 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
         raise ValueError(f"k has shape {_shape(k)}: no token to attend to")
 
 
+def _check_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device} but q, k and v are on {device}; move it there")
+
+
 def _check_token_mask(token_mask: Tensor, k: Tensor) -> None:
+    _check_device("token_mask", token_mask, k.device)
     expected = _shape(k)[:2]
     if token_mask.shape == expected and token_mask.dtype == torch.bool:
         return
@@ -61,8 +67,9 @@ def _check_token_mask(token_mask: Tensor, k: Tensor) -> None:
     raise ValueError(f"{what}; expected bool (B, N) = {expected}, True where a token is present")
 
 
-def _check_local(local_weight: Tensor, *, batch: int, heads_d: tuple[int, ...]) -> None:
-    expected = (batch, *heads_d, TAPS)
+def _check_local(local_weight: Tensor, v: Tensor, *, batch: int) -> None:
+    _check_device("local_weight", local_weight, v.device)
+    expected = (batch, *_shape(v)[-2:], TAPS)
     if local_weight.shape != expected:
         raise ValueError(
             f"local_weight has shape {_shape(local_weight)}; "
@@ -102,7 +109,8 @@ def inline_attention(
     """InLine attention: linear in the number of tokens, its rows sum to one, and different queries get different rows.
 
     The weight of query i on token j is (s/N)·φ(q_i)·φ(k_j) − (s/N²)·Σ_t φ(q_i)·φ(k_t) + 1/N. It is never formed:
-    the output is φ(q_i)·S + v̄ with S the scaled covariance of keys and values, kept in at least float32.
+    the output is φ(q_i)·S + v̄ with S the scaled covariance of keys and values. Sums are taken in at
+    least float32; the kernels round what they multiply to the inputs' precision, and keep S in it for bfloat16.
 
     Args:
         q: queries (B, Nq, heads, d). Any strides: views into a qkv projection's output need no copy.
@@ -174,14 +182,15 @@ def inline_attention_projected(
             raise ValueError(
                 f"local_weight needs queries on the map of v, but there are {q.shape[1]} queries and {k.shape[1]} keys"
             )
-        _check_local(local_weight, batch=k.shape[0], heads_d=_shape(k)[2:])
+        _check_local(local_weight, v, batch=v.shape[0])
     get_feature_map(feature_map)
     options: dict[str, Any] = dict(
-        feature_map=feature_map, scale=_default_scale(q, scale), grid=grid, num_prefix_tokens=num_prefix_tokens
+        feature_map=feature_map, scale=_default_scale(q, scale), num_prefix_tokens=num_prefix_tokens
     )
     if backends.choose(backend, projections) == "triton":
-        return fused.attend(projections, local_weight, token_mask, None, **options)
-    return reference.attend(q, k, v, local_weight, token_mask, **options)
+        grids = [(1, 1) if grid is None else grid]
+        return fused.attend(projections, local_weight, token_mask, None, grids=grids, **options)
+    return reference.attend(q, k, v, local_weight, token_mask, grid=grid, **options)
 
 
 def inline_attention_packed(
@@ -189,7 +198,7 @@ def inline_attention_packed(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     grids: Sequence[Grid] | None = None,
     feature_map: str = "identity",
     scale: float | None = None,
@@ -203,7 +212,9 @@ def inline_attention_packed(
         q: (T, heads, d), T the tokens of all images together.
         k: (T, heads, d)
         v: (T, heads, d)
-        cu_seqlens: (images + 1,) integers, where each image begins, from 0 to T.
+        cu_seqlens: (images + 1,) integers, where each image begins, from 0 to T. They are read on the host: from a
+            list or a tensor on the CPU at once, from a tensor on a GPU after a wait for it. torch.compile makes one
+            graph of it from a list, for each layout anew, and breaks the graph at a tensor.
         grids: (height, width) of each image's token map; needed for local_weight, and checked whenever given.
         feature_map: as for `inline_attention`.
         scale: as for `inline_attention`.
@@ -229,7 +240,7 @@ def inline_attention_packed(
         for grid, (start, end) in zip(grids, pairwise(bounds), strict=True):
             _check_grid(grid, tokens=end - start, num_prefix_tokens=num_prefix_tokens)
     if local_weight is not None:
-        _check_local(local_weight, batch=images, heads_d=_shape(q)[1:])
+        _check_local(local_weight, v, batch=images)
     scale = _default_scale(q, scale)
     projections = [x[None, :, None] for x in (q, k, v)]
     if backends.choose(backend, projections) == "triton":
@@ -240,10 +251,10 @@ def inline_attention_packed(
             projections,
             local_weight,
             None,
-            torch.tensor(rows, device=q.device),
+            _to_device(rows, q.device),
             feature_map=feature_map,
             scale=scale,
-            grid=(max(h for h, _ in sizes), max(w for _, w in sizes)),
+            grids=[(1, max(lengths))] if local_weight is None else sizes,
             num_prefix_tokens=num_prefix_tokens,
         )[0]
     outs = []
@@ -263,12 +274,25 @@ def inline_attention_packed(
     return torch.cat(outs)
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, *, total: int) -> list[int]:
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"cu_seqlens has shape {_shape(cu_seqlens)} and dtype {cu_seqlens.dtype}; expected (images + 1,) integers"
-        )
-    bounds: list[int] = cu_seqlens.tolist()
+def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """As a tensor, without a wait for what the device is doing"""
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        return torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(rows, device=device)
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], *, total: int) -> list[int]:
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens has shape {_shape(cu_seqlens)} and dtype {cu_seqlens.dtype}; "
+                "expected (images + 1,) integers"
+            )
+        bounds: list[int] = cu_seqlens.tolist()
+    else:
+        bounds = list(cu_seqlens)
+    if len(bounds) < 2:
+        raise ValueError(f"cu_seqlens={bounds}; expected (images + 1,) integers")
     if bounds[0] != 0 or bounds[-1] != total or any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(
             f"cu_seqlens={bounds} must rise from 0 to the token count {total}, every image at least one token"
@@ -289,7 +313,7 @@ def local_residual(
     v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens
     """
     _check_grid(grid, tokens=v.shape[1], num_prefix_tokens=num_prefix_tokens)
-    _check_local(local_weight, batch=v.shape[0], heads_d=_shape(v)[2:])
+    _check_local(local_weight, v, batch=v.shape[0])
     dtype = reference.accumulation_dtype(v.dtype)
     v_ = v.to(dtype)
     if token_mask is not None:

@@ -6,6 +6,7 @@ projections keep them.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .kernels import backward, forward
@@ -21,7 +23,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Config(NamedTuple):
-    """Launch parameters: one set for every length, resolution and batch, found by a sweep on an H200."""
+    """Launch parameters, one set for every length, resolution and batch: the fastest of those tried by hand on an H200,
+    in bfloat16 with heads of 32 channels. Other GPUs and widths run with them, but were not what they were tried on."""
 
     tokens: int = 64  # a step over tokens
     columns: int = 16  # of the map, a tile; half of them where the map is that narrow
@@ -37,8 +40,9 @@ class Config(NamedTuple):
     forward_stages: int = 2
     backward_stages: int = 3
     state_programs: int = 8  # a multiprocessor, where the tokens of a sample are split
-    grad_state_programs: int = 8
-    most_parts: int = 128
+    most_parts: int = 128  # for that; powers of two
+    part: int = 2048  # tokens at most, whatever that takes: tensor cores, which sum a part, round towards zero
+    summed_parts: int = 128  # at once
     fused_tokens: int = 256  # up to so many a sample is one program's,
     fused_programs: int = 4  # unless they are fewer than so many a multiprocessor
 
@@ -47,11 +51,17 @@ CONFIG = Config()
 # A step of the interpreter costs the same whatever its size: small ones make small test shapes go through every loop.
 if INTERPRETED:
     CONFIG = Config(
-        tokens=16, tile=32, steps=1, state_programs=2, grad_state_programs=3, fused_tokens=40, fused_programs=0
+        tokens=16, tile=32, steps=1, state_programs=2, part=64, summed_parts=2, fused_tokens=40, fused_programs=0
     )
 
 # Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
 LEAST_CHANNELS = 32
+
+# Of a GPU: below it tensor cores know no bfloat16 and no tf32.
+LEAST_CAPABILITY = (8, 0)
+
+# Programs on an axis of the grid that is not the first.
+MOST_ON_AN_AXIS = 65_535
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -62,7 +72,7 @@ class Plan(NamedTuple):
     """What a launch is made of, from the shapes alone."""
 
     batch: int
-    queries: int
+    queries: int  # of a sample, or of the longest image of a packed batch
     tokens: int
     heads: int
     head_dim: int
@@ -70,39 +80,63 @@ class Plan(NamedTuple):
     block_channels: int
     blocks: int  # of channels
     fused: bool  # one program a sample and block
-    height: int
-    width: int
+    packed: bool
+    grids: list[tuple[int, int]]  # one, or those of a packed batch
 
     @property
     def programs(self) -> int:
         return self.batch * self.blocks
 
+    @property
+    def height(self) -> int:
+        return max(height for height, _ in self.grids)
 
-def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, height: int, width: int) -> Plan:
+    @property
+    def width(self) -> int:
+        return max(width for _, width in self.grids)
+
+
+def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, grids: Sequence[int], num_prefix_tokens: int) -> Plan:
     heads, head_dim = q.shape[2:]
-    heads_per_block = min(max(1, LEAST_CHANNELS // head_dim), heads)
+    heads_per_block = max(1, min(LEAST_CHANNELS // head_dim, heads))
     block_channels = max(16, triton.next_power_of_2(heads_per_block * head_dim))
     blocks = triton.cdiv(heads, heads_per_block)
-    batch = q.shape[0] if sequences is None else sequences.shape[0]
-    longest = k.shape[1] if sequences is None else height * width
-    fused = longest <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * _multiprocessors(q.device)
-    return Plan(batch, q.shape[1], k.shape[1], heads, head_dim, heads_per_block, block_channels, blocks, fused,
-                height, width)  # fmt: skip
+    pairs = list(zip(grids[::2], grids[1::2], strict=True))
+    batch, queries, tokens = q.shape[0], q.shape[1], k.shape[1]
+    if sequences is not None:
+        batch = sequences.shape[0]
+        queries = tokens = num_prefix_tokens + max(height * width for height, width in pairs)
+    fused = tokens <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * _multiprocessors(q.device)
+    return Plan(batch, queries, tokens, heads, head_dim, heads_per_block, block_channels, blocks, fused,
+                sequences is not None, pairs)  # fmt: skip
 
 
-def _parts(plan: Plan, programs: int, device: torch.device) -> int:
-    """Of a sample's tokens, for so many programs a multiprocessor: a number that does not depend on the tokens."""
-    return max(1, min(CONFIG.most_parts, programs * _multiprocessors(device) // plan.programs))
+class Parts(NamedTuple):
+    """Into how many parts the tokens of a sample are split."""
+
+    number: int
+    most: int  # a power of two
 
 
-def _common(plan: Plan, mask: Tensor | None, sequences: Tensor | None, feature_map: str) -> dict[str, Any]:
+def split(plan: Plan, tokens: int, device: torch.device, *, rows: int = 0) -> Parts:
+    """For so many programs a multiprocessor, and so few tokens a part, as configured; but not more parts than there are
+    steps over tokens, or rows. Found by comparisons: torch.compile then knows the most, whatever it leaves open."""
+    programs = CONFIG.state_programs * _multiprocessors(device)
+    most = CONFIG.most_parts
+    while most > 1 and plan.programs * most > programs:
+        most //= 2
+    while most * CONFIG.part < tokens:
+        most *= 2
+    return Parts(torch.sym_min(most, torch.sym_max(triton.cdiv(tokens, CONFIG.tokens), rows)), most)
+
+
+def _common(plan: Plan, mask: Tensor | None) -> dict[str, Any]:
     return dict(
-        MAP=feature_map,
         D=plan.head_dim,
         HEADS=plan.heads_per_block,
         BC=plan.block_channels,
         HAS_MASK=mask is not None,
-        PACKED=sequences is not None,
+        PACKED=plan.packed,
     )
 
 
@@ -143,12 +177,29 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
     return (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[grid]
 
 
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Where Triton launches: on the current device, which need not be that of its arguments."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 class Tiles(NamedTuple):
     """How the outputs of a sample are shared out: tiles of `rows` rows, `columns` of them side by side."""
 
     number: int
     columns: int
     rows: int
+    reach: int  # tokens from the first of a tile to its last one, at most
+
+    def wide(self, strides: Sequence[int]) -> bool:
+        """Whether they take the kernels for large maps: more of them than an axis of the grid holds, or a last token
+        2³¹ elements or more from the first. `strides` as of `_strides`"""
+        return self.number > MOST_ON_AN_AXIS or any(self.reach * stride >= 2**31 for stride in strides[1::2])
+
+    def grid(self, plan: Plan) -> tuple[int, ...]:
+        if self.number <= MOST_ON_AN_AXIS:
+            return plan.programs, self.number
+        layers = triton.cdiv(self.number, MOST_ON_AN_AXIS)
+        return plan.programs, triton.cdiv(self.number, layers), layers
 
 
 def tile_columns(width: int) -> int:
@@ -158,14 +209,15 @@ def tile_columns(width: int) -> int:
     return half if isinstance(width, int) and width <= half else CONFIG.columns
 
 
-def make_tiles(plan: Plan, *, columns: int, local: bool, packed: bool) -> Tiles:
+def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
+    """Of a packed batch as many as the image has that has the most; its kernels count the columns of each."""
     if not local:
         rows = CONFIG.tokens * CONFIG.steps
-        longest = plan.height * plan.width if packed else max(plan.queries, plan.tokens)
-        return Tiles(triton.cdiv(longest, rows), 1, rows)
+        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows, rows)
     above_each_other = triton.cdiv(plan.height, CONFIG.tile // columns)
-    side_by_side = triton.cdiv(plan.width, columns)
-    return Tiles(above_each_other * side_by_side, side_by_side, triton.cdiv(plan.height, above_each_other))
+    rows = triton.cdiv(plan.height, above_each_other)
+    number = max(triton.cdiv(height, rows) * triton.cdiv(width, columns) for height, width in plan.grids)
+    return Tiles(number, triton.cdiv(plan.width, columns), rows, rows * plan.width)
 
 
 def _count(token_mask: Tensor | None) -> Tensor | None:
@@ -179,15 +231,14 @@ def run_forward(
     sequences: Tensor | None,
     feature_map: str,
     scale: float,
-    height: int,
-    width: int,
+    grids: Sequence[int],
     num_prefix_tokens: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _views(sources)
-    plan = make_plan(q, k, sequences, height, width)
+    plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
+    height, width = plan.height, plan.width
     local = taps is not None
-    packed = sequences is not None
     channels = plan.heads * plan.head_dim
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kept = plan.batch if save or not plan.fused else 0
@@ -195,9 +246,12 @@ def run_forward(
         (kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map), device=q.device
     )
     means = torch.empty((kept, 2, channels), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, state, means
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     count = _count(token_mask)
-    common = _common(plan, token_mask, sequences, feature_map)
+    common = _common(plan, token_mask)
+    mapped = dict(**common, MAP=feature_map)
     products = dot_settings(q.dtype)
     centre = q.dtype == torch.float32
     mask_q = token_mask is not None and plan.queries == plan.tokens
@@ -205,30 +259,30 @@ def run_forward(
         launch(forward.forward_kernel, (plan.programs,))(
             q, k, v, taps, mask, count, sequences, out, state, means,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
-            *_strides(packed, q, k, v, out),
-            **common, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=tile_columns(width),
+            *_strides(plan.packed, q, k, v, out),
+            **mapped, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=tile_columns(width),
             **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.forward_stages),
         )  # fmt: skip
         return out, state, means
     size = plan.block_channels * (plan.block_channels + 4)
-    parts = _parts(plan, CONFIG.state_programs, q.device)
-    sums = torch.empty((plan.programs, parts, size), dtype=torch.float32, device=q.device)
-    launch(forward.state_kernel, (plan.programs, parts))(
-        k, v, mask, sequences, sums, plan.tokens, height, width, plan.blocks, channels, *_strides(packed, k, v),
-        **common, **products, CENTRE=centre, **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
+    parts = split(plan, plan.tokens, q.device)
+    sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
+    launch(forward.state_kernel, (plan.programs, parts.number))(
+        k, v, mask, sequences, sums, plan.tokens, height, width, plan.blocks, channels, *_strides(plan.packed, k, v),
+        **mapped, **products, CENTRE=centre, **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
-    common.pop("MAP")
     launch(forward.finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
-        sums, count, sequences, state, means, plan.tokens, height, width, scale, parts, plan.blocks, channels,
+        sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
         **common, **block, CENTRE=centre,
     )  # fmt: skip
-    tiles = make_tiles(plan, columns=CONFIG.output_columns, local=local, packed=packed)
-    launch(forward.output_kernel, (plan.programs, tiles.number))(
+    tiles = make_tiles(plan, columns=CONFIG.output_columns, local=local)
+    strides = _strides(plan.packed, q, v, out)
+    launch(forward.output_kernel, tiles.grid(plan))(
         q, v, taps, mask, sequences, out, state, means,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels,
-        *_strides(packed, q, v, out), MAP=feature_map,
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns,
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
+        *strides,
+        **mapped, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns, WIDE=tiles.wide(strides),
         **_pace(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
     return out, state, means
@@ -246,12 +300,14 @@ def _pace(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, 
     return dict(BN=tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
 
 
-def _summed(plan: Plan, parts: int) -> dict[str, int]:
-    """Parts, and rows of the state, that one program sums: all parts at once, and of few rows, so that the registers
-    hold them and many programs share the work. Few warps, so that a thread sums most parts by itself."""
-    parts = triton.next_power_of_2(parts)
-    rows = max(1, min(4, 16384 // (parts * plan.block_channels)))
-    return dict(BP=parts, BR=rows, num_warps=max(1, min(4, parts * rows * plan.block_channels // 2048)))
+def _summed(plan: Plan, parts: Parts) -> dict[str, int]:
+    """Parts, and rows of the state, that one program sums: all parts at once, if they are not very many, and of few
+    rows, so that the registers hold them and many programs share the work. Few warps, so that a thread sums most parts
+    by itself."""
+    at_once = min(parts.most, CONFIG.summed_parts)
+    rows = max(1, min(4, 16384 // (at_once * plan.block_channels)))
+    warps = max(1, min(4, at_once * rows * plan.block_channels // 2048))
+    return dict(BP=at_once, STEPS=parts.most // at_once, BR=rows, num_warps=warps)
 
 
 def run_backward(
@@ -264,60 +320,65 @@ def run_backward(
     means: Tensor,
     feature_map: str,
     scale: float,
-    height: int,
-    width: int,
+    grids: Sequence[int],
     num_prefix_tokens: int,
+    grad_of_taps: bool,
 ) -> list[Tensor]:
     q, k, v = _views(sources)
     g = _rows(grad_out)
-    plan = make_plan(q, k, sequences, height, width)
+    plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
+    height, width = plan.height, plan.width
     local = taps is not None
-    packed = sequences is not None
     channels = plan.heads * plan.head_dim
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
     grad_tensors = (*grads, None, None)[:3]
     layout = _layout(sources)
+    wanted = taps if grad_of_taps else None
     grad_taps = torch.empty(
-        (0,) if taps is None else taps.shape, dtype=(q if taps is None else taps).dtype, device=q.device
+        (0,) if wanted is None else wanted.shape, dtype=(q if wanted is None else wanted).dtype, device=q.device
     )
+    if g.numel() == 0:
+        return [x.zero_() for x in (*grads, grad_taps)]
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     count = _count(token_mask)
-    common = _common(plan, token_mask, sequences, feature_map)
+    mapped = dict(**_common(plan, token_mask), MAP=feature_map)
     products = dot_settings(q.dtype)
     mask_q = token_mask is not None and plan.queries == plan.tokens
-    strides = _strides(packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
+    strides = _strides(plan.packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
     if plan.fused:
         launch(backward.backward_kernel, (plan.programs,))(
             q, k, v, taps, g, mask, count, sequences, state, means, *grad_tensors, grad_taps,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
-            **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=tile_columns(width),
+            **mapped, **products, LOCAL=local, GRAD_TAPS=grad_of_taps, MASK_Q=mask_q, LAYOUT=layout,
+            BW=tile_columns(width),
             **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
         return [*grads, grad_taps]
     size = plan.block_channels * (plan.block_channels + 10)
-    parts = _parts(plan, CONFIG.grad_state_programs, q.device)
-    sums = torch.empty((plan.programs, parts, size), dtype=torch.float32, device=q.device)
+    parts = split(plan, plan.queries, q.device, rows=height if grad_of_taps else 0)
+    sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     grad_state = torch.empty(state.shape, dtype=torch.float32, device=q.device)
     grad_mean = torch.empty((plan.batch, channels), dtype=torch.float32, device=q.device)
-    launch(backward.grad_state_kernel, (plan.programs, parts))(
+    launch(backward.grad_state_kernel, (plan.programs, parts.number))(
         q, v, g, mask, sequences, sums,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
-        *_strides(packed, q, v, g),
-        **common, **products, LOCAL=local, MASK_Q=mask_q, BW=tile_columns(width),
+        *_strides(plan.packed, q, v, g),
+        **mapped, **products, GRAD_TAPS=grad_of_taps, MASK_Q=mask_q, BW=tile_columns(width),
         **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
     launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
         sums, count, sequences, grad_state, grad_mean, grad_taps,
-        plan.tokens, height, width, scale, parts, plan.blocks, channels,
-        **common, **block, LOCAL=local,
+        plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
+        **mapped, **block, GRAD_TAPS=grad_of_taps,
     )  # fmt: skip
     columns = tile_columns(width)
-    tiles = make_tiles(plan, columns=columns, local=local, packed=packed)
-    launch(backward.grad_kernel, (plan.programs, tiles.number))(
+    tiles = make_tiles(plan, columns=columns, local=local)
+    launch(backward.grad_kernel, tiles.grid(plan))(
         q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, *grad_tensors,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, *tiles[1:], channels, *strides,
-        **common, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns,
+        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
+        *strides,
+        **mapped, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
         **_pace(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
     )  # fmt: skip
     return [*grads, grad_taps]
@@ -336,12 +397,12 @@ def _forward_op(
     sequences: Tensor | None,
     feature_map: str,
     scale: float,
-    height: int,
-    width: int,
+    grids: Sequence[int],
     num_prefix_tokens: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return run_forward(sources, taps, token_mask, sequences, feature_map, scale, height, width, num_prefix_tokens, save)
+    with on_device_of(sources[0]):
+        return run_forward(sources, taps, token_mask, sequences, feature_map, scale, grids, num_prefix_tokens, save)
 
 
 @register("inline_attention::backward", mutates_args=())
@@ -355,20 +416,21 @@ def _backward_op(
     means: Tensor,
     feature_map: str,
     scale: float,
-    height: int,
-    width: int,
+    grids: Sequence[int],
     num_prefix_tokens: int,
+    grad_of_taps: bool,
 ) -> list[Tensor]:
-    return run_backward(
-        grad_out, sources, taps, token_mask, sequences, state, means,
-        feature_map, scale, height, width, num_prefix_tokens,
-    )  # fmt: skip
+    with on_device_of(grad_out):
+        return run_backward(
+            grad_out, sources, taps, token_mask, sequences, state, means,
+            feature_map, scale, grids, num_prefix_tokens, grad_of_taps,
+        )  # fmt: skip
 
 
 @_forward_op.register_fake
-def _(sources, taps, token_mask, sequences, feature_map, scale, height, width, num_prefix_tokens, save):  # type: ignore[no-untyped-def]  # as the operator
+def _(sources, taps, token_mask, sequences, feature_map, scale, grids, num_prefix_tokens, save):  # type: ignore[no-untyped-def]  # as the operator
     q, k, _ = _views(sources)
-    plan = make_plan(q, k, sequences, height, width)
+    plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     kept = plan.batch if save or not plan.fused else 0
     state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map))
     return q.new_empty(q.shape), state, q.new_empty((kept, 2, plan.heads * plan.head_dim), dtype=torch.float32)
@@ -376,9 +438,10 @@ def _(sources, taps, token_mask, sequences, feature_map, scale, height, width, n
 
 @_backward_op.register_fake
 def _(grad_out, sources, taps, *args):  # type: ignore[no-untyped-def]  # as the operator
+    grad_of_taps = args[-1]
     return [
         *(x.new_empty(x.shape) for x in sources),
-        grad_out.new_empty((0,)) if taps is None else torch.empty_like(taps),
+        torch.empty_like(taps) if grad_of_taps else grad_out.new_empty((0,)),
     ]
 
 
@@ -390,27 +453,40 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     *sources, taps, token_mask, sequences, state, means = ctx.saved_tensors
-    *grads, grad_taps = _backward_op(grad_out, sources, taps, token_mask, sequences, state, means, *ctx.options)
-    return grads, None if taps is None else grad_taps, *[None] * 8
+    grad_of_taps = ctx.needs_input_grad[1]
+    *grads, grad_taps = _backward_op(
+        grad_out, sources, taps, token_mask, sequences, state, means, *ctx.options, grad_of_taps
+    )
+    return grads, grad_taps if grad_of_taps else None, *[None] * 7
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _flops(sources: Any, taps: Any, products: int, local: int) -> int:
-    """Of `products` between tokens and d×d states, and `local` sums over nine taps; shapes in the place of tensors."""
-    batch, tokens, _, heads, head_dim = sources[0]
-    return 2 * batch * tokens * heads * head_dim * (products * head_dim + (0 if taps is None else local * 9))
+    """Of `products` of queries and as many of keys with d×d states, and `local` sums over nine taps. Shapes stand in
+    the place of tensors."""
+    batch, queries, _, heads, head_dim = sources[0]
+    tokens = sources[-1][1]
+    sums = 0 if taps is None else local * 9 * tokens
+    return 2 * batch * heads * head_dim * (products * (queries + tokens) * head_dim + sums)
 
 
 @register_flop_formula(torch.ops.inline_attention.forward)
 def _forward_flops(sources: Any, taps: Any, *args: Any, **kwargs: Any) -> int:
-    return _flops(sources, taps, products=2, local=1)
+    return _flops(sources, taps, products=1, local=1)
 
 
 @register_flop_formula(torch.ops.inline_attention.backward)
 def _backward_flops(grad_out: Any, sources: Any, taps: Any, *args: Any, **kwargs: Any) -> int:
-    return _flops(sources, taps, products=4, local=2)
+    grad_of_taps = args[-1]
+    return _flops(sources, taps, products=2, local=2 if grad_of_taps else 1)
+
+
+# torch.compile asks once.
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def why_not(sources: Sequence[Tensor]) -> str | None:
@@ -422,7 +498,18 @@ def why_not(sources: Sequence[Tensor]) -> str | None:
         return f"they hold heads of up to 128 channels, not of {x.shape[-1]}"
     if not x.is_cuda and not INTERPRETED:
         return f"they run on a GPU, and the inputs are on {x.device}"
+    if x.is_cuda and _capability(x.device) < LEAST_CAPABILITY:
+        return f"they need a GPU of compute capability 8.0 (Ampere) or above, and {x.device} has less"
     return None
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Forward-mode differentiation would go on with zeros: operators without a rule for it drop tangents silently."""
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "the kernels have no forward-mode derivative (torch.func.jvp); differentiate in reverse mode, or write the "
+            "attention with attention_matrix"
+        )
 
 
 def attend(
@@ -433,25 +520,24 @@ def attend(
     *,
     feature_map: str,
     scale: float,
-    grid: tuple[int, int] | None,
+    grids: Sequence[tuple[int, int]],
     num_prefix_tokens: int,
 ) -> Tensor:
     """The backend's entry: inputs are checked, defaults filled in. `sequences` (images, 4) holds the first token, the
-    tokens, the height and the width of each image of a packed batch, `grid` the largest ones."""
+    tokens, the height and the width of each image of a packed batch, `grids` the heights and widths alone."""
+    refuse_tangents(*sources, local_weight)
     taps = None if local_weight is None else local_weight.contiguous()
-    height, width = (1, 1) if grid is None else grid
     save = torch.is_grad_enabled() and (
         any(x.requires_grad for x in sources) or (local_weight is not None and local_weight.requires_grad)
     )
     out, _, _ = _forward_op(
         [_rows(x) for x in sources],
         taps,
-        token_mask,
+        None if token_mask is None else token_mask.contiguous(),
         sequences,
         feature_map,
         scale,
-        height,
-        width,
+        [length for grid in grids for length in grid],
         num_prefix_tokens,
         save,
     )

@@ -8,24 +8,26 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from .fused import dot_settings, launch, register
+from .fused import dot_settings, launch, on_device_of, refuse_tangents, register
 from .kernels.taps import taps_kernel
 from .local import TAPS
 from .precision import product_dtype
 
-SAMPLES = 16  # a program
-OUTPUTS = 32  # a step of a program
+# of a program
+SAMPLES = 16
+OUTPUTS = 32
 
 
 @register("inline_attention::taps", mutates_args=())
 def _taps_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
     batch, (heads, head_dim) = mean.shape[0], b1.shape
     out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
-    launch(taps_kernel, (heads, triton.cdiv(batch, SAMPLES)))(
-        mean, w1, b1, w2, b2, out, batch, mean.stride(0),
-        HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
-        **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,
-    )  # fmt: skip
+    with on_device_of(mean):
+        launch(taps_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
+            mean, w1, b1, w2, b2, out, batch, mean.stride(0),
+            HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
+            **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,
+        )  # fmt: skip
     return out
 
 
@@ -69,5 +71,6 @@ def _flops(mean: Any, w1: Any, b1: Any, w2: Any, *args: Any, **kwargs: Any) -> i
 def make_taps(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """W2·gelu(W1·x + b1) + b2 of each head: mean (B, heads·d), weights (heads, d, d) and (heads, 9·d, d), biases
     (heads, d) and (heads, 9·d) → (B, heads, d, 9), in what autocast or else `mean` says"""
+    refuse_tangents(mean, w1, b1, w2, b2)
     out: Tensor = _taps_op(mean.contiguous(), *(x.contiguous() for x in (w1, b1, w2, b2)), product_dtype(mean))
     return out

@@ -80,12 +80,12 @@ def _to_map(
 ) -> Tensor:
     """(B, N, heads, d) without its prefix, zero where absent → (B, H, W, heads·d)"""
     rows = _zero_masked(x.to(dtype), token_mask, heads_first=False)
-    return rows[:, num_prefix_tokens:].reshape(x.shape[0], *grid, -1)
+    return rows[:, num_prefix_tokens:].reshape(x.shape[0], *grid, x.shape[2] * x.shape[3])
 
 
 def _add_map(x: Tensor, grid_map: Tensor, num_prefix_tokens: int) -> Tensor:
     """x (B, N, heads, d) plus a map (B, H, W, heads·d), which is overwritten, on the tokens behind the prefix."""
-    tokens = grid_map.reshape(x.shape[0], -1, *x.shape[2:]).add_(x[:, num_prefix_tokens:])
+    tokens = grid_map.flatten(1, 2).unflatten(2, x.shape[2:]).add_(x[:, num_prefix_tokens:])
     return tokens if num_prefix_tokens == 0 else torch.cat([x[:, :num_prefix_tokens], tokens], dim=1)
 
 

@@ -21,6 +21,7 @@ from .blocks import (
     state_offsets,
     store_rows,
     sum_parts,
+    tile_index,
     tile_tokens,
 )
 
@@ -57,13 +58,14 @@ def accumulate_taps(
 
 @triton.jit
 def sum_taps(
-    p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c,
+    p_g, p_v, p_mask, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
     BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the nine taps from rows y_begin … y_end − 1 of g, all columns: nine blocks (BC,)"""
+    """The gradient of the nine taps from columns x_begin … x_end − 1 of rows y_begin … y_end − 1 of g, x_begin a
+    multiple of BW, as x_end is if it is not W: nine blocks (BC,)"""
     a0 = tl.zeros([BW, BC], tl.float32)
     a1, a2, a3, a4, a5, a6, a7, a8 = a0, a0, a0, a0, a0, a0, a0, a0
-    for x in range(0, W, BW):
+    for x in range(x_begin, x_end, BW):
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = accumulate_taps(
             p_g, p_v, p_mask, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
             a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, BC, HAS_MASK,
@@ -168,7 +170,7 @@ def backward_kernel(
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, GRAD_TAPS: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_Q: tl.constexpr, PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
@@ -220,8 +222,9 @@ def backward_kernel(
                 p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, o_c, m_c,
                 BW, BC, True, HAS_MASK,
             )  # fmt: skip
+    if GRAD_TAPS:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, 0, H, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
+            p_g, p_v, p_mask, stride_g, stride_v, 0, W, 0, H, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
         )
         store_taps(p_dw + (i_b * C + c + o_c) * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
@@ -231,11 +234,12 @@ def grad_state_kernel(
     p_q, p_v, p_g, p_mask, p_seq, p_part,
     Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, GRAD_TAPS: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one part of the tokens, whole rows of the map where there is one. Grid (B·blocks, parts); parts
-    (B·blocks, parts, BC·(BC + 10)) float32: dS, Σ g, nine taps"""
+    """Sums over one part of the tokens, and for the taps' gradient over about the same part of the map: some rows, or
+    of one row some columns. Grid (B·blocks, parts); parts (B·blocks, parts, BC·(BC + 10)) float32: dS, Σ g, nine taps
+    """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
     i_p = tl.program_id(1)
@@ -252,27 +256,27 @@ def grad_state_kernel(
     if HAS_MASK:
         p_mask += i_b * N
     p_part += (i * parts + i_p) * (BC * (BC + 10))
-    if LOCAL:
-        rows = tl.cdiv(H, parts)
-        y_begin = tl.minimum(i_p * rows, H)
-        y_end = tl.minimum(y_begin + rows, H)
-        # The prefix goes with the first part.
-        t_begin = (prefix + y_begin * W) * tl.minimum(i_p, 1)
-        t_end = prefix + y_end * W
-    else:
-        length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
-        t_begin = tl.minimum(i_p * length, Nq)
-        t_end = tl.minimum(t_begin + length, Nq)
+    length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
+    t_begin = tl.minimum(i_p * length, Nq)
+    t_end = tl.minimum(t_begin + length, Nq)
     b_ds, _, b_g_sum, _, _ = accumulate(
         p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_c, m_c, 0, 0,
         MAP, BN, BC, DOT, PRECISION, False, MASK_Q,
     )  # fmt: skip
     tl.store(p_part + o_c[:, None] * BC + o_c[None, :], b_ds)
     tl.store(p_part + BC * BC + o_c, b_g_sum)
-    if LOCAL:
+    if GRAD_TAPS:
+        across = tl.maximum(parts // H, 1)
+        rows = tl.cdiv(H, parts // across)
+        y_begin = tl.minimum(i_p // across * rows, H)
+        y_end = tl.minimum(y_begin + rows, H)
+        span = tl.cdiv(tl.cdiv(W, across), BW) * BW
+        x_begin = i_p % across * span
+        x_end = tl.minimum(x_begin + span, W)
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, y_begin, y_end, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
-        )
+            p_g, p_v, p_mask, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
+            BW, BC, HAS_MASK,
+        )  # fmt: skip
         store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
@@ -280,7 +284,7 @@ def grad_state_kernel(
 def grad_finish_kernel(
     p_part, p_count, p_seq, p_ds, p_g_mean, p_dw, N, H, W, scale, parts, blocks, C,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
+    STEPS: tl.constexpr, GRAD_TAPS: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dS with the factor s/n that every use of it has, ḡ and the taps' gradient from their parts.
     Grid (B·blocks, BC / BR)"""
@@ -298,8 +302,8 @@ def grad_finish_kernel(
     m_head = same_head(o_r, m_r, o_c, m_c, D)
     size: tl.constexpr = BC * (BC + 10)
     p_part += i * parts * size
-    b_ds = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP)
-    b_g_sum = sum_parts(p_part, BC * BC + o_c[None, :], m_c[None, :], parts, size, BP)
+    b_ds = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP, STEPS)
+    b_g_sum = sum_parts(p_part, BC * BC + o_c[None, :], m_c[None, :], parts, size, BP, STEPS)
     if MAP == "exp":
         b_ds += b_g_sum  # φ(0)
     tl.store(
@@ -309,10 +313,10 @@ def grad_finish_kernel(
     )
     if tl.program_id(1) == 0:
         tl.store(p_g_mean + i_b * C + c + o_c, tl.div_rn(tl.sum(b_g_sum, 0), count), mask=m_c)
-    if LOCAL:
+    if GRAD_TAPS:
         o_t = tl.arange(0, 16)
         m_t = m_r[:, None] & (o_t < 9)[None, :]
-        b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP)
+        b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP, STEPS)
         p = p_dw + (i_b * C + c + o_r[:, None]) * 9 + o_t[None, :]
         tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
 
@@ -325,15 +329,19 @@ def grad_kernel(
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr, LAYOUT: tl.constexpr,
+    PACKED: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = (tl.program_id(0) % blocks) * HEADS * D
-    i_t = tl.program_id(1)
+    i_t = tile_index(WIDE)
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
         Nq = N
+        columns = tl.cdiv(W, BW)
+        tiles = tl.cdiv(H, rows) * columns if LOCAL else tl.cdiv(N, rows)
+        if i_t >= tiles:  # another image has more
+            return
     o_c = tl.arange(0, BC)
     m_c = (o_c < HEADS * D) & (c + o_c < C)
     p_q += i_b * stride_qb + start * stride_q + c
@@ -368,7 +376,7 @@ def grad_kernel(
         if (x < W) & (y < H):
             t = prefix + y * W + x
             for i in range(0, rows * BW, BN):
-                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW)
+                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
                 write_grads(
                     p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
                     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_t, m_t, o_c, m_c,

@@ -1,14 +1,17 @@
 """What the kernels are made of.
 
 A program owns one sample and one block of channels, whole heads that fill BC of them. Products of two different heads
-of a block are computed with the rest and masked away: every kernel here is bound by memory, not by tensor cores.
+of a block are computed with the rest and masked away: every kernel here is bound by memory, not by tensor cores. The
+zeros that stand in their place are multiplied too, so that an infinity or NaN of one head makes NaN of the heads that
+share its block. Heads of up to 16 channels share one.
 
 Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Shapes in comments are of blocks.
 - tokens: a sample's rows, `stride` elements apart, channels next to each other; prefix tokens first, then the map.
 - pivot: the mean of a sample's first tokens. The covariance of float32 inputs is taken of what is left without it:
   float32 is exact only as long as the mean does not swamp the spread. Products of half-precision numbers have the
-  digits to spare, if only their sum is not left to the tensor cores for too long (CHUNK). A pivot is used where it is
-  computed, never stored: in another layout of the same block its last digits can differ.
+  digits to spare, if only their sum is not left to the tensor cores, which round towards zero, for too long: parts of
+  the tokens are short, and brought together by float32 addition. A pivot is used where it is computed, never stored:
+  in another layout of the same block its last digits can differ.
 - state: covariance S, mean of φ(k), mean of v, as in `reference.State`; φ is used less φ(0), which S does not see.
 """
 
@@ -17,9 +20,6 @@ import triton.language as tl
 
 # Arguments that differ from image to image: a kernel is compiled once for all of them.
 SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
-
-# Tokens whose products the tensor cores sum before float32 addition takes over: they round towards zero.
-CHUNK = tl.constexpr(2048)
 
 # Stages of the pipeline over a map's rows.
 ROW_STAGES = tl.constexpr(4)
@@ -101,10 +101,23 @@ def gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr):
-    """Step i over a tile BW columns wide that begins at (y, x): tokens from its first one on, and which are in it"""
+def tile_index(WIDE: tl.constexpr):
+    """On axis 1 of the grid, or if WIDE on axes 1 and 2: one alone ends at 65,535"""
+    i_t = tl.program_id(1)
+    if WIDE:
+        i_t += tl.program_id(2) * tl.num_programs(1)
+    return i_t
+
+
+@triton.jit
+def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr, WIDE: tl.constexpr):
+    """Step i over a tile BW columns wide that begins at (y, x): tokens from its first one on, and which are in it.
+    If WIDE in 64 bits, for products with a stride"""
     o = i + tl.arange(0, BN)
-    return o // BW * W + o % BW, (y + o // BW < y_end) & (x + o % BW < W)
+    o_y = o // BW
+    if WIDE:
+        o_y = tl.cast(o_y, tl.int64)
+    return o_y * W + o % BW, (y + o // BW < y_end) & (x + o % BW < W)
 
 
 @triton.jit
@@ -150,25 +163,22 @@ def accumulate(
     b_v_sum = tl.zeros([16, BC], tl.float32)
     b_dk_sum = tl.zeros([16, BC], tl.float32)
     b_dv_sum = tl.zeros([16, BC], tl.float32)
-    for chunk in range(t_begin, t_end, CHUNK):
-        b_chunk = tl.zeros([BC, BC], tl.float32)
-        for t in range(chunk, tl.minimum(chunk + CHUNK, t_end), BN):
-            m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
-            b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_c, m_c)
-            b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_c, m_c)
-            if MAP != "identity":
-                b_k = feature_map(b_k.to(tl.float32), MAP)
-            b_k = operand(b_k, DOT, PRECISION)
-            b_v = operand(b_v, DOT, PRECISION)
-            b_k_sum = add_product(b_k_sum, b_ones, b_k, PRECISION)
-            b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
-            if CENTRE:
-                b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
-                b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-                b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
-                b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
-            b_chunk = add_product(b_chunk, tl.trans(b_k), b_v, PRECISION)
-        b_kv += b_chunk
+    for t in range(t_begin, t_end, BN):
+        m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
+        b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_c, m_c)
+        b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_c, m_c)
+        if MAP != "identity":
+            b_k = feature_map(b_k.to(tl.float32), MAP)
+        b_k = operand(b_k, DOT, PRECISION)
+        b_v = operand(b_v, DOT, PRECISION)
+        b_k_sum = add_product(b_k_sum, b_ones, b_k, PRECISION)
+        b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
+        if CENTRE:
+            b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
+            b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
+            b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
+            b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
+        b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
     # Every row of a sum is the sum.
     b_k_sum = tl.max(b_k_sum, 0)
     b_v_sum = tl.max(b_v_sum, 0)
@@ -199,11 +209,16 @@ def state_offsets(o_r, o_c, D: tl.constexpr):
 
 
 @triton.jit
-def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr):
-    """Σ over up to BP parts of what stands at offsets o (R, X), where m: (R, X)"""
+def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr, STEPS: tl.constexpr):
+    """Σ over up to BP·STEPS parts of what stands at offsets o (R, X), where m: (R, X)"""
     o_p = tl.arange(0, BP)
     p = p_part + tl.cast(o_p, tl.int64)[:, None, None] * part_size + o[None, :, :]
-    return tl.sum(tl.load(p, mask=(o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
+    b_sum = tl.sum(tl.load(p, mask=(o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
+    if STEPS > 1:
+        for i in range(BP, BP * STEPS, BP):
+            p += BP * part_size
+            b_sum += tl.sum(tl.load(p, mask=(i + o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
+    return b_sum
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from .blocks import (
     state_offsets,
     store_rows,
     sum_parts,
+    tile_index,
     tile_tokens,
 )
 
@@ -169,8 +170,8 @@ def state_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
     p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, C,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, CENTRE: tl.constexpr,
-    HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    STEPS: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The state from its parts. Grid (B·blocks, BC / BR): a program sums BR rows of S"""
     i = tl.cast(tl.program_id(0), tl.int64)
@@ -187,15 +188,15 @@ def finish_kernel(
     m_head = same_head(o_r, m_r, o_c, m_c, D)
     size: tl.constexpr = BC * (BC + 4)
     p_part += i * parts * size
-    b_kv = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP)
+    b_kv = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP, STEPS)
     p_part += BC * BC
-    b_k_sum = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP)
-    b_v_sum = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP)
+    b_k_sum = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
+    b_v_sum = sum_parts(p_part, BC + o_c[None, :], m_c[None, :], parts, size, BP, STEPS)
     b_dk_sum = b_k_sum
     b_dv_sum = b_v_sum
     if CENTRE:
-        b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP)
-        b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP)
+        b_dk_sum = sum_parts(p_part, 2 * BC + o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
+        b_dv_sum = sum_parts(p_part, 3 * BC + o_c[None, :], m_c[None, :], parts, size, BP, STEPS)
     b_s = covariance(b_kv, b_dk_sum, b_dv_sum, count, scale)
     tl.store(p_s + i_b * C * D + c * D + state_offsets(o_r, o_c, D), b_s.to(p_s.dtype.element_ty), mask=m_head)
     p_means += i_b * 2 * C + c
@@ -211,16 +212,21 @@ def output_kernel(
     stride_qb, stride_q, stride_vb, stride_v, stride_ob, stride_o,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Outputs from the state. Grid (B·blocks, tiles): a tile is `rows` of the map and BW of its columns, `columns`
-    tiles stand side by side; or it is `rows` tokens where there is no local residual"""
+    tiles stand side by side (as many as it takes in a packed image); or it is `rows` tokens where there is no local
+    residual"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = (tl.program_id(0) % blocks) * HEADS * D
-    i_t = tl.program_id(1)
+    i_t = tile_index(WIDE)
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
         Nq = N
+        columns = tl.cdiv(W, BW)
+        tiles = tl.cdiv(H, rows) * columns if LOCAL else tl.cdiv(N, rows)
+        if i_t >= tiles:  # another image has more
+            return
     o_c = tl.arange(0, BC)
     m_c = (o_c < HEADS * D) & (c + o_c < C)
     p_q += i_b * stride_qb + start * stride_q + c
@@ -245,7 +251,7 @@ def output_kernel(
         if (x < W) & (y < H):
             t = prefix + y * W + x
             for i in range(0, rows * BW, BN):
-                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW)
+                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
                 write_outputs(
                     p_q, p_out, p_mask, stride_q, stride_o, t, o_t, m_t, o_c, m_c, b_s, b_base,
                     MAP, DOT, PRECISION, MASK_Q,

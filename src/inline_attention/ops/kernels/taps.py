@@ -17,7 +17,9 @@ def taps_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BB: tl.constexpr, BO: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W2·gelu(W1·x + b1) + b2 of one head, for BB samples, BO outputs at a time. Grid (heads, B / BB)
+    """W2·gelu(W1·x + b1) + b2 of one head, BO outputs for BB samples. Grid (heads, B / BB, 9·d / BO)
+
+    Every program makes the hidden values again, which is less than a wait for one that would make them for all.
 
     x (B, heads·d), W1 (heads, d, d), b1 (heads, d), W2 (heads, 9·d, d), b2 (heads, 9·d) → out (B, heads, 9·d)
     """
@@ -33,13 +35,11 @@ def taps_kernel(
     b_b1 = tl.load(p_b1 + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
     b_hidden = gelu(product_plus(operand(b_x, DOT, PRECISION), operand(b_w1, DOT, PRECISION), b_b1, PRECISION))
     b_hidden = operand(b_hidden, DOT, PRECISION)
+    o_o = tl.program_id(2) * BO + tl.arange(0, BO)
+    m_o = o_o < 9 * D
     p_w2 += i_h * 9 * D * D
-    p_b2 += i_h * 9 * D
-    p_out += o_b[:, None] * (HEADS * 9 * D) + i_h * 9 * D
-    for o in range(0, 9 * D, BO):
-        o_o = o + tl.arange(0, BO)
-        m_o = o_o < 9 * D
-        b_w2 = tl.load(p_w2 + o_o[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_o[None, :], other=0.0)
-        b_b2 = tl.load(p_b2 + o_o, mask=m_o, other=0.0).to(tl.float32)[None, :]
-        b_out = product_plus(b_hidden, operand(b_w2, DOT, PRECISION), b_b2, PRECISION)
-        tl.store(p_out + o_o[None, :], b_out.to(p_out.dtype.element_ty), mask=m_b[:, None] & m_o[None, :])
+    b_w2 = tl.load(p_w2 + o_o[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_o[None, :], other=0.0)
+    b_b2 = tl.load(p_b2 + i_h * 9 * D + o_o, mask=m_o, other=0.0).to(tl.float32)[None, :]
+    b_out = product_plus(b_hidden, operand(b_w2, DOT, PRECISION), b_b2, PRECISION)
+    p_out += o_b[:, None] * (HEADS * 9 * D) + i_h * 9 * D + o_o[None, :]
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_b[:, None] & m_o[None, :])

@@ -52,6 +52,9 @@ def test_wheel(tmp_path: Path) -> None:
     assert run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).startswith(str(site))
     listing = run(str(site / "bin" / "inline"), "models", cwd=tmp_path, PYTHONPATH=str(site))
     assert all(name in listing for name in inline_attention.list_models())
+    (photo, *_) = sorted((site / "inline_attention" / "data" / "photos").glob("*.jpg"))
+    named = run(str(site / "bin" / "inline"), "predict", str(photo), cwd=tmp_path, PYTHONPATH=str(site))
+    assert named.count("%") == 5  # by the weights in the package
 
 
 def test_torch_hub() -> None:

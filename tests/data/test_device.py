@@ -11,10 +11,7 @@ from torch import nn
 from inline_attention.data import DataConfig, Mixup, open_data
 from inline_attention.training.evaluate import evaluate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 VARIANTS = [
     pytest.param({"workers": 2}, id="files"),

@@ -24,7 +24,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 class Config(NamedTuple):
     """Launch parameters, one set for every length, resolution and batch: the fastest of those tried by hand on an H200,
-    in bfloat16 with heads of 32 channels. Other GPUs and widths run with them, but were not what they were tried on."""
+    in bfloat16 with heads of 32 channels (but for the last bounds on parts, which are for accuracy and compilation).
+    Other GPUs and widths run with them, but were not what they were tried on."""
 
     tokens: int = 64  # a step over tokens
     columns: int = 16  # of the map, a tile; half of them where the map is that narrow

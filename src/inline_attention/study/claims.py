@@ -7,7 +7,7 @@ from typing import Any
 
 from inline_attention.study.grid import BASELINES, FEATURE_MAPS, ROWS, SEEDS, WINDOW_SIZES
 from inline_attention.study.measures import masking_drops, speed_name
-from inline_attention.study.results import Results, Sample, Setting
+from inline_attention.study.results import Gap, Results, Sample, Setting
 
 CONFIRMED, NOT_CONFIRMED = "confirmed", "not confirmed"
 NOT_MEASURED, NOT_TESTABLE = "not measured yet", "not testable here"
@@ -48,15 +48,8 @@ def _evidence(results: Results) -> Setting | None:
 # Accuracy
 
 
-def _difference(results: Results, a: Sample, b: Sample) -> tuple[float, float | None, str]:
-    """Points by which a is ahead of b, two standard errors of that, and both in words."""
-    difference, margin = a.mean - b.mean, results.margin(a, b)
-    words = f"{difference:+.2f}" if margin is None else f"{difference:+.2f} ± {margin:.2f}"
-    return difference, margin, words.replace("-", "−")
-
-
-def _ahead(difference: float, margin: float | None) -> str:
-    return NOT_MEASURED if margin is None else _verdict(difference > margin)
+def _ahead(gap: Gap) -> str:
+    return NOT_MEASURED if gap.margin is None else _verdict(gap.points > gap.margin)
 
 
 def _compare(
@@ -74,11 +67,11 @@ def _compare(
         if not {better, worse} <= rows.keys():
             return Claim(claim, rule)
         a, b = rows[better], rows[worse]
-        difference, margin, words = _difference(results, a, b)
-        measured = f"{a} against {b}: {words} points ({setting}; {a.seeds} and {b.seeds} seeds)"
-        if margin is None or min(a.seeds, b.seeds) < len(SEEDS):
+        gap = results.gap(a, b)
+        measured = f"{a} against {b}: {gap} points ({setting}; {a.seeds} and {b.seeds} seeds)"
+        if gap.margin is None or min(a.seeds, b.seeds) < len(SEEDS):
             return Claim(claim, rule, measured)
-        return Claim(claim, rule, measured, _verdict(difference - margin > least))
+        return Claim(claim, rule, measured, _verdict(gap.points - gap.margin > least))
 
     return check
 
@@ -102,9 +95,9 @@ def _windows(results: Results) -> Claim:
         return Claim(claim, rule)
     setting, rows = found
     samples = {window: rows[name] for window, name in names.items()}
-    difference, margin, words = _difference(results, samples[max(samples)], samples[min(samples)])
-    measured = ", ".join(f"{window}: {sample}" for window, sample in samples.items()) + f"; {words} ({setting})"
-    return Claim(claim, rule, measured, _ahead(difference, margin))
+    gap = results.gap(samples[max(samples)], samples[min(samples)])
+    measured = ", ".join(f"{window}: {sample}" for window, sample in samples.items()) + f"; {gap} ({setting})"
+    return Claim(claim, rule, measured, _ahead(gap))
 
 
 def _feature_maps(results: Results) -> Claim:
@@ -130,10 +123,10 @@ def _other_linear(results: Results) -> Claim:
         return Claim(claim, rule)
     setting, rows = found
     best = max(BASELINES, key=lambda name: rows[name].mean)
-    difference, margin, words = _difference(results, rows["inline"], rows[best])
+    gap = results.gap(rows["inline"], rows[best])
     each = ", ".join(f"{ROWS[name].title} {rows[name]}" for name in BASELINES)
-    measured = f"InLine {rows['inline']}, {each}; {words} to {ROWS[best].title} ({setting})"
-    return Claim(claim, rule, measured, _ahead(difference, margin))
+    measured = f"InLine {rows['inline']}, {each}; {gap} to {ROWS[best].title} ({setting})"
+    return Claim(claim, rule, measured, _ahead(gap))
 
 
 def _mapped_softmax(results: Results) -> Claim:
@@ -143,9 +136,9 @@ def _mapped_softmax(results: Results) -> Claim:
     if found is None:
         return Claim(claim, rule)
     setting, rows = found
-    difference, margin, words = _difference(results, rows["softmax"], rows["softmax_relu"])
-    measured = f"{rows['softmax']} against {rows['softmax_relu']}: {words} points ({setting})"
-    return Claim(claim, rule, measured, _ahead(difference, margin))
+    gap = results.gap(rows["softmax"], rows["softmax_relu"])
+    measured = f"{rows['softmax']} against {rows['softmax_relu']}: {gap} points ({setting})"
+    return Claim(claim, rule, measured, _ahead(gap))
 
 
 # Probes
@@ -175,22 +168,16 @@ def _escape_probe(results: Results) -> Claim:
     return Claim(claim, rule, f"with a bias {bias:.1f}, with a skip {skip:.1f} %", _verdict(max(bias, skip) < 90))
 
 
-def _local_probe(results: Results) -> Claim:
-    claim = "The 3×3 residual supplies local detail that attention alone does not"
-    rule = "with it more than 5 points above without, for InLine"
-    if results.probes is None:
-        return Claim(claim, rule)
-    without, with_it = (results.probes["local"][name]["mean"] for name in ("InLine", "InLine + residual"))
-    return Claim(claim, rule, f"{without:.1f} without, {with_it:.1f} % with", _verdict(with_it - without > 5))
+def _local_probe(better: str, worse: str, claim: str) -> Callable[[Results], Claim]:
+    rule = f"probe of local detail: {better} more than 5 points above {worse}"
 
+    def check(results: Results) -> Claim:
+        if results.probes is None:
+            return Claim(claim, rule)
+        a, b = (results.probes["local"][name]["mean"] for name in (better, worse))
+        return Claim(claim, rule, f"{better} {a:.1f}, {worse} {b:.1f} %", _verdict(a - b > 5))
 
-def _softmax_local_probe(results: Results) -> Claim:
-    claim = "Softmax attention gets at local detail better than linear attention"
-    rule = "probe of local detail: softmax more than 5 points above linear (ReLU), both without residual"
-    if results.probes is None:
-        return Claim(claim, rule)
-    softmax, linear = (results.probes["local"][name]["mean"] for name in ("softmax", "linear, ReLU"))
-    return Claim(claim, rule, f"softmax {softmax:.1f}, linear {linear:.1f} %", _verdict(softmax - linear > 5))
+    return check
 
 
 def _mean_probe(results: Results) -> Claim:
@@ -295,8 +282,8 @@ def _speed(results: Results) -> Claim:
 _CHECKS: tuple[Callable[[Results], Claim], ...] = (
     _length_probe,
     _escape_probe,
-    _local_probe,
-    _softmax_local_probe,
+    _local_probe("InLine + residual", "InLine", "The 3×3 residual supplies local detail that attention alone does not"),
+    _local_probe("softmax", "linear, ReLU", "Softmax attention gets at local detail better than linear attention"),
     _mean_probe,
     _compare("inline", "linear", "InLine attention (with its residual) is ahead of linear attention"),
     _compare("inline_plain", "linear", "Injectivity alone: InLine without residual is ahead of linear attention"),

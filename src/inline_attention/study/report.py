@@ -194,7 +194,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     parts = [] if main is None else [f"## In short\n\n{main}.\n", front_table(results, main)]
     if results.speed is not None:
-        where = _where("`, `".join(results.speed["commits"]), results.speed["machine"])
+        where = _where(results.speed["commits"], results.speed["machine"])
         parts.append(f"Images a second: each model alone, {_how_timed(results.speed)}, {where}.\n")
     parts += _pictures(figures, "speed", "curves")
     if gaps := gap_table(results):
@@ -204,7 +204,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     parts += _pictures(figures, "causes")
     if results.probes is not None:
         environment = results.probes["environment"]
-        where = _where(environment["inline-attention"], environment["cpu"])
+        where = _where([environment["inline-attention"]], environment["cpu"])
         command = f"`inline study probes`, {where}, seed {results.probes['seed']}.\n"
         parts += ["## Probes\n", command, probe_table(results.probes), *_pictures(figures, "probes")]
     for setting in sorted(results.settings, key=lambda s: s != main):
@@ -241,8 +241,8 @@ def _pictures(links: Sequence[str], *names: str) -> list[str]:
     ]
 
 
-def _where(commit: str, machine: str) -> str:
-    return f"`{commit}` on {machine}"
+def _where(commits: Sequence[str], machine: str) -> str:
+    return f"{', '.join(f'`{commit}`' for commit in commits)} on {machine}"
 
 
 def made_where(results: Results, setting: Setting) -> str:
@@ -250,7 +250,7 @@ def made_where(results: Results, setting: Setting) -> str:
     rows: dict[str, list[str]] = {}
     for result in results.runs:
         if result.setting == setting:
-            titles = rows.setdefault(_where(result.commit, result.machine), [])
+            titles = rows.setdefault(_where([result.commit], result.machine), [])
             titles += [title for title in [ROWS[result.run.row].title] if title not in titles]
     only = len(rows) == 1
     return "\n".join(f"- {where}{'' if only else ': ' + ', '.join(titles)}" for where, titles in rows.items()) + "\n"
@@ -300,17 +300,15 @@ def _gap(results: Results, setting: Setting, pair: tuple[str, str]) -> str:
     rows = results.rows(setting)
     if not set(pair) <= rows.keys():
         return "–"
-    a, b = (rows[name] for name in pair)
-    difference, margin = a.mean - b.mean, results.margin(a, b)
-    text = (f"{difference:+.2f}" if margin is None else f"{difference:+.2f} ± {margin:.2f}").replace("-", "−")
-    return f"**{text}**" if margin is not None and abs(difference) > margin else text
+    gap = results.gap(*(rows[name] for name in pair))
+    return f"**{gap}**" if gap.is_told_apart else str(gap)
 
 
 def again_table(results: Results) -> str:
     first = {result.run: result for result in results.runs}
     lines = [
         [f"`{r.run.name}`", f"{first[r.run].top1:.2f}" if r.run in first else "–", f"{r.top1:.2f}",
-         results.rows(r.setting).get(r.run.row, "–"), _where(r.commit, r.machine)]
+         results.rows(r.setting).get(r.run.row, "–"), _where([r.commit], r.machine)]
         for r in results.again
     ]  # fmt: skip
     return _table(["run", "top-1 (%)", "again", "the row, over its seeds", "commit, machine"], lines)
@@ -390,7 +388,7 @@ _ANALYSED = (
 
 
 def _analysed(analysis: Mapping[str, Any]) -> list[str]:
-    pairs = (analysis.get(name) for name in ("confusion", "loose_confusion"))  # the second came later
+    pairs = (analysis.get(name) for name in ("confusion", "loose_confusion"))  # early runs lack the second
     locality = analysis["locality"]
     has_taps = any(outcome["local_terms"] != "none" for outcome in analysis["masking"]["outcomes"])
     return [

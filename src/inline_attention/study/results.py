@@ -82,6 +82,21 @@ class Sample:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
+class Gap(NamedTuple):
+    """Between the means of two rows, in points."""
+
+    points: float
+    margin: float | None  # two standard errors; None where it is not known what a seed changes
+
+    @property
+    def is_told_apart(self) -> bool:
+        return self.margin is not None and abs(self.points) > self.margin
+
+    def __str__(self) -> str:
+        text = f"{self.points:+.2f}" if self.margin is None else f"{self.points:+.2f} ± {self.margin:.2f}"
+        return text.replace("-", "−")
+
+
 @dataclass(frozen=True)
 class Results:
     runs: list[RunResult]
@@ -120,13 +135,11 @@ class Results:
         squares = sum((value - sample.mean) ** 2 for sample in samples for value in sample.values)
         return math.sqrt(squares / freedom) if freedom else None
 
-    def margin(self, a: Sample, b: Sample) -> float | None:
-        """By how much two means must differ to count as different: two standard errors of their difference.
-
-        Rows of other settings are taken to vary with the seed as those of the main one do.
-        """
+    def gap(self, a: Sample, b: Sample) -> Gap:
+        """By how much a is ahead of b. Rows of other settings are taken to vary with the seed as the main ones do."""
         deviation = self.deviation
-        return None if deviation is None else 2 * deviation * math.sqrt(1 / a.seeds + 1 / b.seeds)
+        margin = None if deviation is None else 2 * deviation * math.sqrt(1 / a.seeds + 1 / b.seeds)
+        return Gap(a.mean - b.mean, margin)
 
     def find(self, setting: Setting, row: str) -> RunResult | None:
         """The run of the lowest seed."""

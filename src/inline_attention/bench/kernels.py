@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from .op import CONTENDERS, Case, bind, draw_sets
 from .record import table
+from .timing import profiled
 
 # What a kernel must read and write, in units of the bytes of one of q, k, v, where φ is the identity. What it has
 # beside that (states, sums, taps) does not grow with the tokens.
@@ -42,15 +42,14 @@ def run_case(case: Case, *, device: torch.device, dtype: torch.dtype, bandwidth:
     for call in calls:  # compiles
         call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(TURNS):
-            for call in calls:
-                call()
-        torch.cuda.synchronize()
+
+    def turn() -> None:
+        for call in calls:
+            call()
+
     seconds: dict[str, float] = defaultdict(float)
-    for event in profiler.key_averages():
-        name = event.key if event.key in UNITS else REST
-        seconds[name] += event.self_device_time_total / 1e6 / (TURNS * len(calls))
+    for kernel in profiled(turn, device=device, calls=TURNS):
+        seconds[kernel.name if kernel.name in UNITS else REST] += kernel.seconds / len(calls)
     unit = case.elements * dtype.itemsize
     return [
         KernelResult(str(case), name, seconds[name], units, units * unit / bandwidth)

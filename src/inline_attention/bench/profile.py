@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as torch_profile
 
 from .kernels import UNITS
 from .model import (
@@ -22,7 +20,7 @@ from .model import (
     usable_modes,
 )
 from .record import table
-from .timing import describe_error
+from .timing import Kernel, describe_error, profiled
 
 STEPS = 10  # profiled, after those that compile and warm up
 
@@ -81,7 +79,8 @@ def run_setting(
     for (contender, used_mode), candidate in candidates.items():
         row = partial(ProfileResult, setting.model, setting.img_size, setting.batch, setting.task, contender, used_mode)
         try:
-            results += [row(*kernel) for kernel in profile_candidate(candidate, device)]
+            for kernel in profile_candidate(candidate, device):
+                results.append(row(kernel.name, kernel.seconds * 1e6, kernel.launches))
             log(f"{setting}: profiled: {contender} {used_mode}")
         except Exception as error:  # of one contender: the others go on
             results.append(row(None, 0.0, 0.0, describe_error(error)))
@@ -90,24 +89,13 @@ def run_setting(
     return results
 
 
-def profile_candidate(candidate: Candidate, device: torch.device) -> list[tuple[str, float, float]]:
-    """Names, microseconds and launches a step."""
-    on_gpu = device.type == "cuda"
+def profile_candidate(candidate: Candidate, device: torch.device) -> list[Kernel]:
+    """Of one step."""
     # Inductor's loops on a CPU have no names in a profile unless they are compiled with them.
-    with each_size_compiled(), torch._inductor.config.patch({"cpp.enable_kernel_profile": not on_gpu}):
+    names = torch._inductor.config.patch({"cpp.enable_kernel_profile": device.type == "cpu"})
+    with each_size_compiled(), names:
         step, _ = prepare(candidate, device)
-        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-        with torch_profile(activities=[activity]) as profiler:
-            for _ in range(STEPS):
-                step()
-            if on_gpu:
-                torch.cuda.synchronize()
-    kernels = []
-    for event in profiler.key_averages():
-        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if microseconds:  # what only launches kernels has none
-            kernels.append((event.key, microseconds / STEPS, event.count / STEPS))
-    return sorted(kernels, key=lambda kernel: -kernel[1])
+        return profiled(step, device=device, calls=STEPS)
 
 
 def profile_table(results: Sequence[dict]) -> str:

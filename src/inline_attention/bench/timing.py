@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
 
@@ -121,6 +122,43 @@ def captured(calls: Sequence[Call]) -> Call:
         for call in calls:
             call()
     return graph.replay
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Of one call: what a kernel (on a CPU an operator, less what it calls) takes in all its launches."""
+
+    name: str
+    seconds: float
+    launches: float
+
+    @classmethod
+    def of(cls, name: str, *, seconds: float, launches: int, calls: int) -> "Kernel":
+        """From what a profiler saw in `calls` calls.
+
+        It loses some of the first launches on a GPU (pytorch/pytorch#192021). A call has a whole number of them, unless
+        they are rare.
+        """
+        each = round(launches / calls) or launches / calls
+        return cls(name, seconds / launches * each, each)
+
+
+def profiled(call: Call, *, device: torch.device, calls: int) -> list[Kernel]:
+    """The kernels of a call that has been made before, those that take longest first."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        for _ in range(calls):
+            call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    kernels = []
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if microseconds:  # what only launches kernels has none
+            kernels.append(Kernel.of(event.key, seconds=microseconds / 1e6, launches=event.count, calls=calls))
+    if not kernels:
+        raise RuntimeError(f"PyTorch's profiler saw no kernel in {calls} calls")
+    return sorted(kernels, key=lambda kernel: -kernel.seconds)
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:

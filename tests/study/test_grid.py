@@ -69,8 +69,17 @@ def test_a_run_of_two_groups_is_made_once() -> None:
     assert len(runs) == len(set(runs)) == 15 + 15 - 5
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(dict(groups=["mian"]), "there is no mian in the grid"),
-                                                    (dict(rows=["soft"]), "there is no soft in the grid")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(groups=["mian"]), "there is no mian in the grid"),
+        (dict(rows=["soft"]), "there is no soft in the grid"),
+        (
+            dict(groups=["rates"], rows=["hydra", "softmax"]),
+            "there is no hydra, softmax in rates; expected some of linear_",
+        ),
+    ],
+)
 def test_unknown_names_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_runs(**arguments)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from inline_attention.cli import main
 from inline_attention.study import runner as _runner
@@ -24,6 +25,7 @@ SHORT = ["schedule.epochs=2"]
 ROWS = ["linear", "inline"]
 DIGITS = {"digits": "digits"}
 RUNS = [Run("digits", row, CHECK_EPOCHS, 0, 2) for row in ROWS]
+ABSENT = "cuda" if torch.backends.mps.is_available() else "mps"  # no machine has both
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,12 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert (again["run"], [again["top1"]]) == (RUNS[1].name, by_row["inline"]["top1"])
     assert f"| `{RUNS[1].name}` | {again['top1']:.2f} | {again['top1']:.2f} |" in page
     assert "| digits, 10 classes, 8 px, 17 tokens, 8 epochs | 1 |" in page  # of the gaps
+    assert (
+        "10 validation images, evenly spaced (10 for the rank); masks of 9 tokens, where one image is 10 points" in page
+    )
+    assert "spread evenly has 0.69 times chance" in page  # 4 × 4 tokens: (10/4)² neighbours of 9
+    unmeasured, untestable = ([c["verdict"] for c in results["claims"]].count(v) for v in (NOT_MEASURED, NOT_TESTABLE))
+    assert f"{unmeasured} {NOT_MEASURED}, {untestable} {NOT_TESTABLE}." in page
     assert all(line["command"] in page.splitlines() for line in setting["rows"])
     for name in ("curves.png", "speed.png", "causes.png"):
         assert (grid / name).stat().st_size > 5000
@@ -105,6 +113,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert front.endswith("\n\n<!-- end of the results -->\nafter\n")
     assert "of before" not in front
     assert "| InLine (with residual) |" in front
+    assert "| InLine (with residual) − linear (ReLU) | " in front
     assert "(docs/images/study-speed.png)" in front
 
 
@@ -265,6 +274,8 @@ def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
             "--data digits=nowhere: data path 'nowhere' does not exist",
         ),
         (["--groups", "check", "--main-epochs", "0"], "--main-epochs is 0; expected 1 or more"),
+        (["--groups", "check", "--rows", "hydra"], "there is no hydra in check; expected some of softmax"),
+        (["--groups", "check", "--device", ABSENT], f"device {ABSENT} is not available here"),
         (["--groups", "check", "--jobs", "0"], "--jobs is 0"),
         (["--groups", "check", "--minutes", "0.1"], "--minutes is 0.1"),
     ],
@@ -280,6 +291,31 @@ def test_wrong_arguments(
 def test_an_empty_folder_has_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "report", str(tmp_path)]) == 2
     assert "neither finished runs nor probes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("summary.json", "", "summary.json' is no JSON"),
+        ("metrics.jsonl", "", "there is no evaluation in metrics.jsonl"),
+        ("metrics.jsonl", '{"kind": "ev', "metrics.jsonl' is no JSON"),
+        ("environment.json", None, "environment.json"),
+        ("config.yaml", "[", "config.yaml is not YAML"),
+        ("analysis.json", "{", "analysis.json' is no JSON"),
+    ],
+)
+def test_a_damaged_run_is_named(
+    file: str, content: str | None, message: str, grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / RUNS[0].name
+    shutil.copytree(grid / RUNS[0].name, folder)
+    (folder / file).unlink(missing_ok=True)
+    if content is not None:
+        (folder / file).write_text(content)
+    assert main(["study", "report", str(tmp_path), "--no-analyses", "--no-speed", "--device", "cpu"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"the run {str(folder)!r} is damaged" in said
+    assert message in said
 
 
 def test_a_report_on_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,7 @@ def run_probes(args: argparse.Namespace) -> int:
 def run_train(args: argparse.Namespace) -> int:
     from inline_attention.study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
     from inline_attention.study.runner import GridRunner, dataset_paths
+    from inline_attention.training.distributed import choose_device
 
     main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
     _check_least("--main-epochs", main_epochs, 1)
@@ -101,7 +102,7 @@ def run_train(args: argparse.Namespace) -> int:
             print(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))
         return 0
     for run in runs:
-        run.config(extra=settings)  # a wrong setting is said now, once
+        choose_device(run.config(extra=settings).device)  # a wrong setting is said now, once
     runner = GridRunner(
         out,
         paths=paths,

@@ -218,7 +218,11 @@ def build_runs(
         if unknown := sorted(name - set(known)):
             raise ValueError(f"there is no {', '.join(unknown)} in the grid; expected some of {', '.join(known)}")
     made = [run for group in groups for run in _group(group, main_epochs=main_epochs)]
-    return [run for run in dict.fromkeys(made) if rows is None or run.row in rows]
+    chosen = [run for run in dict.fromkeys(made) if rows is None or run.row in rows]
+    if rows and not chosen:
+        has = ", ".join(dict.fromkeys(run.row for run in made))
+        raise ValueError(f"there is no {', '.join(rows)} in {', '.join(groups)}; expected some of {has}")
+    return chosen
 
 
 def _group(group: str, *, main_epochs: int) -> list[Run]:

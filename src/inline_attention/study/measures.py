@@ -21,6 +21,7 @@ from inline_attention.study.grid import DATASETS, Run
 from inline_attention.study.results import ANALYSIS, SPEED, run_folders
 from inline_attention.study.runner import is_finished
 from inline_attention.training.classifier import load_classifier
+from inline_attention.training.run_folder import write_atomically
 
 IMAGES = 200  # evenly spaced in the validation split; a fifth of them above MANY_TOKENS
 RANK_IMAGES = 10  # singular values take by far the longest; a tenth of them above MANY_TOKENS
@@ -53,7 +54,7 @@ def analyse_runs(
         tell(f"analysing {run.name}")
         few = images if run.tokens < MANY_TOKENS else max(1, images // 5)
         found = analyse_model(weights_file(folder), path=paths[run.dataset], device=device, images=few)
-        (folder / ANALYSIS).write_text(json.dumps(found))
+        write_atomically(folder / ANALYSIS, json.dumps(found).encode())
 
 
 def analyse_model(weights: Path, *, path: str, device: torch.device, images: int) -> dict[str, Any]:
@@ -87,6 +88,11 @@ def analyse_model(weights: Path, *, path: str, device: torch.device, images: int
         masking=dict(outcomes=outcomes, images=masking.images),
     )
     return to_plain(found)
+
+
+def uniform_over_chance(locality: Mapping[str, Any]) -> float:
+    """What weights of 1/N give on the neighbourhood, times chance (9/N): below 1, for a border has fewer neighbours."""
+    return locality["mean_over_chance"] / locality["mean_over_uniform"]
 
 
 def masking_drops(found: Mapping[str, Any], *, taps: str = "kept") -> dict[str, dict[int, float]]:
@@ -137,7 +143,7 @@ def time_runs(out: Path, runs: list[Run], *, device: torch.device, effort: Effor
     found = measure_speed(due, device=device, effort=effort, tell=tell)
     found["rows"] = {**known.get("rows", {}), **found["rows"]}
     found["commits"] = sorted({*known.get("commits", ()), found["environment"]["inline-attention"]})
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def machine_name(device: torch.device) -> str:

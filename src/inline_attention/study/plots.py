@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from inline_attention.study.measures import masking_drops
+from inline_attention.study.measures import masking_drops, uniform_over_chance
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860", "#da8bc3", "#8c8c8c")
 GREY = "0.35"
@@ -82,13 +82,14 @@ def draw_curves(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *
 
 
 def draw_scaling(
-    series: Mapping[str, Sequence[tuple[float, float, float | None]]], *, title: str, xlabel: str
+    series: Mapping[str, Sequence[tuple[float, float, float | None]]], *, title: str, xlabel: str, caption: str
 ) -> Figure:
     """Final top-1 of each row against a length (epochs, tokens), which grows by factors.
 
     A point: the length, the mean and the standard deviation (None: one seed).
     """
-    figure = _figure(7, 4.4)
+    figure = _figure(7, 4.6)
+    figure.supxlabel(caption, fontsize=8, color=GREY)
     axes = figure.subplots()
     for i, (row, points) in enumerate(series.items()):
         xs, ys, stds = zip(*sorted(points), strict=True)
@@ -106,8 +107,9 @@ def draw_speed(points: Sequence[Mapping[str, Any]], *, caption: str) -> Figure:
 
     A point: title, top1, std (None: one seed), train and infer (images a second).
     """
-    figure = _figure(11, 4.6)
-    for axes, what in zip(figure.subplots(1, 2), ("train", "infer"), strict=True):
+    figure = _figure(11, 4.9)
+    panels = dict(zip(("train", "infer"), figure.subplots(1, 2), strict=True))
+    for what, axes in panels.items():
         for i, point in enumerate(points):
             if point.get(what) is None:
                 continue
@@ -116,45 +118,60 @@ def draw_speed(points: Sequence[Mapping[str, Any]], *, caption: str) -> Figure:
                 micro, point["top1"], yerr=point["std"], marker="o", color=COLOURS[i % len(COLOURS)], capsize=3,
                 label=point["title"],
             )  # fmt: skip
-        name = {"train": "training step", "infer": "inference"}[what]
-        _finish(figure, axes, title=f"Accuracy against {name}", xlabel="µs an image", ylabel="validation top-1 (%)")
+        title = f"Accuracy against {'training step' if what == 'train' else 'inference'}"
+        _finish(figure, axes, title=title, xlabel="µs an image", ylabel="validation top-1 (%)", legend=False)
+    handles = panels["infer"].get_legend_handles_labels()
+    figure.legend(*handles, fontsize=8, loc="outside upper center", ncols=5)
     figure.supxlabel(caption, fontsize=8, color=GREY)
     return figure
 
 
-def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]]) -> Figure:
+def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) -> Figure:
     """By model: confused pairs, attention to the neighbourhood by layer, what masking costs, effective rank."""
-    figure = _figure(13, 8)
+    figure = _figure(13, 8.3)
     (confusion, locality), (masking, rank) = figure.subplots(2, 2)
-    for i, (title, found) in enumerate(models):
+    # Where the strict threshold finds a handful of pairs, the loose one says more; early runs lack it.
+    confused = "loose_confusion" if all("loose_confusion" in found for _, found in models) else "confusion"
+    for i, (name, found) in enumerate(models):
         colour = COLOURS[i % len(COLOURS)]
-        layers = range(1, len(found["confusion"]["by_layer"]) + 1)
-        confusion.plot(layers, 100 * np.array(found["confusion"]["by_layer"]), marker="o", color=colour, label=title)
-        over = np.array(found["locality"]["by_layer"]) / np.array(found["locality"]["chance"])
-        locality.plot(range(1, len(over) + 1), over, marker="o", color=colour, label=title)
-        effective = found["rank"]["by_layer"]
-        rank.plot(range(1, len(effective) + 1), effective, marker="o", color=colour, label=title)
+        over_chance = np.array(found["locality"]["by_layer"]) / np.array(found["locality"]["chance"])
+        for axes, values in (
+            (confusion, 1e6 * np.array(found[confused]["by_layer"])),
+            (locality, over_chance),
+            (rank, found["rank"]["by_layer"]),
+        ):
+            axes.plot(range(1, len(values) + 1), values, marker="o", color=colour, label=name)
         drops = masking_drops(found["masking"])
         for what, marker, line in (("local", "o", "-"), ("random", "x", ":")):
-            points = sorted(drops[what].items())
-            masking.plot(
-                [tokens for tokens, _ in points], [drop for _, drop in points], marker=marker, linestyle=line,
-                color=colour, label=title if what == "local" else None,
-            )  # fmt: skip
-    _finish(figure, confusion, title="Confused pairs of queries", xlabel="layer", ylabel="% of pairs")
+            tokens, points = zip(*sorted(drops[what].items()), strict=True)
+            masking.plot(tokens, points, marker=marker, linestyle=line, color=colour)
+    first = models[0][1]
+    confusion.set_yscale("symlog", linthresh=1)
+    confusion.set_ylim(bottom=-0.1)
     locality.axhline(1, linestyle=":", color=GREY)
-    _finish(figure, locality, title="Attention to the 3×3 neighbourhood", xlabel="layer", ylabel="times chance")
-    title = "Top-1 lost by masking attention: local window (—), random tokens (···)"
-    _finish(figure, masking, title=title, xlabel="tokens masked for each query", ylabel="points")
-    _finish(figure, rank, title="Effective rank", xlabel="layer", ylabel="effective rank")
+    locality.axhline(uniform_over_chance(first["locality"]), linestyle="--", color=GREY, lw=1)
+    what = f"Confused pairs of queries, τ = {first[confused]['tau']:g}"
+    _finish(figure, confusion, title=what, xlabel="layer", ylabel="pairs in a million", legend=False)
+    what = "Attention to the 3×3 neighbourhood (···: chance, - -: spread evenly)"
+    _finish(figure, locality, title=what, xlabel="layer", ylabel="times chance", legend=False)
+    what = "Top-1 lost by masking: local window (—), random tokens (···)"
+    _finish(figure, masking, title=what, xlabel="tokens masked for each query", ylabel="points", legend=False)
+    _finish(figure, rank, title="Rank of the attention matrices", xlabel="layer", ylabel="effective rank", legend=False)
+    figure.legend(*rank.get_legend_handles_labels(), fontsize=9, loc="outside upper center", ncols=len(models))
+    caption = (
+        f"{title}; first seed's weights, {first['images']} validation images ({first['rank']['images']} for the rank): "
+        f"one image is {100 / first['masking']['images']:g} points"
+    )
+    figure.supxlabel(caption, fontsize=8, color=GREY)
     return figure
 
 
-def _finish(figure: Figure, axes: Axes, *, title: str, xlabel: str, ylabel: str) -> Figure:
+def _finish(figure: Figure, axes: Axes, *, title: str, xlabel: str, ylabel: str, legend: bool = True) -> Figure:
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8)
+    if legend:
+        axes.legend(fontsize=8)
     if xlabel == "layer":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

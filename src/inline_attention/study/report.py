@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from inline_attention.bench.model import EAGER
 from inline_attention.study.claims import Claim, judge
 from inline_attention.study.grid import DATASETS, MAIN, ROWS, Run, command_line
-from inline_attention.study.measures import build_model, masking_drops, speed_name
+from inline_attention.study.measures import build_model, masking_drops, speed_name, uniform_over_chance
 from inline_attention.study.results import Results, RunResult, Setting
 
 RESULTS, PAGE = "results.json", "results.md"
@@ -134,21 +135,33 @@ def _draw(results: Results, out: Path) -> list[Path]:
     same_tokens = [s for s in results.settings if s[:2] == main[:2]]
     if by_epochs := _series(results, same_tokens, lambda s: s.epochs):
         title = f"{DATASETS[main.dataset].title}, {main.tokens} tokens"
-        keep(plots.draw_scaling(by_epochs, title=title, xlabel="epochs"), "epochs.png")
+        caption = _seeds_shown(results, same_tokens)
+        keep(plots.draw_scaling(by_epochs, title=title, xlabel="epochs", caption=caption), "epochs.png")
     for dataset in DATASETS:
         epochs = max((s.epochs for s in results.settings if s.dataset == dataset), default=0)
         same_length = [s for s in results.settings if (s.dataset, s.epochs) == (dataset, epochs)]
         if by_tokens := _series(results, same_length, lambda s: s.tokens):
             title = f"{DATASETS[dataset].title}, {epochs} epochs"
-            keep(plots.draw_scaling(by_tokens, title=title, xlabel="tokens"), f"tokens-{dataset}.png")
+            caption = _seeds_shown(results, same_length)
+            figure = plots.draw_scaling(by_tokens, title=title, xlabel="tokens", caption=caption)
+            keep(figure, f"tokens-{dataset}.png")
     for setting, name in _timed_settings(results, main).items():
         assert results.speed is not None
-        caption = f"{setting}; {results.speed['machine']}, {_how_timed(results.speed)}"
+        where = f"{results.speed['machine']}, {_how_timed(results.speed)}"
+        caption = f"{setting}; {_seeds_shown(results, [setting])}\nTimed on {where}"
         keep(plots.draw_speed(speed_points(results, setting), caption=caption), name)
     found = [(ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis]
     if found:
-        keep(plots.draw_causes(found), "causes.png")
+        keep(plots.draw_causes(found, title=str(main)), "causes.png")
     return made
+
+
+def _seeds_shown(results: Results, settings: Sequence[Setting]) -> str:
+    """What a point of a figure is, and its bar."""
+    seeds = {sample.seeds for setting in settings for row, sample in results.rows(setting).items() if row in MAIN}
+    if seeds == {1}:
+        return "one seed each"
+    return f"means of {' or '.join(map(str, sorted(seeds)))} seeds; bars: standard deviation over seeds"
 
 
 def _series(
@@ -192,7 +205,11 @@ def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
 def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
     """Markdown; `figures` are links."""
     main = results.main_setting
-    parts = [] if main is None else [f"## In short\n\n{main}.\n", front_table(results, main)]
+    parts = ["## In short\n"]
+    if main is not None:
+        parts += [f"{main}.\n", front_table(results, main), f"{_highest(results, main)} {_counted(claims)}\n"]
+    else:
+        parts.append(f"{_counted(claims)}\n")
     if results.speed is not None:
         where = _where(results.speed["commits"], results.speed["machine"])
         parts.append(f"Images a second: each model alone, {_how_timed(results.speed)}, {where}.\n")
@@ -219,6 +236,12 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         parts.append(f"The runs took {results.device_seconds / 60:.0f} minutes of one device in all.\n")
         parts += ["## Commands\n", _COMMANDS, command_list(results)]
     return "\n".join(parts)
+
+
+def _counted(claims: Sequence[Claim]) -> str:
+    """How many claims have which verdict."""
+    counts = Counter(claim.verdict for claim in claims)
+    return f"[Claims](#claims): {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
 
 
 _CAPTIONS = {
@@ -253,7 +276,7 @@ def made_where(results: Results, setting: Setting) -> str:
             titles = rows.setdefault(_where([result.commit], result.machine), [])
             titles += [title for title in [ROWS[result.run.row].title] if title not in titles]
     only = len(rows) == 1
-    return "\n".join(f"- {where}{'' if only else ': ' + ', '.join(titles)}" for where, titles in rows.items()) + "\n"
+    return "\n".join(f"- {where}{'' if only else ': ' + '; '.join(titles)}" for where, titles in rows.items()) + "\n"
 
 
 _COMMANDS = """Each makes a run again; further seeds of a row with `--seed`. In capitals: the folder of the images.
@@ -279,8 +302,8 @@ def _gap_words(results: Results) -> str:
 
 
 _GAP_PAIRS = (
-    ("inline", "linear"), ("inline", "softmax"), ("inline", "inline_plain"), ("inline_plain", "linear"),
-    ("linear_residual", "linear"), ("inline", "linear_residual"),
+    ("softmax", "linear"), ("inline", "linear"), ("inline", "softmax"), ("inline", "inline_plain"),
+    ("inline_plain", "linear"), ("linear_residual", "linear"), ("inline", "linear_residual"),
 )  # fmt: skip
 
 
@@ -327,18 +350,20 @@ def front(results: Results, figures: Sequence[str]) -> str:
         f"Trained here: {main}, {size}, top-1 with its standard deviation over seeds.\n",
         front_table(results, main),
     ]
-    gaps = [(f"{ROWS[a].title} − {ROWS[b].title}", _gap(results, main, (a, b))) for a, b in _GAP_PAIRS]
-    told = "; ".join(f"{title} {gap}" for title, gap in gaps if gap != "–")
-    rows = results.rows(main)
-    best = max(rows, key=lambda row: rows[row].mean)
-    parts.append(
-        f"The highest mean is that of {ROWS[best].title}. Differences in points, ± two standard errors (bold: larger "
-        f"than that): {told}.\n"
-    )
+    gaps = [[f"{ROWS[a].title} − {ROWS[b].title}", _gap(results, main, (a, b))] for a, b in _GAP_PAIRS]
+    parts += [
+        f"{_highest(results, main)} Differences, in bold where they are larger than two standard errors:\n",
+        _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
+    ]
     parts += [f"![{_CAPTIONS['speed']}]({link})\n"] if link else []
     return "\n" + "\n".join(
         [*parts, "All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
     )
+
+
+def _highest(results: Results, setting: Setting) -> str:
+    rows = results.rows(setting)
+    return f"The highest mean is that of {ROWS[max(rows, key=lambda row: rows[row].mean)].title}."
 
 
 def _how_timed(speed: Mapping[str, Any]) -> str:
@@ -407,15 +432,16 @@ def _masked(drops: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def looked_at(results: Results, setting: Setting) -> str:
-    """How much the analyses of a setting saw."""
+    """How much the analyses of a setting saw, and what that means for their numbers."""
     first = next((r.analysis for r in results.runs if r.setting == setting and r.analysis), None)
     if first is None:
         return ""
-    masking = first["masking"]
-    tokens = max(outcome["tokens"] for outcome in masking["outcomes"])
+    tokens = max(outcome["tokens"] for outcome in first["masking"]["outcomes"])
     return (
-        f"Analyses, of the first seed's weights: {first['images']} validation images, {first['rank']['images']} for "
-        f"the rank; masks of {tokens} tokens.\n"
+        f"Analyses, of the first seed's weights: {first['images']} validation images, evenly spaced "
+        f"({first['rank']['images']} for the rank); masks of {tokens} tokens, where one image is "
+        f"{100 / first['masking']['images']:g} points. Attention that is spread evenly has "
+        f"{uniform_over_chance(first['locality']):.2f} times chance on the 3×3 neighbourhood, which a border cuts.\n"
     )
 
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inline_attention.bench.record import fastest, read_record
 from inline_attention.study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
 from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished
 from inline_attention.training import settings
@@ -16,7 +17,8 @@ from inline_attention.training.config import TrainConfig, read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
 
-ANALYSIS, SPEED = "analysis.json", "speed.json"
+ANALYSIS, SPEED, PROBES = "analysis.json", "speed.json", "probes.json"
+SWEEP = "sweep.json"  # what `inline bench sweep --json` wrote, if it was put there
 AGAIN = "again"  # folder of runs that were made a second time, by the commands of the first
 _PLACES = ("data.path", "device")  # where a run was made, not what
 
@@ -82,6 +84,14 @@ class Sample:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
+class Sweep(NamedTuple):
+    """InLine-DeiT-T against DeiT-T with FlashAttention in inference."""
+
+    ratios: dict[int, float]  # by the side of the images
+    commit: str
+    machine: str
+
+
 class Gap(NamedTuple):
     """Between the means of two rows, in points."""
 
@@ -105,6 +115,7 @@ class Results:
     device_seconds: float  # that all calls of `inline study train` took
     probes: dict[str, Any] | None
     speed: dict[str, Any] | None
+    sweep: Sweep | None
 
     @property
     def settings(self) -> list[Setting]:
@@ -159,23 +170,32 @@ def collect(out: Path) -> Results:
     folders = run_folders(out)
     runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
-    probes = _read_json(out / "probes.json")
+    probes = _read_json(out / PROBES)
     if not runs and probes is None:
         raise ValueError(f"neither finished runs nor probes in {str(out)!r}")
     sessions = out / SESSIONS
-    lines = sessions.read_text().splitlines() if sessions.exists() else []
-    seconds = sum(json.loads(line)["seconds"] for line in lines)
-    return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED))
+    seconds = sum(session["seconds"] for session in _read_lines(sessions)) if sessions.exists() else 0.0
+    return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED), _read_sweep(out / SWEEP))
 
 
 def _finished(folders: Sequence[tuple[Run, Path]]) -> list[RunResult]:
-    return [_read(run, folder) for run, folder in folders if is_finished(folder)]
+    return [_read_run(run, folder) for run, folder in folders if is_finished(folder)]
+
+
+def _read_run(run: Run, folder: Path) -> RunResult:
+    try:
+        return _read(run, folder)
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        raise ValueError(
+            f"the run {str(folder)!r} is damaged ({error}): remove the folder, and `inline study train` makes it again"
+        ) from error
 
 
 def _read(run: Run, folder: Path) -> RunResult:
-    summary = json.loads((folder / SUMMARY).read_text())
-    records: Sequence[dict[str, Any]] = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    evaluations = [record for record in records if record["kind"] == "eval"]
+    summary = _parse((folder / SUMMARY).read_text(), folder / SUMMARY)
+    evaluations = [record for record in _read_lines(folder / METRICS) if record["kind"] == "eval"]
+    if not evaluations:
+        raise ValueError(f"there is no evaluation in {METRICS}")
     environment = json.loads((folder / ENVIRONMENT).read_text())[-1]
     gpus = [value for key, value in environment.items() if key.startswith("gpu ")]
     return RunResult(
@@ -201,5 +221,27 @@ def _changed_settings(run: Run, folder: Path) -> list[str]:
     return [f"{key}={as_yaml(value)}" for key, value, expected in values if value != expected]
 
 
+def _read_sweep(path: Path) -> Sweep | None:
+    if not path.exists():
+        return None
+    _, facts, results = read_record(path)
+    deit = [r for r in results if (r["model"], r["task"]) == ("inline_deit_tiny", "infer") and r["error"] is None]
+    rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in fastest(deit, lambda r: (r["img_size"],))}
+    sides = sorted(side for side, contender in rates if contender == "peer" and (side, "fused") in rates)
+    ratios = {side: rates[side, "fused"] / rates[side, "peer"] for side in sides}
+    return Sweep(ratios, facts["inline-attention"], facts.get("gpu 0", facts["cpu"]))
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    return _parse(path.read_text(), path) if path.exists() else None
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [_parse(line, path) for line in path.read_text().splitlines()]
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no JSON: {error}") from error

@@ -146,7 +146,8 @@ def analysis(
     *, strict: float = 1e-6, loose: float = 1e-5, layers: tuple[float, ...] = (1.0, 1.0), local: float, random: float
 ) -> dict[str, Any]:
     def outcome(what: str, taps: str, top1: float) -> dict[str, Any]:
-        return {"what": what, "tokens": 0 if what == "none" else 49, "local_terms": taps, "top1": top1}
+        shown = {"what": what, "tokens": 0 if what == "none" else 49, "local_terms": taps}
+        return {**shown, "top1": top1, "agreement": 0.5 + top1}
 
     outcomes = [outcome("none", "none", 0.5), outcome("local", "kept", 0.5 - local), outcome("local", "zeroed", 0.1)]
     return {
@@ -190,6 +191,10 @@ def test_masking_of_attention_alone(tmp_path: Path, inline: float, expected: str
         tmp_path, softmax=analysis(local=0.10, random=0.02), inline=analysis(local=inline, random=0.0)
     )  # fmt: skip
     assert verdict(tmp_path, "Masking local tokens hurts more") == expected
+    (claim,) = (claim for claim in judge(collect(tmp_path)) if claim.claim.startswith("Masking"))
+    assert claim.measured.endswith(
+        f"of 200 images; predictions that change: softmax 10.0 and 2.0, InLine {100 * inline:.1f} and 0.0 %"
+    )
 
 
 def probes(

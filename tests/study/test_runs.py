@@ -88,7 +88,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert "| InLine (with residual) |" in page
     where = f"`{setting['rows'][0]['commit'][0]}` on {results['speed']['machine']}"
     assert f"not compiled, fp32, 16 images at a time, {where}" in page
-    assert f"\n- {where}\n" in page  # below the table
+    assert f"\n- {where}, not as in the grid: `schedule.epochs=2`\n" in page  # below the table
     (again,) = results["again"]
     assert (again["run"], [again["top1"]]) == (RUNS[1].name, by_row["inline"]["top1"])
     assert f"| `{RUNS[1].name}` | {again['top1']:.2f} | {again['top1']:.2f} |" in page

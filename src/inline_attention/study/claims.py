@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inline_attention.study.grid import BASELINES, FEATURE_MAPS, ROWS, SEEDS, WINDOW_SIZES
-from inline_attention.study.measures import masking_drops, speed_name
+from inline_attention.study.measures import masking_changes, masking_drops, speed_name
 from inline_attention.study.results import Gap, Results, Sample, Setting
 
 CONFIRMED, NOT_CONFIRMED = "confirmed", "not confirmed"
@@ -246,12 +246,14 @@ def _masking(results: Results) -> Claim:
     found = _analysed(results, "softmax", "inline")
     if found is None:
         return Claim(claim, rule)
-    drops = [masking_drops(analysis["masking"]) for analysis in found]
+    drops, changes = ([share(analysis["masking"]) for analysis in found] for share in (masking_drops, masking_changes))
     most = max(drops[0]["local"])
     (soft_local, soft_random), (in_local, in_random) = ((d["local"][most], d["random"][most]) for d in drops)
+    changed = [f"{by['local'][most]:.1f} and {by['random'][most]:.1f}" for by in changes]
     measured = (
         f"points lost by {most} tokens, local and random: softmax {soft_local:.1f} and {soft_random:.1f}, "
-        f"InLine {in_local:.1f} and {in_random:.1f}"
+        f"InLine {in_local:.1f} and {in_random:.1f}, of {found[0]['masking']['images']} images; "
+        f"predictions that change: softmax {changed[0]}, InLine {changed[1]} %"
     )
     holds = soft_local - soft_random > 2 and in_local - in_random > 2 and soft_local > in_local
     return Claim(claim, rule, measured, _verdict(holds))

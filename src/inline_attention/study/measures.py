@@ -102,11 +102,23 @@ def masking_drops(found: Mapping[str, Any], *, taps: str = "kept") -> dict[str, 
         taps: of the local residual on masked tokens, "kept": attention alone is masked; or "zeroed".
     """
     base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
-    drops: dict[str, dict[int, float]] = {"local": {}, "random": {}}
+    return _by_tokens(found, lambda outcome: base - outcome["top1"], taps=taps)
+
+
+def masking_changes(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Per cent of the predictions that masking attention alone changes."""
+    return _by_tokens(found, lambda outcome: 1 - outcome["agreement"], taps="kept")
+
+
+def _by_tokens(
+    found: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float], *, taps: str
+) -> dict[str, dict[int, float]]:
+    """A hundred times a value of each outcome, by what is masked and the number of tokens."""
+    values: dict[str, dict[int, float]] = {"local": {}, "random": {}}
     for outcome in found["outcomes"]:
-        if outcome["what"] in drops and outcome["local_terms"] in ("none", taps):
-            drops[outcome["what"]][outcome["tokens"]] = 100 * (base - outcome["top1"])
-    return drops
+        if outcome["what"] in values and outcome["local_terms"] in ("none", taps):
+            values[outcome["what"]][outcome["tokens"]] = 100 * value(outcome)
+    return values
 
 
 def _images(loader: EvalLoader) -> Iterator[Tensor]:

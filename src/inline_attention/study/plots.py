@@ -149,10 +149,10 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) 
     confusion.set_yscale("symlog", linthresh=1)
     confusion.set_ylim(bottom=-0.1)
     locality.axhline(1, linestyle=":", color=GREY)
-    locality.axhline(uniform_over_chance(first["locality"]), linestyle="--", color=GREY, lw=1)
+    locality.axhline(uniform_over_chance(first["locality"]), linestyle="-.", color=GREY, lw=1)
     what = f"Confused pairs of queries, τ = {first[confused]['tau']:g}"
     _finish(figure, confusion, title=what, xlabel="layer", ylabel="pairs in a million", legend=False)
-    what = "Attention to the 3×3 neighbourhood (···: chance, - -: spread evenly)"
+    what = "Attention to the 3×3 neighbourhood (···: chance, -·-: spread evenly)"
     _finish(figure, locality, title=what, xlabel="layer", ylabel="times chance", legend=False)
     what = "Top-1 lost by masking: local window (—), random tokens (···)"
     _finish(figure, masking, title=what, xlabel="tokens masked for each query", ylabel="points", legend=False)

@@ -103,6 +103,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
         "seed_deviation": results.deviation,
         "device_minutes": round(results.device_seconds / 60, 1),
         "speed": results.speed,
+        "sweep": None if results.sweep is None else results.sweep._asdict(),
         "probes": results.probes,
     }
 
@@ -207,9 +208,8 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     parts = ["## In short\n"]
     if main is not None:
-        parts += [f"{main}.\n", front_table(results, main), f"{_highest(results, main)} {_counted(claims)}\n"]
-    else:
-        parts.append(f"{_counted(claims)}\n")
+        parts += [f"{main}.\n", front_table(results, main), f"{_highest(results, main)}\n"]
+    parts.append(_counted(claims))
     if results.speed is not None:
         where = _where(results.speed["commits"], results.speed["machine"])
         parts.append(f"Images a second: each model alone, {_how_timed(results.speed)}, {where}.\n")
@@ -241,7 +241,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
 def _counted(claims: Sequence[Claim]) -> str:
     """How many claims have which verdict."""
     counts = Counter(claim.verdict for claim in claims)
-    return f"[Claims](#claims): {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
+    return f"[Claims](#claims): {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}.\n"
 
 
 _CAPTIONS = {
@@ -269,11 +269,14 @@ def _where(commits: Sequence[str], machine: str) -> str:
 
 
 def made_where(results: Results, setting: Setting) -> str:
-    """Commit and machine of a setting's runs: one line for each, with its rows where they are not all of them."""
+    """Commit, machine and other settings than the grid's: a line for each, with its rows where they are not all of them."""
     rows: dict[str, list[str]] = {}
     for result in results.runs:
         if result.setting == setting:
-            titles = rows.setdefault(_where([result.commit], result.machine), [])
+            where = _where([result.commit], result.machine)
+            if result.changed:  # a title says what the grid does, not what `--set` made of it
+                where += f", not as in the grid: {', '.join(f'`{change}`' for change in result.changed)}"
+            titles = rows.setdefault(where, [])
             titles += [title for title in [ROWS[result.run.row].title] if title not in titles]
     only = len(rows) == 1
     return "\n".join(f"- {where}{'' if only else ': ' + '; '.join(titles)}" for where, titles in rows.items()) + "\n"

@@ -269,7 +269,7 @@ def _where(commits: Sequence[str], machine: str) -> str:
 
 
 def made_where(results: Results, setting: Setting) -> str:
-    """Commit, machine and other settings than the grid's: a line for each, with its rows where they are not all of them."""
+    """Commit, machine and settings that are not the grid's: a line for each, with its rows where it is not all."""
     rows: dict[str, list[str]] = {}
     for result in results.runs:
         if result.setting == setting:

@@ -261,6 +261,9 @@ def test_published_ratios_of_speed(tmp_path: Path, large: float, expected: str) 
     (claim,) = (claim for claim in judge(collect(tmp_path)) if claim.claim.startswith("InLine-DeiT-T"))
     assert claim.measured.startswith(f"2.50 times at 640 px, {large:.2f} times at 1024 px (")
     assert claim.measured.endswith("`1 (abc)` on a GPU)")
+    (tmp_path / "sweep.json").write_text(json.dumps({"kind": "op", "facts": facts, "results": results}))
+    with pytest.raises(ValueError, match="a record of `inline bench op`; expected one of `inline bench sweep`"):
+        collect(tmp_path)
 
 
 @pytest.mark.parametrize(("whole", "expected"), [(95.0, CONFIRMED), (80.0, NOT_CONFIRMED), (None, NOT_MEASURED)])

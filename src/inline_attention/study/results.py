@@ -187,7 +187,7 @@ def _read_run(run: Run, folder: Path) -> RunResult:
         return _read(run, folder)
     except (ValueError, LookupError, TypeError, OSError) as error:
         raise ValueError(
-            f"the run {str(folder)!r} is damaged ({error}): remove the folder, and `inline study train` makes it again"
+            f"the run {str(folder)!r} is damaged ({error}): mend it, or remove the folder and train it again"
         ) from error
 
 
@@ -224,7 +224,9 @@ def _changed_settings(run: Run, folder: Path) -> list[str]:
 def _read_sweep(path: Path) -> Sweep | None:
     if not path.exists():
         return None
-    _, facts, results = read_record(path)
+    kind, facts, results = read_record(path)
+    if kind != "model":
+        raise ValueError(f"{str(path)!r} is a record of `inline bench {kind}`; expected one of `inline bench sweep`")
     deit = [r for r in results if (r["model"], r["task"]) == ("inline_deit_tiny", "infer") and r["error"] is None]
     rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in fastest(deit, lambda r: (r["img_size"],))}
     sides = sorted(side for side, contender in rates if contender == "peer" and (side, "fused") in rates)

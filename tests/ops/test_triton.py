@@ -4,6 +4,7 @@ On a machine without a GPU they run in Triton's interpreter, on the CPU, in floa
 its bfloat16 is wrong. There the kernels' configuration is shrunk so that every loop turns more than once.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -172,6 +173,23 @@ def test_any_strides(layout, dtype, path):
     leaves = [LAYOUTS[layout](x).requires_grad_() for x in qkv.unbind(2)]
     out = inline_attention(*leaves, local_weight=weight, backend="triton", **options)
     results = [out, *torch.autograd.grad(out, leaves, LAYOUTS[layout](grad))]
+    for name, x in zip(("out", "dq", "dk", "dv"), results, strict=True):
+        assert torch.equal(x, expected[name]), name
+
+
+def test_tokens_far_apart(path):
+    """As those of very many short sequences, tokens first: a step over them leaves 32 bits."""
+    tokens, stride = (65, 2**25) if GPU else (17, 2**31 // 15 + 1)
+    qkv, _, grad, options = make_inputs(1, (1, tokens), 0, 1, 16, torch.float16, local=False)
+    expected = run(qkv, None, grad, options, backend="triton")
+    # From NumPy: PyTorch would fill all of it with NaN here, and a system gives memory when it is first written.
+    memory = torch.from_numpy(np.empty(tokens * stride, np.float16)).to(DEVICE)
+    q, k, v, grad = memory.as_strided((4, 1, tokens, 1, 16), (16, tokens * stride, stride, 16, 1)).copy_(
+        torch.stack([*qkv.unbind(2), grad])
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = inline_attention(*leaves, backend="triton", **options)
+    results = [out, *torch.autograd.grad(out, leaves, grad)]
     for name, x in zip(("out", "dq", "dk", "dv"), results, strict=True):
         assert torch.equal(x, expected[name]), name
 

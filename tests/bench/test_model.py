@@ -160,17 +160,19 @@ def test_record_is_complete_after_every_measurement(tmp_path: Path) -> None:
     setting = bench.Setting("inline_deit_tiny", 32, 1, training=False)
     for count in (1, 2):
         record.add(bench.run_setting(setting, contenders=["peer"], **OPTIONS))
-        kind, facts, results = read_record(path)
+        kind, facts, results = read_record(path, kinds=["model"])
         assert (kind, facts, len(results)) == ("model", {"torch": "x"}, count)
     assert results[0]["timing"].keys() == {"median", "low", "high", "samples"}
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", "[]"])
-def test_file_that_is_no_record(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["{}", "no json", "[]", '{"kind": "study", "facts": {}, "results": []}', "é"])
+def test_file_that_is_no_record(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="no record of `inline bench`"):
-        read_record(path)
+    path.write_bytes(text.encode("latin-1"))
+    assert main(["bench", "table", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path} is no record of `inline bench`" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,14 @@ def test_file_that_is_no_record(tmp_path: Path, text: str) -> None:
         (["model", "inline_deit_tiny", "--modes", "warp"], "there is no mode warp"),
         (["model", "softmax_deit_tiny"], "softmax_deit_tiny has no counterpart"),
         (["op", "--case", "8x14"], "expected BATCH,SIDE"),
-        (["op", "--json", "no/such/dir/x.json"], "there is no directory"),
+        (["model", "inline_deit_tiny", "--img-size", "0"], "--img-size 0: expected 1 or more"),
+        (["model", "inline_deit_tiny", "--img-size", "32", "64", "--batch", "8", "-1"], "--batch 8 -1: expected 1"),
+        (["op", "--threads", "0"], "--threads 0: expected 1 or more"),
+        (["op", "--device", "gpu"], "device 'gpu' cannot be used"),
+        (["op", "--device", "meta"], "--device meta: expected cpu or cuda"),
+        (["op", "--json", "no/such/dir/x.json"], "'no/such/dir/x.json' cannot be written"),
+        (["sweep", "--picture", "no/such/dir/x.png"], "'no/such/dir/x.png' cannot be written"),
+        (["sweep", "--picture", "x.doc"], "--picture x.doc: expected a name that ends in one of"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -204,6 +213,8 @@ def test_sweep_writes_record_picture_and_table(tmp_path: Path, capsys: pytest.Ca
     assert {"torch", "device", "dtype", "float32 products", "compile modes", "date"} <= content["facts"].keys()
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert main(["bench", "table", str(record)]) == 0
+    again = tmp_path / "again.png"
+    assert main(["bench", "table", str(record), "--picture", str(again)]) == 0
     ratios = capsys.readouterr().out.split("\n\n")[1]
     assert ratios in printed
+    assert again.read_bytes() == picture.read_bytes()

@@ -63,7 +63,9 @@ def test_cases_that_differ_are_written_differently() -> None:
     assert len({str(op.Case.parse(text)) for text in texts}) == len(texts)
 
 
-@pytest.mark.parametrize("text", ["", "8,14", "8,14,6", "0,14,6x32", "8,14,6x0", "8;14;6x32", "8,-14,6x32"])
+@pytest.mark.parametrize(
+    "text", ["", "8,14", "8,14,6", "0,14,6x32", "8,14,6x0", "00,14,6x32", "8;14;6x32", "8,-14,6x32"]
+)
 def test_case_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected BATCH,SIDE"):
         op.Case.parse(text)

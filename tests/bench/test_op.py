@@ -1,13 +1,16 @@
 """The contenders of the operation compute what they are named after, and a run gives a result for each."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from inline_attention.bench import op
+from inline_attention.bench.record import read_record
 from inline_attention.bench.timing import Effort, Timing, measure
+from inline_attention.cli import main
 from inline_attention.ops import attention_matrix
 
 CPU = torch.device("cpu")
@@ -109,6 +112,21 @@ def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
     assert results[0].timing is None
     assert results[0].error == "OutOfMemoryError: no memory"
     assert results[1].timing is not None
+
+
+def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(x: op.Inputs) -> Tensor:
+        if x.case.batch == 2:
+            raise KeyboardInterrupt
+        return op.softmax(x)
+
+    monkeypatch.setitem(op.CONTENDERS, "softmax", op.Contender("softmax", interrupt, lambda x: (x.q,)))
+    record = tmp_path / "op.json"
+    cases = ["--case", "1,2,2x4", "2,2,2x4", "--contenders", "textbook,softmax", "--forward"]
+    assert main(["bench", "op", "--device", "cpu", "--quick", *cases, "--json", str(record)]) == 130
+    kind, facts, results = read_record(record, kinds=["op"])
+    assert (facts["device"], facts["compile modes"]) == ("cpu", "eager")
+    assert [(r["case"], r["contender"]) for r in results] == [("1, 2², 2×4", "textbook"), ("1, 2², 2×4", "softmax")]
 
 
 def test_rounds_are_interleaved() -> None:

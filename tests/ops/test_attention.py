@@ -341,14 +341,18 @@ def test_a_masked_border_is_a_smaller_map() -> None:
     assert_close(out[:, mask], expected)
 
 
-def test_a_sample_without_tokens_is_zero() -> None:
+@pytest.mark.parametrize("queries", [TOKENS, 5])
+def test_a_sample_without_tokens_is_zero(queries: int) -> None:
+    """Also for queries that are other tokens, which are there."""
     mask = some_mask()
     mask[0] = False
-    tensors = [x.requires_grad_() for x in qkv()]
+    q, k, v = qkv()
+    tensors = [x.requires_grad_() for x in (q[:, :queries], k, v)]
     out = inline_attention(*tensors, token_mask=mask)
     out.sum().backward()
     assert (out[0] == 0).all()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)
+    assert all((x.grad[0] == 0).all() for x in tensors)
 
 
 @pytest.mark.parametrize("feature_map", MAPS)

@@ -215,6 +215,17 @@ def test_nothing_to_do(shape, path):
     check(*make_inputs(batch, (2, 3), 0, heads, head_dim, torch.float32))
 
 
+@pytest.mark.parametrize("queries", [6, 4])
+def test_a_sample_without_tokens_is_zero(queries, path):
+    q, k, v = torch.randn(3, 2, 6, 1, 16, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q[:, :queries], k, v)]
+    mask = torch.tensor([[False] * 6, [True] * 6], device=DEVICE)
+    out = inline_attention(*leaves, token_mask=mask, feature_map="exp", backend="triton")
+    for x in (out, *torch.autograd.grad(out.sum(), leaves)):
+        assert x.isfinite().all()
+        assert not x[0].any()
+
+
 def test_no_query(path):
     q = torch.zeros(2, 0, 1, 16, device=DEVICE, requires_grad=True)
     k = torch.ones(2, 5, 1, 16, device=DEVICE, requires_grad=True)

@@ -138,7 +138,7 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     cases = [op.Case.parse(text) for text in args.case or (op.QUICK_CASES if args.quick else defaults)]
     directions = _chosen(args.forward, args.backward, ("forward", "forward+backward"))
     bandwidth = copy_bandwidth(device, effort=options["effort"])
-    facts["copy"] = f"{bandwidth / 1e9:.1f} GB/s"
+    facts |= {"compile modes": "eager", "copy": f"{bandwidth / 1e9:.1f} GB/s"}
     _print_facts(facts)
     record = Record("op", facts, args.json)
     for case in cases:
@@ -164,7 +164,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
 
     cases = [op.Case.parse(text) for text in args.case or op.GPU_CASES]
     bandwidth = copy_bandwidth(device, effort=options["effort"])
-    facts["copy"] = f"{bandwidth / 1e9:.1f} GB/s"
+    facts |= {"compile modes": "eager", "copy": f"{bandwidth / 1e9:.1f} GB/s"}
     _print_facts(facts)
     record = Record("kernels", facts, args.json)
     for case in cases:
@@ -189,7 +189,7 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         tasks=_chosen(args.infer, args.train, ("infer", "train")),
         latency=args.latency,
     )
-    facts["compile modes"] = ", ".join(args.modes) if args.modes else "each contender's best"
+    facts["compile modes"] = ", ".join(model.usable_modes(args.modes or model.COMPILE_MODES, options["device"]))
     _print_facts(facts)
     record = Record("model", facts, args.json)
     for setting in settings:
@@ -233,7 +233,7 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
     from dataclasses import asdict
 
     from inline_attention.bench import dense
-    from inline_attention.bench.model import check_modes
+    from inline_attention.bench.model import check_modes, usable_modes
     from inline_attention.bench.record import Record
 
     contenders = args.contenders or dense.default_contenders(options["device"])
@@ -245,7 +245,8 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
         for model in args.models
         for task in _chosen(args.infer, args.train, ("infer", "train"))
     ]
-    facts["compile modes"] = ", ".join(args.modes) if args.modes else "each contender's best"
+    modes = args.modes and usable_modes(args.modes, options["device"])
+    facts["compile modes"] = ", ".join(modes) if modes else "each contender's best"
     _print_facts(facts)
     record = Record("dense", facts, args.json)
     for setting in settings:

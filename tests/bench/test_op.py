@@ -124,7 +124,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
     record = tmp_path / "op.json"
     cases = ["--case", "1,2,2x4", "2,2,2x4", "--contenders", "textbook,softmax", "--forward"]
     assert main(["bench", "op", "--device", "cpu", "--quick", *cases, "--json", str(record)]) == 130
-    kind, facts, results = read_record(record, kinds=["op"])
+    _, facts, results = read_record(record, kinds=["op"])
     assert (facts["device"], facts["compile modes"]) == ("cpu", "eager")
     assert [(r["case"], r["contender"]) for r in results] == [("1, 2², 2×4", "textbook"), ("1, 2², 2×4", "softmax")]
 

@@ -131,6 +131,14 @@ def test_inputs_far_from_zero(dtype, path):
     check(*make_inputs(1, (64, 64) if large else (3, 7), 1, 2, 16, dtype, mean=4.0))
 
 
+def test_a_state_beyond_the_range_of_float16(path):
+    """As the covariance of large keys and values is. Outputs and gradients are in it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 1, 21, 1, 16, generator=generator)
+    qkv = torch.stack([x[0] / 1000, 800 * x[1], 800 * (x[1] + x[2])], 2).to(DEVICE, torch.float16)
+    check(qkv, None, (x[3] / 1000).to(DEVICE, torch.float16), {})
+
+
 def test_absent_tokens_may_hold_anything(path):
     qkv, weight, grad, options = make_inputs(1, (3, 5), 1, 1, 16, torch.float32, masked=True)
     qkv[~options["token_mask"]] = torch.nan

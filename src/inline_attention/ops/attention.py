@@ -258,7 +258,7 @@ def inline_attention_packed(
     projections = [x[None, :, None] for x in (q, k, v)]
     if backends.choose(backend, projections) == "triton":
         lengths = [end - start for start, end in pairwise(bounds)]
-        sizes = [(1, length) for length in lengths] if local_weight is None or grids is None else list(grids)
+        sizes = [(1, length) for length in lengths] if grids is None else list(grids)
         rows = [(start, n, *size) for start, n, size in zip(bounds, lengths, sizes, strict=False)]
         return fused.attend(
             projections,

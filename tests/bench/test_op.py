@@ -1,5 +1,6 @@
 """The contenders of the operation compute what they are named after, and a run gives a result for each."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -127,6 +128,34 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
     _, facts, results = read_record(record, kinds=["op"])
     assert (facts["device"], facts["compile modes"]) == ("cpu", "eager")
     assert [(r["case"], r["contender"]) for r in results] == [("1, 2², 2×4", "textbook"), ("1, 2², 2×4", "softmax")]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Calls append to it how long they take; nothing else takes time."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
+    return seconds
+
+
+def test_a_sample_lasts_as_long_as_it_should(clock: list[float]) -> None:
+    timings = measure({"call": lambda: clock.append(0.25)}, device=CPU, effort=Effort(rounds=3, seconds=1.0))
+    assert timings["call"] == Timing(0.25, 0.25, 0.25, 3)
+    assert len(clock) == 4 + 3 * 4  # warm-up, and rounds of a second each
+
+
+def test_a_figure_is_of_one_call_however_many_sets_of_inputs(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(x: op.Inputs) -> Tensor:
+        clock.append(0.25)
+        return x.q
+
+    monkeypatch.setitem(op.CONTENDERS, "softmax", op.Contender("softmax", attend, lambda x: (x.q,)))
+    monkeypatch.setattr(op, "draw_sets", lambda case, **options: [op.Inputs.draw(case, **options) for _ in range(3)])
+    options = dict(device=CPU, dtype=torch.float32, bandwidth=1.0, effort=SHORT)
+    [[result]] = op.run_case(op.Case.parse("1,2,2x4"), contenders=["softmax"], directions=["forward"], **options)
+    assert result.timing == Timing(0.25, 0.25, 0.25, SHORT.rounds)
 
 
 def test_rounds_are_interleaved() -> None:

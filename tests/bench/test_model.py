@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.bench import model as bench
 from inline_attention.bench.record import Record, read_record
@@ -109,6 +109,24 @@ def test_training_step_trains() -> None:
     step()
     assert all((p != old).any() for p, old in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_steps_run_as_a_model_would(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the dtype asked for, in training or evaluation, and only in training for a backward."""
+    seen = []
+
+    class Network(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x.flatten(1)[:, :4])
+            seen.append((self.training, out.requires_grad, out.dtype))
+            return out
+
+    monkeypatch.setitem(bench.CONTENDERS, "peer", bench.Contender("", lambda name, size: Network(4, 1000)))
+    options = OPTIONS | dict(dtype=torch.bfloat16)
+    [measured] = bench.run_setting(bench.Setting("inline_deit_tiny", 32, 2, training), contenders=["peer"], **options)
+    assert measured.error is None
+    assert set(seen) == {(training, training, torch.bfloat16)}
 
 
 def test_settings_pair_sizes_with_batches() -> None:

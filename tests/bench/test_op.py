@@ -102,6 +102,11 @@ def test_table_says_whether_launches_were_timed(captured: bool) -> None:
     assert row[header.index("timed")] == ("graph" if captured else "calls")
 
 
+def test_kernels_are_no_contender_on_a_cpu() -> None:
+    everything = op.choose_contenders(None, torch.device("cuda"))
+    assert op.choose_contenders(None, CPU) == [name for name in everything if name != "fused"] != everything
+
+
 def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(x: op.Inputs) -> Tensor:
         raise torch.OutOfMemoryError("no memory\nand much more text")
@@ -128,6 +133,19 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
     _, facts, results = read_record(record, kinds=["op"])
     assert (facts["device"], facts["compile modes"]) == ("cpu", "eager")
     assert [(r["case"], r["contender"]) for r in results] == [("1, 2², 2×4", "textbook"), ("1, 2², 2×4", "softmax")]
+
+
+@pytest.mark.parametrize(("direction", "expected"), [("forward", False), ("forward+backward", True)])
+def test_a_forward_alone_keeps_nothing_for_a_backward(direction: str, expected: bool) -> None:
+    seen = []
+
+    def attend(x: op.Inputs) -> Tensor:
+        out = 2 * x.q
+        seen.append(out.requires_grad)
+        return out
+
+    op.bind(op.Contender("", attend, lambda x: (x.q,)), inputs(CASES[0]), direction)()
+    assert seen == [expected]
 
 
 @pytest.fixture

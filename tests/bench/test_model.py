@@ -79,6 +79,13 @@ def test_textbook_models_compute_inline_attention(name: str, size: int) -> None:
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
+def test_sdpa_is_forced_for_one_counterpart_alone() -> None:
+    """Swin's windows are what timm leaves it out of by itself."""
+    for build, expected in [(bench.build_peer, False), (bench.build_peer_sdpa, True), (bench.build_peer, False)]:
+        model = build("inline_swin_tiny", 32)
+        assert {m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")} == {expected}
+
+
 def test_latency_gets_more_samples() -> None:
     [measured] = bench.run_setting(
         bench.Setting("inline_deit_tiny", 32, 1, training=False), contenders=["peer"], **OPTIONS
@@ -127,6 +134,14 @@ def test_steps_run_as_a_model_would(training: bool, monkeypatch: pytest.MonkeyPa
     [measured] = bench.run_setting(bench.Setting("inline_deit_tiny", 32, 2, training), contenders=["peer"], **options)
     assert measured.error is None
     assert set(seen) == {(training, training, torch.bfloat16)}
+
+
+def test_every_mode_but_eager_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(bench, "optimize", lambda model, *, mode: modes.append(mode))
+    options = OPTIONS | dict(modes=["eager", "default"])
+    bench.run_setting(bench.Setting("inline_deit_tiny", 32, 1, training=False), contenders=["peer"], **options)
+    assert modes == ["default"]
 
 
 def test_settings_pair_sizes_with_batches() -> None:

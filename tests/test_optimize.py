@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inline_attention import optimize
+from inline_attention.ops.backends import HAS_TRITON
 
 
 def small() -> nn.Module:
@@ -25,6 +27,27 @@ def test_without_a_compiler_the_model_runs_as_it_is(monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match=r"not compiled: there is no C\+\+ compiler"):
         assert optimize(model) is model
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="nothing is compiled for a GPU without Triton")
+@pytest.mark.parametrize(
+    ("device", "training", "mode", "expected"),
+    [
+        ("cuda", False, None, "reduce-overhead"),
+        ("cuda", True, None, "default"),
+        ("cpu", False, None, "default"),
+        ("cuda", True, "reduce-overhead", "reduce-overhead"),
+    ],
+)
+def test_graphs_are_replayed_where_it_is_safe(
+    device: str, training: bool, mode: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeTensorMode(), torch.device(device):
+        model = small().train(training)
+    modes = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: modes.append(mode))
+    optimize(model, mode=mode)
+    assert modes == [expected]
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
     """Compiles a model's call in place and returns the model: parameter names, type and attributes stay.
 
     Move the model to its device and call `train()` or `eval()` first. The first call at a size takes the time of a
-    compilation; sizes that keep changing get one graph that serves them all.
+    compilation; sizes that keep changing get a graph that serves others too. On a GPU it takes another one where the
+    kernels go another way, as for short sequences.
 
     Args:
         mode: of `torch.compile`. Default: "reduce-overhead", which replays CUDA graphs, for a model in `eval()` on a

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.bench import model as bench
 from inline_attention.bench.record import Record, read_record
@@ -79,6 +79,13 @@ def test_textbook_models_compute_inline_attention(name: str, size: int) -> None:
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
+def test_sdpa_is_forced_for_one_counterpart_alone() -> None:
+    """Swin's windows are what timm leaves it out of by itself."""
+    for build, expected in [(bench.build_peer, False), (bench.build_peer_sdpa, True), (bench.build_peer, False)]:
+        model = build("inline_swin_tiny", 32)
+        assert {m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")} == {expected}
+
+
 def test_latency_gets_more_samples() -> None:
     [measured] = bench.run_setting(
         bench.Setting("inline_deit_tiny", 32, 1, training=False), contenders=["peer"], **OPTIONS
@@ -109,6 +116,32 @@ def test_training_step_trains() -> None:
     step()
     assert all((p != old).any() for p, old in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_steps_run_as_a_model_would(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the dtype asked for, in training or evaluation, and only in training for a backward."""
+    seen = []
+
+    class Network(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x.flatten(1)[:, :4])
+            seen.append((self.training, out.requires_grad, out.dtype))
+            return out
+
+    monkeypatch.setitem(bench.CONTENDERS, "peer", bench.Contender("", lambda name, size: Network(4, 1000)))
+    options = OPTIONS | dict(dtype=torch.bfloat16)
+    [measured] = bench.run_setting(bench.Setting("inline_deit_tiny", 32, 2, training), contenders=["peer"], **options)
+    assert measured.error is None
+    assert set(seen) == {(training, training, torch.bfloat16)}
+
+
+def test_every_mode_but_eager_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(bench, "optimize", lambda model, *, mode: modes.append(mode))
+    options = OPTIONS | dict(modes=["eager", "default"])
+    bench.run_setting(bench.Setting("inline_deit_tiny", 32, 1, training=False), contenders=["peer"], **options)
+    assert modes == ["default"]
 
 
 def test_settings_pair_sizes_with_batches() -> None:
@@ -160,17 +193,19 @@ def test_record_is_complete_after_every_measurement(tmp_path: Path) -> None:
     setting = bench.Setting("inline_deit_tiny", 32, 1, training=False)
     for count in (1, 2):
         record.add(bench.run_setting(setting, contenders=["peer"], **OPTIONS))
-        kind, facts, results = read_record(path)
+        kind, facts, results = read_record(path, kinds=["model"])
         assert (kind, facts, len(results)) == ("model", {"torch": "x"}, count)
     assert results[0]["timing"].keys() == {"median", "low", "high", "samples"}
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", "[]"])
-def test_file_that_is_no_record(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["{}", "no json", "[]", '{"kind": "study", "facts": {}, "results": []}', "é"])
+def test_file_that_is_no_record(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="no record of `inline bench`"):
-        read_record(path)
+    path.write_bytes(text.encode("latin-1"))
+    assert main(["bench", "table", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path} is no record of `inline bench`" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +216,14 @@ def test_file_that_is_no_record(tmp_path: Path, text: str) -> None:
         (["model", "inline_deit_tiny", "--modes", "warp"], "there is no mode warp"),
         (["model", "softmax_deit_tiny"], "softmax_deit_tiny has no counterpart"),
         (["op", "--case", "8x14"], "expected BATCH,SIDE"),
-        (["op", "--json", "no/such/dir/x.json"], "there is no directory"),
+        (["model", "inline_deit_tiny", "--img-size", "0"], "--img-size 0: expected 1 or more"),
+        (["model", "inline_deit_tiny", "--img-size", "32", "64", "--batch", "8", "-1"], "--batch 8 -1: expected 1"),
+        (["op", "--threads", "0"], "--threads 0: expected 1 or more"),
+        (["op", "--device", "gpu"], "device 'gpu' cannot be used"),
+        (["op", "--device", "meta"], "--device meta: expected cpu or cuda"),
+        (["op", "--json", "no/such/dir/x.json"], "'no/such/dir/x.json' cannot be written"),
+        (["sweep", "--picture", "no/such/dir/x.png"], "'no/such/dir/x.png' cannot be written"),
+        (["sweep", "--picture", "x.doc"], "--picture x.doc: expected a name that ends in one of"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -194,16 +236,19 @@ def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], argument
 def test_sweep_writes_record_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
     sizes = ["--img-size", "32", "48", "--batch", "2", "--infer"]
-    names = ["--contenders", "reference,peer", "--modes", "eager"]
+    names = ["--contenders", "reference,peer", "--modes", "eager,max-autotune"]
     files = ["--json", str(record), "--picture", str(picture)]
     assert main(["bench", "sweep", *sizes, *names, *files, "--device", "cpu", "--quick"]) == 0
     content = json.loads(record.read_text())
     assert {(r["img_size"], r["contender"]) for r in content["results"]} == {
         (size, name) for size in (32, 48) for name in ("reference", "peer")
     }
-    assert {"torch", "device", "dtype", "float32 products", "compile modes", "date"} <= content["facts"].keys()
+    assert {"torch", "device", "dtype", "float32 products", "date"} <= content["facts"].keys()
+    assert content["facts"]["compile modes"] == "eager"  # on a CPU the other one is none of its own
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert main(["bench", "table", str(record)]) == 0
+    again = tmp_path / "again.png"
+    assert main(["bench", "table", str(record), "--picture", str(again)]) == 0
     ratios = capsys.readouterr().out.split("\n\n")[1]
     assert ratios in printed
+    assert again.read_bytes() == picture.read_bytes()

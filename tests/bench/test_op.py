@@ -1,13 +1,17 @@
 """The contenders of the operation compute what they are named after, and a run gives a result for each."""
 
+import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from inline_attention.bench import op
+from inline_attention.bench.record import read_record
 from inline_attention.bench.timing import Effort, Timing, measure
+from inline_attention.cli import main
 from inline_attention.ops import attention_matrix
 
 CPU = torch.device("cpu")
@@ -63,7 +67,9 @@ def test_cases_that_differ_are_written_differently() -> None:
     assert len({str(op.Case.parse(text)) for text in texts}) == len(texts)
 
 
-@pytest.mark.parametrize("text", ["", "8,14", "8,14,6", "0,14,6x32", "8,14,6x0", "8;14;6x32", "8,-14,6x32"])
+@pytest.mark.parametrize(
+    "text", ["", "8,14", "8,14,6", "0,14,6x32", "8,14,6x0", "00,14,6x32", "8;14;6x32", "8,-14,6x32"]
+)
 def test_case_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected BATCH,SIDE"):
         op.Case.parse(text)
@@ -96,6 +102,11 @@ def test_table_says_whether_launches_were_timed(captured: bool) -> None:
     assert row[header.index("timed")] == ("graph" if captured else "calls")
 
 
+def test_kernels_are_no_contender_on_a_cpu() -> None:
+    everything = op.choose_contenders(None, torch.device("cuda"))
+    assert op.choose_contenders(None, CPU) == [name for name in everything if name != "fused"] != everything
+
+
 def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(x: op.Inputs) -> Tensor:
         raise torch.OutOfMemoryError("no memory\nand much more text")
@@ -107,6 +118,62 @@ def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
     assert results[0].timing is None
     assert results[0].error == "OutOfMemoryError: no memory"
     assert results[1].timing is not None
+
+
+def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(x: op.Inputs) -> Tensor:
+        if x.case.batch == 2:
+            raise KeyboardInterrupt
+        return op.softmax(x)
+
+    monkeypatch.setitem(op.CONTENDERS, "softmax", op.Contender("softmax", interrupt, lambda x: (x.q,)))
+    record = tmp_path / "op.json"
+    cases = ["--case", "1,2,2x4", "2,2,2x4", "--contenders", "textbook,softmax", "--forward"]
+    assert main(["bench", "op", "--device", "cpu", "--quick", *cases, "--json", str(record)]) == 130
+    _, facts, results = read_record(record, kinds=["op"])
+    assert (facts["device"], facts["compile modes"]) == ("cpu", "eager")
+    assert [(r["case"], r["contender"]) for r in results] == [("1, 2², 2×4", "textbook"), ("1, 2², 2×4", "softmax")]
+
+
+@pytest.mark.parametrize(("direction", "expected"), [("forward", False), ("forward+backward", True)])
+def test_a_forward_alone_keeps_nothing_for_a_backward(direction: str, expected: bool) -> None:
+    seen = []
+
+    def attend(x: op.Inputs) -> Tensor:
+        out = 2 * x.q
+        seen.append(out.requires_grad)
+        return out
+
+    op.bind(op.Contender("", attend, lambda x: (x.q,)), inputs(CASES[0]), direction)()
+    assert seen == [expected]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Calls append to it how long they take; nothing else takes time."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
+    return seconds
+
+
+def test_a_sample_lasts_as_long_as_it_should(clock: list[float]) -> None:
+    timings = measure({"call": lambda: clock.append(0.25)}, device=CPU, effort=Effort(rounds=3, seconds=1.0))
+    assert timings["call"] == Timing(0.25, 0.25, 0.25, 3)
+    assert len(clock) == 4 + 3 * 4  # warm-up, and rounds of a second each
+
+
+def test_a_figure_is_of_one_call_however_many_sets_of_inputs(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(x: op.Inputs) -> Tensor:
+        clock.append(0.25)
+        return x.q
+
+    monkeypatch.setitem(op.CONTENDERS, "softmax", op.Contender("softmax", attend, lambda x: (x.q,)))
+    monkeypatch.setattr(op, "draw_sets", lambda case, **options: [op.Inputs.draw(case, **options) for _ in range(3)])
+    options = dict(device=CPU, dtype=torch.float32, bandwidth=1.0, effort=SHORT)
+    [[result]] = op.run_case(op.Case.parse("1,2,2x4"), contenders=["softmax"], directions=["forward"], **options)
+    assert result.timing == Timing(0.25, 0.25, 0.25, SHORT.rounds)
 
 
 def test_rounds_are_interleaved() -> None:

@@ -89,6 +89,13 @@ def test_module_is_its_matrix_between_two_projections(cls: type[Attention], kind
     assert_close(module(x, GRID), expected)
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    module = build()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(tokens(), GRID)
+    assert_close(out, module(tokens(), GRID))
+
+
 def test_separate_projections_are_the_fused_one_cut_apart() -> None:
     fused, separate = build(), build(fused_qkv=False)
     state = fused.state_dict()

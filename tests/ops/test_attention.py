@@ -341,14 +341,18 @@ def test_a_masked_border_is_a_smaller_map() -> None:
     assert_close(out[:, mask], expected)
 
 
-def test_a_sample_without_tokens_is_zero() -> None:
+@pytest.mark.parametrize("queries", [TOKENS, 5])
+def test_a_sample_without_tokens_is_zero(queries: int) -> None:
+    """Also for queries that are other tokens, which are there."""
     mask = some_mask()
     mask[0] = False
-    tensors = [x.requires_grad_() for x in qkv()]
+    q, k, v = qkv()
+    tensors = [x.requires_grad_() for x in (q[:, :queries], k, v)]
     out = inline_attention(*tensors, token_mask=mask)
     out.sum().backward()
     assert (out[0] == 0).all()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)
+    assert all((x.grad[0] == 0).all() for x in tensors)
 
 
 @pytest.mark.parametrize("feature_map", MAPS)
@@ -452,6 +456,7 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(q=randn(BATCH, TOKENS, HEADS, 2)), r"q has \(heads, d\) = \(3, 2\)"),
         (dict(q=randn(1, TOKENS, HEADS, DIM)), "q is a batch of 1 but k of 2"),
         (dict(k=randn(BATCH, 0, HEADS, DIM), v=randn(BATCH, 0, HEADS, DIM)), "no token to attend to"),
+        ({name: randn(BATCH, TOKENS, HEADS, 0) for name in "qkv"}, "heads of no channels"),
         (dict(token_mask=torch.ones(BATCH, TOKENS)), r"expected bool \(B, N\) = \(2, 21\)"),
         (dict(token_mask=torch.ones(BATCH, 3, dtype=torch.bool)), r"expected bool \(B, N\) = \(2, 21\)"),
         (dict(token_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool)), "a mask over pairs of tokens is impossible"),
@@ -463,6 +468,9 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         ),
         (dict(grid=(4, 4)), "grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 21"),
         (dict(grid=(21,)), r"expected \(height, width\)"),
+        (dict(grid=21), r"grid=21; expected \(height, width\)"),
+        (dict(grid=(2, 11), num_prefix_tokens=-1), "num_prefix_tokens=-1; expected 0 or more"),
+        (dict(scale=torch.tensor(0.5)), "scale is a tensor; expected a number"),
         (dict(grid=(-3, -7)), "pass the"),
         (dict(local_weight=local_kernels()), "local_weight needs grid"),
         (dict(local_weight=local_kernels()[..., :8], grid=(3, 7)), r"expected \(B, heads, d, 9\) = \(2, 3, 4, 9\)"),
@@ -491,6 +499,7 @@ def test_errors(arguments: dict, message: str) -> None:
         (dict(cu_seqlens=torch.tensor([0, 9, 9, 21])), "every image at least one token"),
         (dict(grids=[(3, 7), (1, 1)]), "there are 2 grids for 1 images"),
         (dict(grids=[(3, 6)]), "grid 3×6 with 0 prefix tokens makes 18 tokens, but there are 21"),
+        (dict(num_prefix_tokens=-3), "num_prefix_tokens=-3; expected 0 or more"),
         (dict(local_weight=local_kernels(1)), "local_weight needs grids"),
         (dict(local_weight=local_kernels(2), grids=[(3, 7)]), r"expected \(B, heads, d, 9\) = \(1, 3, 4, 9\)"),
         (dict(q=randn(5, HEADS, DIM)), "packed queries and keys are the same tokens"),

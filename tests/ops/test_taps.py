@@ -59,6 +59,15 @@ def test_a_mean_that_is_a_view():
     torch.testing.assert_close(by_kernel(layer, torch.cat([mean, mean], 1)[:, :32]), by_kernel(layer, mean))
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("shape", [(3, 16), (3, 64), (3, 1, 32)])
+def test_a_mean_of_another_width_is_refused(shape, backend):
+    """The kernel would read beyond its end."""
+    layer, _ = make(3, 2, 16)
+    with pytest.raises(ValueError, match=r"the mean token has shape \(3, .*expected \(B, 32\)"):
+        layer(torch.randn(shape, device=DEVICE), backend=backend)
+
+
 def test_a_module_takes_the_backend_it_is_set_to():
     """The attention's, for its taps too."""
     from inline_attention.layers import InLineAttention

@@ -4,6 +4,7 @@ On a machine without a GPU they run in Triton's interpreter, on the CPU, in floa
 its bfloat16 is wrong. There the kernels' configuration is shrunk so that every loop turns more than once.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +131,14 @@ def test_inputs_far_from_zero(dtype, path):
     check(*make_inputs(1, (64, 64) if large else (3, 7), 1, 2, 16, dtype, mean=4.0))
 
 
+def test_a_state_beyond_the_range_of_float16(path):
+    """As the covariance of large keys and values is. Outputs and gradients are in it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 1, 21, 1, 16, generator=generator)
+    qkv = torch.stack([x[0] / 1000, 800 * x[1], 800 * (x[1] + x[2])], 2).to(DEVICE, torch.float16)
+    check(qkv, None, (x[3] / 1000).to(DEVICE, torch.float16), {})
+
+
 def test_absent_tokens_may_hold_anything(path):
     qkv, weight, grad, options = make_inputs(1, (3, 5), 1, 1, 16, torch.float32, masked=True)
     qkv[~options["token_mask"]] = torch.nan
@@ -176,6 +185,23 @@ def test_any_strides(layout, dtype, path):
         assert torch.equal(x, expected[name]), name
 
 
+def test_tokens_far_apart(path):
+    """As those of very many short sequences, tokens first: a step over them leaves 32 bits."""
+    tokens, stride = (65, 2**25) if GPU else (17, 2**31 // 15 + 1)
+    qkv, _, grad, options = make_inputs(1, (1, tokens), 0, 1, 16, torch.float16, local=False)
+    expected = run(qkv, None, grad, options, backend="triton")
+    # From NumPy: PyTorch would fill all of it with NaN here, and a system gives memory when it is first written.
+    memory = torch.from_numpy(np.empty(tokens * stride, np.float16)).to(DEVICE)
+    q, k, v, grad = memory.as_strided((4, 1, tokens, 1, 16), (16, tokens * stride, stride, 16, 1)).copy_(
+        torch.stack([*qkv.unbind(2), grad])
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = inline_attention(*leaves, backend="triton", **options)
+    results = [out, *torch.autograd.grad(out, leaves, grad)]
+    for name, x in zip(("out", "dq", "dk", "dv"), results, strict=True):
+        assert torch.equal(x, expected[name]), name
+
+
 MASKS = {
     "expanded": lambda mask: mask[:1].expand(mask.shape),
     "sliced": lambda mask: torch.cat([mask, ~mask], 1)[:, : mask.shape[1]],
@@ -195,6 +221,17 @@ def test_any_strides_of_a_mask(layout, path):
 def test_nothing_to_do(shape, path):
     batch, _, heads, head_dim = shape
     check(*make_inputs(batch, (2, 3), 0, heads, head_dim, torch.float32))
+
+
+@pytest.mark.parametrize("queries", [6, 4])
+def test_a_sample_without_tokens_is_zero(queries, path):
+    q, k, v = torch.randn(3, 2, 6, 1, 16, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q[:, :queries], k, v)]
+    mask = torch.tensor([[False] * 6, [True] * 6], device=DEVICE)
+    out = inline_attention(*leaves, token_mask=mask, feature_map="exp", backend="triton")
+    for x in (out, *torch.autograd.grad(out.sum(), leaves)):
+        assert x.isfinite().all()
+        assert not x[0].any()
 
 
 def test_no_query(path):

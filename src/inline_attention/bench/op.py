@@ -33,7 +33,7 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> "Case":
         match = re.fullmatch(r"(\d+),(\d+)(?:x(\d+))?(?:\+(\d+))?,(\d+)x(\d+)", text)
-        if not match or "0" in (match[1], match[2], match[3], match[5], match[6]):
+        if not match or 0 in [int(match[i] or 1) for i in (1, 2, 3, 5, 6)]:
             raise ValueError(f"case {text!r}; expected BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, such as 256,14+1,6x32")
         batch, height, width, prefix, heads, head_dim = match.groups()
         return cls(int(batch), int(height), int(width or height), int(prefix or 0), int(heads), int(head_dim))

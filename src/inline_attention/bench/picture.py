@@ -8,6 +8,15 @@ from .model import CONTENDERS, best_of, peer_speeds, row_of
 COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "free": "0.6"}
 
 
+def check_picture(path: Path) -> None:
+    """An error now for what could not be drawn after hours of work: no matplotlib, or a format that it has not."""
+    from matplotlib.figure import Figure
+
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise ValueError(f"--picture {path}: expected a name that ends in one of {', '.join(formats)}")
+
+
 def draw_sweep(results: Sequence[dict], path: Path) -> None:
     """A panel a task, both axes logarithmic, our speed over the faster counterpart's written at each size."""
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,15 @@ import torch
 from inline_attention.environment import describe_environment
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FACTS = ("inline-attention", "python", "cpu", "torch", "triton", "timm", "torch built for CUDA", "gpu 0", "driver")
+FACTS = ("inline-attention", "python", "cpu", "torch", "triton", "timm", "torch built for CUDA")
 
 
 def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Names → values of what the figures depend on."""
     environment = describe_environment()
-    facts = {name: environment[name] for name in FACTS if name in environment}
+    facts = {name: environment[name] for name in FACTS}
+    if device.type == "cuda":
+        facts |= {name: environment[name] for name in (f"gpu {device.index or 0}", "driver")}
     facts["device"] = str(device)
     facts["dtype"] = str(dtype).removeprefix("torch.")
     precision = torch.get_float32_matmul_precision()
@@ -44,13 +46,16 @@ class Record:
             self.path.write_text(text + "\n", encoding="utf-8")
 
 
-def read_record(path: Path) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
-    """Kind, facts and results of a file that a run wrote."""
+def read_record(path: Path, *, kinds: Container[str]) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
+    """Kind, facts and results of a file that a run wrote, of one of these kinds."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return content["kind"], content["facts"], content["results"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        kind, facts, results = content["kind"], content["facts"], content["results"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no record of `inline bench`: {error!r}") from error
+    if kind not in kinds:
+        raise ValueError(f"{path} is no record of `inline bench`, but one of kind {kind!r}")
+    return kind, facts, results
 
 
 def fastest(

@@ -80,24 +80,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     tables = kinds.add_parser("table", help="records of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
+    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records there, as a sweep")
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.kind == "table":
-        _print_records(args.records)
-        return
     import torch
 
+    from inline_attention.bench.picture import check_picture
     from inline_attention.bench.record import DTYPES, describe_run
     from inline_attention.bench.timing import Effort
+    from inline_attention.cli._output import check_writable, choose_device
 
+    picture = getattr(args, "picture", None)
+    check_writable(getattr(args, "json", None), picture)
+    if picture is not None:
+        check_picture(picture)
+    if args.kind == "table":
+        _print_records(args.records, args.picture)
+        return
     if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads {args.threads}: expected 1 or more")
         torch.set_num_threads(args.threads)
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no directory {args.json.parent}")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch sees no GPU; `inline env` shows what it sees")
+    device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: expected cpu or cuda")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # events, which tell the time, are of the current device
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
@@ -129,7 +138,7 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     cases = [op.Case.parse(text) for text in args.case or (op.QUICK_CASES if args.quick else defaults)]
     directions = _chosen(args.forward, args.backward, ("forward", "forward+backward"))
     bandwidth = copy_bandwidth(device, effort=options["effort"])
-    facts["copy"] = f"{bandwidth / 1e9:.1f} GB/s"
+    facts |= {"compile modes": "eager", "copy": f"{bandwidth / 1e9:.1f} GB/s"}
     _print_facts(facts)
     record = Record("op", facts, args.json)
     for case in cases:
@@ -155,7 +164,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
 
     cases = [op.Case.parse(text) for text in args.case or op.GPU_CASES]
     bandwidth = copy_bandwidth(device, effort=options["effort"])
-    facts["copy"] = f"{bandwidth / 1e9:.1f} GB/s"
+    facts |= {"compile modes": "eager", "copy": f"{bandwidth / 1e9:.1f} GB/s"}
     _print_facts(facts)
     record = Record("kernels", facts, args.json)
     for case in cases:
@@ -168,6 +177,7 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     from dataclasses import asdict
 
     from inline_attention.bench import model
+    from inline_attention.bench.picture import draw_sweep
     from inline_attention.bench.record import Record
 
     contenders = args.contenders or model.default_contenders(options["device"])
@@ -179,9 +189,7 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         tasks=_chosen(args.infer, args.train, ("infer", "train")),
         latency=args.latency,
     )
-    if args.picture is not None:
-        from inline_attention.bench.picture import draw_sweep  # missing libraries are found out before hours of work
-    facts["compile modes"] = ", ".join(args.modes) if args.modes else "each contender's best"
+    facts["compile modes"] = ", ".join(model.usable_modes(args.modes or model.COMPILE_MODES, options["device"]))
     _print_facts(facts)
     record = Record("model", facts, args.json)
     for setting in settings:
@@ -225,7 +233,7 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
     from dataclasses import asdict
 
     from inline_attention.bench import dense
-    from inline_attention.bench.model import check_modes
+    from inline_attention.bench.model import check_modes, usable_modes
     from inline_attention.bench.record import Record
 
     contenders = args.contenders or dense.default_contenders(options["device"])
@@ -237,9 +245,8 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
         for model in args.models
         for task in _chosen(args.infer, args.train, ("infer", "train"))
     ]
-    if args.picture is not None:
-        import matplotlib  # noqa: F401  # missing libraries are found out before the work
-    facts["compile modes"] = ", ".join(args.modes) if args.modes else "each contender's best"
+    modes = args.modes and usable_modes(args.modes, options["device"])
+    facts["compile modes"] = ", ".join(modes) if modes else "each contender's best"
     _print_facts(facts)
     record = Record("dense", facts, args.json)
     for setting in settings:
@@ -254,25 +261,28 @@ def _log(line: str) -> None:
     print(line, flush=True)
 
 
-def _print_records(paths: list[Path]) -> None:
+def _print_records(paths: list[Path], picture: Path | None) -> None:
     from inline_attention.bench.dense import dense_table
     from inline_attention.bench.kernels import kernel_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
+    from inline_attention.bench.picture import draw_sweep
     from inline_attention.bench.profile import profile_table
     from inline_attention.bench.record import read_record
 
+    tables = {
+        "op": op_table,
+        "kernels": kernel_table,
+        "model": lambda results: f"{ratio_table(results)}\n\n{model_table(results)}",
+        "profile": profile_table,
+        "dense": dense_table,
+    }
+    of_models: list[dict[str, Any]] = []
     for path in paths:
-        kind, facts, results = read_record(path)
+        kind, facts, results = read_record(path, kinds=tables)
         print(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")
-        if kind == "op":
-            text = op_table(results)
-        elif kind == "kernels":
-            text = kernel_table(results)
-        elif kind == "profile":
-            text = profile_table(results)
-        elif kind == "dense":
-            text = dense_table(results)
-        else:
-            text = f"{ratio_table(results)}\n\n{model_table(results)}"
-        print(text, end="\n\n")
+        print(tables[kind](results), end="\n\n")
+        if kind == "model":
+            of_models += results
+    if picture is not None:
+        draw_sweep(of_models, picture)

@@ -50,13 +50,15 @@ class LocalKernel(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
         self.fc1 = GroupedLinear(dim, dim, num_heads)
         self.fc2 = GroupedLinear(dim, TAPS * dim, num_heads)
 
     def forward(self, token_mean: Tensor, *, backend: Backend = "auto") -> Tensor:
         """The mean token (B, C) → kernels (B, heads, d, 9); `backend` as of `inline_attention`"""
-        x = token_mean.unflatten(1, (self.num_heads, -1))
+        heads, _, head_dim = self.fc1.weight.shape
+        if token_mean.ndim != 2 or token_mean.shape[1] != heads * head_dim:
+            raise ValueError(f"the mean token has shape {tuple(token_mean.shape)}; expected (B, {heads * head_dim})")
+        x = token_mean.unflatten(1, (heads, head_dim))
         if backends.choose(backend, (x,)) == "triton":
             return backends.fused_taps.make_taps(
                 token_mean, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias

@@ -46,6 +46,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
         raise ValueError(f"q is a batch of {q.shape[0]} but k of {k.shape[0]}; they must be equal")
     if k.shape[ndim - 3] == 0:
         raise ValueError(f"k has shape {_shape(k)}: no token to attend to")
+    if k.shape[-1] == 0:
+        raise ValueError(f"k has shape {_shape(k)}: heads of no channels; expected {layout} with d of 1 or more")
 
 
 def _check_device(name: str, x: Tensor, device: torch.device) -> None:
@@ -77,10 +79,16 @@ def _check_local(local_weight: Tensor, v: Tensor, *, batch: int) -> None:
         )
 
 
+def _check_prefix(num_prefix_tokens: int) -> None:
+    if num_prefix_tokens < 0:
+        raise ValueError(f"num_prefix_tokens={num_prefix_tokens}; expected 0 or more")
+
+
 def _check_grid(grid: Grid, *, tokens: int, num_prefix_tokens: int) -> None:
-    if len(grid) != 2:
-        raise ValueError(f"grid={grid!r}; expected (height, width)")
-    height, width = grid
+    try:
+        height, width = grid
+    except (TypeError, ValueError):
+        raise ValueError(f"grid={grid!r}; expected (height, width)") from None
     if height < 1 or width < 1 or num_prefix_tokens + height * width != tokens:
         raise ValueError(
             f"grid {height}×{width} with {num_prefix_tokens} prefix tokens makes "
@@ -90,6 +98,8 @@ def _check_grid(grid: Grid, *, tokens: int, num_prefix_tokens: int) -> None:
 
 
 def _default_scale(q: Tensor, scale: float | None) -> float:
+    if isinstance(scale, Tensor):  # it would get no gradient, silently
+        raise ValueError("scale is a tensor; expected a number. Multiply q by a scale that is learned")
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -124,7 +134,8 @@ def inline_attention(
         num_prefix_tokens: tokens before the map, such as a class token. They attend and are attended to, but take no
             part in the local residual.
         token_mask: (B, N) bool, True for a token that is present. Absent tokens count in no sum, are zero to the
-            local residual, and their outputs are zero (where queries and keys are the same tokens).
+            local residual, and their outputs are zero where Nq = N, for queries and keys are taken for the same tokens
+            then.
         backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", the kernels where they can run (a
             GPU with Triton, bfloat16, float16 or float32, heads of up to 128 channels), else the reference.
 
@@ -171,6 +182,7 @@ def inline_attention_projected(
     _check_qkv(q, k, v, layout="(B, N, heads, d)")
     if token_mask is not None:
         _check_token_mask(token_mask, k)
+    _check_prefix(num_prefix_tokens)
     if grid is not None:
         _check_grid(grid, tokens=k.shape[1], num_prefix_tokens=num_prefix_tokens)
     if local_weight is not None:
@@ -229,6 +241,7 @@ def inline_attention_packed(
     if q.shape != k.shape:
         raise ValueError(f"q has shape {_shape(q)}; packed queries and keys are the same tokens, {_shape(k)}")
     get_feature_map(feature_map)
+    _check_prefix(num_prefix_tokens)
     bounds = _check_cu_seqlens(cu_seqlens, total=q.shape[0])
     images = len(bounds) - 1
     if grids is None:
@@ -245,7 +258,7 @@ def inline_attention_packed(
     projections = [x[None, :, None] for x in (q, k, v)]
     if backends.choose(backend, projections) == "triton":
         lengths = [end - start for start, end in pairwise(bounds)]
-        sizes = [(1, length) for length in lengths] if local_weight is None or grids is None else list(grids)
+        sizes = [(1, length) for length in lengths] if grids is None else list(grids)
         rows = [(start, n, *size) for start, n, size in zip(bounds, lengths, sizes, strict=False)]
         return fused.attend(
             projections,
@@ -312,6 +325,7 @@ def local_residual(
 
     v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens
     """
+    _check_prefix(num_prefix_tokens)
     _check_grid(grid, tokens=v.shape[1], num_prefix_tokens=num_prefix_tokens)
     _check_local(local_weight, v, batch=v.shape[0])
     dtype = reference.accumulation_dtype(v.dtype)

@@ -61,6 +61,9 @@ LEAST_CHANNELS = 32
 # Of a GPU: below it tensor cores know no bfloat16 and no tf32.
 LEAST_CAPABILITY = (8, 0)
 
+# From a token to the next: offsets in a step of up to 64 tokens have 32 bits.
+LONGEST_STRIDE = 2**31 // 64 - 1
+
 # Programs on an axis of the grid that is not the first.
 MOST_ON_AN_AXIS = 65_535
 
@@ -165,8 +168,10 @@ def _layout(sources: Sequence[Tensor]) -> str:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x (…, heads, d) itself if the channels of a token lie next to each other, else a copy for which they do."""
-    return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
+    """x (B, N, …, heads, d) itself if the channels of a token lie next to each other and tokens not too far apart, else
+    a copy for which it is so."""
+    together = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
+    return x if together and x.stride(1) <= LONGEST_STRIDE else x.contiguous()
 
 
 def _strides(packed: bool, *tensors: Tensor) -> list[int]:

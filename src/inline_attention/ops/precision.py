@@ -12,5 +12,7 @@ def is_autocast_on(device: torch.device) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """In what a linear layer takes x: autocast's dtype where it is on, else that of x."""
-    return torch.get_autocast_dtype(x.device.type) if is_autocast_on(x.device) else x.dtype
+    """In what a linear layer takes x: autocast's dtype where it is on, which leaves float64 alone, else that of x."""
+    if is_autocast_on(x.device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

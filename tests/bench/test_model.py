@@ -198,13 +198,19 @@ def test_record_is_complete_after_every_measurement(tmp_path: Path) -> None:
     assert results[0]["timing"].keys() == {"median", "low", "high", "samples"}
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", "[]", '{"kind": "study", "facts": {}, "results": []}', "é"])
-def test_file_that_is_no_record(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *[(text, "is no record of `inline bench`") for text in ("{}", "no json", "[]", "é")],
+        ('{"kind": "study", "facts": {}, "results": []}', "is a record of kind 'study'; expected op or"),
+    ],
+)
+def test_file_that_is_no_record(tmp_path: Path, text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(text.encode("latin-1"))
     assert main(["bench", "table", str(path)]) == 2
     error = capsys.readouterr().err
-    assert f"{path} is no record of `inline bench`" in error
+    assert f"{path} {expected}" in error
     assert error.count("\n") == 1
 
 

@@ -262,7 +262,7 @@ def test_published_ratios_of_speed(tmp_path: Path, large: float, expected: str) 
     assert claim.measured.startswith(f"2.50 times at 640 px, {large:.2f} times at 1024 px (")
     assert claim.measured.endswith("`1 (abc)` on a GPU)")
     (tmp_path / "sweep.json").write_text(json.dumps({"kind": "op", "facts": facts, "results": results}))
-    with pytest.raises(ValueError, match="a record of `inline bench op`; expected one of `inline bench sweep`"):
+    with pytest.raises(ValueError, match="a record of kind 'op'; expected model"):
         collect(tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Record:
             self.path.write_text(text + "\n", encoding="utf-8")
 
 
-def read_record(path: Path, *, kinds: Container[str]) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
+def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
     """Kind, facts and results of a file that a run wrote, of one of these kinds."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def read_record(path: Path, *, kinds: Container[str]) -> tuple[str, dict[str, st
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no record of `inline bench`: {error!r}") from error
     if kind not in kinds:
-        raise ValueError(f"{path} is no record of `inline bench`, but one of kind {kind!r}")
+        raise ValueError(f"{path} is a record of kind {kind!r}; expected {' or '.join(kinds)}")
     return kind, facts, results
 
 

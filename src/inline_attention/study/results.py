@@ -224,9 +224,7 @@ def _changed_settings(run: Run, folder: Path) -> list[str]:
 def _read_sweep(path: Path) -> Sweep | None:
     if not path.exists():
         return None
-    kind, facts, results = read_record(path)
-    if kind != "model":
-        raise ValueError(f"{str(path)!r} is a record of `inline bench {kind}`; expected one of `inline bench sweep`")
+    _, facts, results = read_record(path, kinds=("model",))
     deit = [r for r in results if (r["model"], r["task"]) == ("inline_deit_tiny", "infer") and r["error"] is None]
     rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in fastest(deit, lambda r: (r["img_size"],))}
     sides = sorted(side for side, contender in rates if contender == "peer" and (side, "fused") in rates)

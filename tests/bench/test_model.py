@@ -198,6 +198,12 @@ def test_record_is_complete_after_every_measurement(tmp_path: Path) -> None:
     assert results[0]["timing"].keys() == {"median", "low", "high", "samples"}
 
 
+@pytest.mark.parametrize(("contenders", "status"), [("free", 1), ("free,peer", 0)])
+def test_status_tells_whether_anything_was_measured(contenders: str, status: int) -> None:
+    options = ["--img-size", "32", "--batch", "1", "--infer", "--modes", "eager", "--device", "cpu", "--quick"]
+    assert main(["bench", "model", "inline_pvt_tiny", "--contenders", contenders, *options]) == status
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -45,6 +45,11 @@ class Record:
             text = json.dumps(dict(kind=self.kind, facts=self.facts, results=results_), indent=1, ensure_ascii=False)
             self.path.write_text(text + "\n", encoding="utf-8")
 
+    @property
+    def failed(self) -> bool:
+        """Not one measurement succeeded."""
+        return all(getattr(result, "error", None) is not None for result in self.results)
+
 
 def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
     """Kind, facts and results of a file that a run wrote, of one of these kinds."""

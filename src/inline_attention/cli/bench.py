@@ -2,7 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inline_attention.bench.record import Record
 
 HELP = "speed and memory against peers"
 
@@ -83,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records there, as a sweep")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     import torch
 
     from inline_attention.bench.picture import check_picture
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
         check_picture(picture)
     if args.kind == "table":
         _print_records(args.records, args.picture)
-        return
+        return 0
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"--threads {args.threads}: expected 1 or more")
@@ -111,7 +114,8 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
     runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile, "dense": _run_dense}
-    runs.get(args.kind, _run_models)(args, facts, options)
+    record = runs.get(args.kind, _run_models)(args, facts, options)
+    return 1 if record.failed else 0
 
 
 def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
@@ -125,7 +129,7 @@ def _print_facts(facts: dict[str, str]) -> None:
     print(flush=True)
 
 
-def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from dataclasses import asdict
 
     from inline_attention.bench import op
@@ -145,9 +149,10 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             record.add(results)
             print(op.op_table([asdict(r) for r in results]), flush=True)
+    return record
 
 
-def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from dataclasses import asdict
 
     from inline_attention.bench import op
@@ -171,9 +176,10 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
         record.add(results)
         print(kernels.kernel_table([asdict(r) for r in results]), flush=True)
+    return record
 
 
-def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from dataclasses import asdict
 
     from inline_attention.bench import model
@@ -200,9 +206,10 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     print(f"\n{model.ratio_table(everything)}", flush=True)
     if args.picture is not None:
         draw_sweep(everything, args.picture)
+    return record
 
 
-def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from dataclasses import asdict
 
     from inline_attention.bench import model, profile
@@ -227,9 +234,10 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
         )
         record.add(results)
         print(profile.profile_table([asdict(r) for r in results]), flush=True)
+    return record
 
 
-def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> None:
+def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from dataclasses import asdict
 
     from inline_attention.bench import dense
@@ -255,6 +263,7 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
         print(dense.dense_table([asdict(r) for r in results]), flush=True)
     if args.picture is not None:
         dense.draw_dense([asdict(r) for r in record.results], args.picture)
+    return record
 
 
 def _log(line: str) -> None:

@@ -254,7 +254,7 @@ def test_published_ratios_of_speed(tmp_path: Path, large: float, expected: str) 
         result(2048, "peer", "a", None), result(2048, "fused", "a", 9.0), result(640, "fused", "a", 1e6, task="train"),
         result(640, "fused", "a", 1e6, model="inline_swin_tiny"),
     ]  # fmt: skip
-    facts = {"inline-attention": "1 (abc)", "cpu": "a cpu", "gpu 0": "a GPU"}
+    facts = {"inline-attention": "1 (abc)", "cpu": "a cpu", "gpu 1": "a GPU"}
     write_runs(tmp_path, {"linear": LINEAR})
     (tmp_path / "sweep.json").write_text(json.dumps({"kind": "model", "facts": facts, "results": results}))
     assert verdict(tmp_path, "InLine-DeiT-T is faster than DeiT-T: 2.4 times at 640 px and 4.8 times") == expected

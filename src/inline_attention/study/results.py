@@ -229,7 +229,8 @@ def _read_sweep(path: Path) -> Sweep | None:
     rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in fastest(deit, lambda r: (r["img_size"],))}
     sides = sorted(side for side, contender in rates if contender == "peer" and (side, "fused") in rates)
     ratios = {side: rates[side, "fused"] / rates[side, "peer"] for side in sides}
-    return Sweep(ratios, facts["inline-attention"], facts.get("gpu 0", facts["cpu"]))
+    gpus = [value for name, value in facts.items() if name.startswith("gpu ")]
+    return Sweep(ratios, facts["inline-attention"], gpus[0] if gpus else facts["cpu"])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
-from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS
-from inline_attention.study.report import gap_table, page, write_report
+from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
+from inline_attention.study.report import front, gap_table, page, write_report
 from inline_attention.study.results import collect
 
 
@@ -57,9 +57,53 @@ def test_variants_are_drawn_where_there_are_some(tmp_path: Path, group: dict[str
     assert "(variants.png)" in (tmp_path / "results.md").read_text()
 
 
+@pytest.mark.parametrize("row", [next(iter(FEATURE_MAPS)), "softmax_relu", next(iter(BASELINES)), next(iter(WINDOWS))])
+def test_a_variant_alone_is_drawn(tmp_path: Path, row: str) -> None:
+    """Without the main rows, which all other pictures of runs are of."""
+    pytest.importorskip("matplotlib")
+    write_runs(tmp_path, {row: [30.0]}, epochs=20)
+    assert [path.name for path in write_report(collect(tmp_path), tmp_path)] == [
+        "results.json", "results.md", "variants.png",
+    ]  # fmt: skip
+
+
+def test_evenly_spread_attention_is_told_of_maps_of_one_size(tmp_path: Path) -> None:
+    """Elsewhere the ratio of means depends on the weights, not on the maps alone."""
+    found = {row: analysis(local=0.0, random=0.0) for row in ("linear", "swin_window8")}
+    found["swin_window8"]["locality"]["chance"] = [0.1, 0.2]
+    write_runs(tmp_path, {row: [30.0] for row in found}, analyses=found)
+    deit, swin = page(collect(tmp_path), [], []).split("InLine-Swin instead of DeiT")
+    assert "spread evenly has 0.91 times chance" in deit
+    assert "spread evenly" not in swin
+
+
 def test_a_longer_training_is_told_first(tmp_path: Path) -> None:
     write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
     assert "After 120 epochs" not in page(collect(tmp_path), [], [])
     write_runs(tmp_path, {"inline": [50.0], "linear": [45.0]}, epochs=120)
     start = page(collect(tmp_path), [], []).split("[Claims]")[0]
     assert "After 120 epochs (one seed each): linear (ReLU) 45.00, InLine (with residual) 50.00." in start
+
+
+def test_a_longer_training_of_other_rows_is_not_told_first(tmp_path: Path) -> None:
+    write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
+    write_runs(tmp_path, {"focused": [50.0]}, epochs=120)
+    assert "After 120 epochs" not in page(collect(tmp_path), [], [])
+
+
+def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
+    """One seed, no timings, no record of the calls that trained."""
+    write_runs(tmp_path, {"inline": [40.0], "linear": [39.0]})
+    results = collect(tmp_path)
+    assert "minutes" not in page(results, [], [])
+    first = front(results, ["docs/images/study-curves.png"])
+    assert "standard errors" not in first
+    assert "![Accuracy over the epochs, a line for each seed](docs/images/study-curves.png)" in first
+
+
+def test_failures_alone(tmp_path: Path) -> None:
+    folder = tmp_path / Run("tiny_imagenet", "inline", 40, 0, 4).name
+    folder.mkdir()
+    (folder / "failure.txt").write_text("diverged")
+    with pytest.raises(ValueError, match=f"{folder.name} failed"):
+        collect(tmp_path)

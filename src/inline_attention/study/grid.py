@@ -98,10 +98,12 @@ PHI = {
 
 
 def feature_map_row(attention: str, name: str) -> str:
-    """The row of linear or InLine attention, without residual, that has this feature map"""
-    return {("linear", "relu"): "linear", ("inline", "identity"): "inline_plain"}.get(
-        (attention, name), f"{attention}_{name}"
-    )
+    """The row of softmax, linear or InLine attention, without residual, that has this feature map"""
+    return _OWN_MAPS.get((attention, name), f"{attention}_{name}")
+
+
+# Main rows
+_OWN_MAPS = {("softmax", "identity"): "softmax", ("linear", "relu"): "linear", ("inline", "identity"): "inline_plain"}
 
 
 FEATURE_MAPS = {

@@ -130,13 +130,15 @@ def draw_variants(
 
 def _draw_maps(axes: Axes, maps: Mapping[str, Mapping[str, float]]) -> None:
     places = np.arange(len(maps))[::-1]
-    for i, kind in enumerate(dict.fromkeys(kind for by_kind in maps.values() for kind in by_kind)):
-        values = [by_kind.get(kind, np.nan) for by_kind in maps.values()]
-        bars = axes.barh(places + 0.2 - 0.4 * i, values, 0.36, color=COLOURS[1 + i], label=kind)
-        axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    for i, kind in enumerate(("softmax", "linear", "InLine")):
+        values = {place: by_kind[kind] for place, by_kind in zip(places, maps.values(), strict=True) if kind in by_kind}
+        if values:
+            at = np.array(list(values)) + 0.27 * (1 - i)
+            bars = axes.barh(at, list(values.values()), 0.25, color=COLOURS[i], label=kind)
+            axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
     axes.set_yticks(places, list(maps))
     axes.margins(x=0.12)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)  # below: bars fill the axes
     axes.set(title="Feature maps, without residual", xlabel="validation top-1 (%)")
 
 
@@ -151,12 +153,13 @@ def _draw_attentions(axes: Axes, attentions: Mapping[str, float]) -> None:
 
 def _draw_windows(axes: Axes, windows: Mapping[str, Mapping[int, float]]) -> None:
     for i, (words, by_size) in enumerate(windows.items()):
-        axes.plot(list(by_size), list(by_size.values()), marker="o", color=COLOURS[2 + i], label=words)
+        colour = COLOURS[2 + 2 * i]  # InLine's in other pictures
+        axes.plot(list(by_size), list(by_size.values()), marker="o", color=colour, label=words)
     ticks = sorted({size for by_size in windows.values() for size in by_size})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.legend(fontsize=8)
-    axes.set(title="InLine-Swin", xlabel="side of a window, tokens", ylabel="validation top-1 (%)")
+    axes.set(title="InLine-Swin", xlabel="side of a window, tokens (16: the whole map)", ylabel="validation top-1 (%)")
 
 
 def draw_speed(points: Sequence[Mapping[str, Any]], *, caption: str) -> Figure:

@@ -24,7 +24,7 @@ from inline_attention.study.grid import (
     feature_map_row,
 )
 from inline_attention.study.measures import build_model, masking_drops, speed_name, uniform_over_chance
-from inline_attention.study.results import Results, RunResult, Sample, Setting
+from inline_attention.study.results import Results, RunResult, Sample, Setting, count_seeds
 
 RESULTS, PAGE = "results.json", "results.md"
 
@@ -139,6 +139,10 @@ def _draw(results: Results, out: Path) -> list[Path]:
 
     if results.probes is not None:
         keep(plots.draw_probes(results.probes), "probes.png")
+    if (varied := _variants_setting(results)) is not None:
+        rows = results.rows(varied)
+        caption = f"{varied}; {_seeds_varied(results, rows)}"
+        keep(plots.draw_variants(**_variants(rows), caption=caption), "variants.png")
     main = results.main_setting
     if main is None:
         return made
@@ -163,9 +167,6 @@ def _draw(results: Results, out: Path) -> list[Path]:
         where = f"{results.speed['machine']}, {_how_timed(results.speed)}"
         caption = f"{setting}; {_seeds_shown(results, [setting])}\nTimed on {where}"
         keep(plots.draw_speed(speed_points(results, setting), caption=caption), name)
-    if (varied := _variants_setting(results)) is not None:
-        caption = f"{varied}; {_seeds_shown(results, [varied])}"
-        keep(plots.draw_variants(**_variants(results.rows(varied)), caption=caption), "variants.png")
     found = [(ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis]
     if found:
         keep(plots.draw_causes(found, title=str(main)), "causes.png")
@@ -185,11 +186,8 @@ def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
     def means(names: Mapping[Any, str]) -> dict[Any, float]:
         return {key: rows[name].mean for key, name in names.items() if name in rows}
 
-    kinds = {"linear": "linear", "InLine": "inline"}
-    maps = {
-        title: means({words: feature_map_row(kind, name) for words, kind in kinds.items()})
-        for name, title in PHI.items()
-    }
+    kinds = ("softmax", "linear", "InLine")
+    maps = {title: means({kind: feature_map_row(kind.lower(), name) for kind in kinds}) for name, title in PHI.items()}
     ends = {"without residual": "", "with residual": "_residual"}
     windows = {words: means({size: f"swin_window{size}{end}" for size in WINDOW_SIZES}) for words, end in ends.items()}
     return {
@@ -199,12 +197,16 @@ def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
     }
 
 
+def _seeds_varied(results: Results, rows: Mapping[str, Sample]) -> str:
+    """Of how many seeds these rows are, and what is to be thought of their differences."""
+    words, margin = count_seeds(rows.values()), results.margin(1, 1)
+    return words if margin is None else f"{words}; two standard errors between single seeds: {margin:.1f} points"
+
+
 def _seeds_shown(results: Results, settings: Sequence[Setting]) -> str:
     """What a point of a figure is, and its bar."""
-    seeds = {sample.seeds for setting in settings for row, sample in results.rows(setting).items() if row in MAIN}
-    if seeds == {1}:
-        return "one seed each"
-    return f"means of {' or '.join(map(str, sorted(seeds)))} seeds; bars: standard deviation over seeds"
+    words = count_seeds(sample for s in settings for row, sample in results.rows(s).items() if row in MAIN)
+    return words if words == "one seed each" else f"means of {words}; bars: standard deviation over seeds"
 
 
 def _series(
@@ -273,8 +275,9 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         parts += ["## Runs without a result\n", _table(["run", "what it said"], lines)]
     if results.again:
         parts += ["## Made again\n", "By the command printed with the run.\n", again_table(results)]
-    if results.runs:
+    if results.device_seconds:
         parts.append(f"The runs took {results.device_seconds / 60:.0f} minutes of one device in all.\n")
+    if results.runs:
         parts += ["## Commands\n", _COMMANDS, command_list(results)]
     return "\n".join(parts)
 
@@ -393,7 +396,6 @@ def front(results: Results, figures: Sequence[str]) -> str:
     main = results.main_setting
     if main is None:
         return ""
-    link = next((link for name in ("speed", "curves") for link in figures if link.endswith(f"-{name}.png")), None)
     inline = results.find(main, "inline")
     assert inline is not None
     size = f"{count_parameters(inline.run) / 1e6:.1f}M parameters each"
@@ -402,15 +404,15 @@ def front(results: Results, figures: Sequence[str]) -> str:
         front_table(results, main),
     ]
     gaps = [[f"{ROWS[a].title} − {ROWS[b].title}", _gap(results, main, (a, b))] for a, b in _GAP_PAIRS]
+    bold = "" if results.deviation is None else ", in bold where they are larger than two standard errors"
     parts += [
-        f"{_highest(results, main)} Differences, in bold where they are larger than two standard errors:\n",
+        f"{_highest(results, main)} Differences{bold}:\n",
         _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
     ]
     parts += [f"{words.strip()}\n"] if (words := _longer(results)) else []
-    parts += [f"![{_CAPTIONS['speed']}]({link})\n"] if link else []
-    return "\n" + "\n".join(
-        [*parts, "All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
-    )
+    parts += _pictures(figures, "speed", "curves")[:1]
+    parts += ["All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
+    return "\n" + "\n".join(parts)
 
 
 def _highest(results: Results, setting: Setting) -> str:
@@ -423,10 +425,9 @@ def _longer(results: Results) -> str:
     words = ""
     for setting in results.longer_settings:
         rows = {row: sample for row, sample in results.rows(setting).items() if row in MAIN}
-        seeds = {sample.seeds for sample in rows.values()}
-        few = "one seed each" if seeds == {1} else f"{' or '.join(map(str, sorted(seeds)))} seeds"
-        each = ", ".join(f"{ROWS[row].title} {sample}" for row, sample in rows.items())
-        words += f" After {setting.epochs} epochs ({few}): {each}."
+        if rows:
+            each = ", ".join(f"{ROWS[row].title} {sample}" for row, sample in rows.items())
+            words += f" After {setting.epochs} epochs ({count_seeds(rows.values())}): {each}."
     return words
 
 
@@ -492,7 +493,7 @@ def setting_table(results: Results, setting: Setting, rows: Sequence[str]) -> st
 
 _ANALYSED = (
     "confused pairs in a million, strict / loose", "3×3 in the first layer, mean, times chance",
-    "lost by masking, local / random", "with the residual's taps masked", "effective rank",
+    "lost by masking, local / random", "with local taps masked", "effective rank",
 )  # fmt: skip
 
 
@@ -540,9 +541,9 @@ def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
         f"({first['rank']['images']} for the rank); masks of {_most_masked(results, setting, rows)} tokens, where one "
         f"image is {100 / first['masking']['images']:g} points."
     )
-    even = {f"{uniform_over_chance(analysis['locality']):.2f}" for analysis in found}
-    if len(even) == 1:
-        words += f" Attention that is spread evenly has {even.pop()} times chance on the 3×3 neighbourhood, which a "
+    if len({chance for analysis in found for chance in analysis["locality"]["chance"]}) == 1:  # maps of one size
+        even = uniform_over_chance(first["locality"])
+        words += f" Attention that is spread evenly has {even:.2f} times chance on the 3×3 neighbourhood, which a "
         words += "border cuts."
     return words + "\n"
 

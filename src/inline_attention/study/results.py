@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -84,6 +84,14 @@ class Sample:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
+def count_seeds(samples: Iterable[Sample]) -> str:
+    """one seed each, 3 seeds each, 1 or 3 seeds"""
+    seeds = sorted({sample.seeds for sample in samples})
+    if len(seeds) == 1:
+        return "one seed each" if seeds == [1] else f"{seeds[0]} seeds each"
+    return f"{' or '.join(map(str, seeds))} seeds"
+
+
 class Sweep(NamedTuple):
     """InLine-DeiT-T against DeiT-T with FlashAttention in inference."""
 
@@ -137,7 +145,7 @@ class Results:
 
     @property
     def longer_settings(self) -> list[Setting]:
-        """The main one's data and tokens, trained longer, with fewer seeds then."""
+        """The main one's data and tokens, trained longer, with fewer seeds of InLine attention then."""
         main = self.main_setting
         return [s for s in self.settings if main is not None and s[:2] == main[:2] and s.epochs > main.epochs]
 
@@ -154,9 +162,12 @@ class Results:
 
     def gap(self, a: Sample, b: Sample) -> Gap:
         """By how much a is ahead of b. Rows of other settings are taken to vary with the seed as the main ones do."""
+        return Gap(a.mean - b.mean, self.margin(a.seeds, b.seeds))
+
+    def margin(self, seeds: int, others: int) -> float | None:
+        """Two standard errors of the difference between a row of so many seeds and one of so many others."""
         deviation = self.deviation
-        margin = None if deviation is None else 2 * deviation * math.sqrt(1 / a.seeds + 1 / b.seeds)
-        return Gap(a.mean - b.mean, margin)
+        return None if deviation is None else 2 * deviation * math.sqrt(1 / seeds + 1 / others)
 
     def find(self, setting: Setting, row: str) -> RunResult | None:
         """The run of the lowest seed."""
@@ -178,7 +189,8 @@ def collect(out: Path) -> Results:
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
     probes = _read_json(out / PROBES)
     if not runs and probes is None:
-        raise ValueError(f"neither finished runs nor probes in {str(out)!r}")
+        failed = f"; {', '.join(failures)} failed, {FAILURE} in the folder says why" if failures else ""
+        raise ValueError(f"neither finished runs nor probes in {str(out)!r}{failed}")
     sessions = out / SESSIONS
     seconds = sum(session["seconds"] for session in _read_lines(sessions)) if sessions.exists() else 0.0
     return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED), _read_sweep(out / SWEEP))

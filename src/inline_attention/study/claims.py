@@ -7,7 +7,7 @@ from typing import Any
 
 from inline_attention.study.grid import BASELINES, PHI, ROWS, SEEDS, WINDOW_SIZES, feature_map_row
 from inline_attention.study.measures import masking_changes, masking_drops, speed_name
-from inline_attention.study.results import Gap, Results, Sample, Setting, count_seeds
+from inline_attention.study.results import Gap, Results, Sample, Setting, describe_seeds
 
 CONFIRMED, NOT_CONFIRMED = "confirmed", "not confirmed"
 NOT_MEASURED, NOT_TESTABLE = "not measured yet", "not testable here"
@@ -64,12 +64,12 @@ def _compare(
             return Claim(claim, rule)
         a, b = rows[better], rows[worse]
         gap = results.gap(a, b)
-        measured = f"{a} against {b}: {gap} points ({setting}; {count_seeds((a, b))})"
+        measured = f"{a} against {b}: {gap} points ({setting}; {describe_seeds((a, b))})"
         for longer in results.longer_settings:  # beside the verdict, which needs all seeds
             rows = results.rows(longer)
             if {better, worse} <= rows.keys():
                 c, d = rows[better], rows[worse]
-                measured += f"; {longer.epochs} epochs, {count_seeds((c, d))}: {results.gap(c, d)}"
+                measured += f"; {longer.epochs} epochs, {describe_seeds((c, d))}: {results.gap(c, d)}"
         if gap.margin is None or min(a.seeds, b.seeds) < len(SEEDS):
             return Claim(claim, rule, measured)
         return Claim(claim, rule, measured, _verdict(gap.points - gap.margin > least))

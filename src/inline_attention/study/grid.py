@@ -95,15 +95,13 @@ MAIN = {
 PHI = {
     "identity": "identity", "relu": "ReLU", "leaky_relu": "LeakyReLU", "exp": "exp", "relu_affine": "ReLU(A·x + b)",
 }  # fmt: skip
+# Which of them the main rows have
+_OWN_MAPS = {("softmax", "identity"): "softmax", ("linear", "relu"): "linear", ("inline", "identity"): "inline_plain"}
 
 
 def feature_map_row(attention: str, name: str) -> str:
     """The row of softmax, linear or InLine attention, without residual, that has this feature map"""
     return _OWN_MAPS.get((attention, name), f"{attention}_{name}")
-
-
-# Main rows
-_OWN_MAPS = {("softmax", "identity"): "softmax", ("linear", "relu"): "linear", ("inline", "identity"): "inline_plain"}
 
 
 FEATURE_MAPS = {

@@ -24,7 +24,7 @@ from inline_attention.study.grid import (
     feature_map_row,
 )
 from inline_attention.study.measures import build_model, masking_drops, speed_name, uniform_over_chance
-from inline_attention.study.results import Results, RunResult, Sample, Setting, count_seeds
+from inline_attention.study.results import Results, RunResult, Sample, Setting, describe_seeds
 
 RESULTS, PAGE = "results.json", "results.md"
 
@@ -199,13 +199,13 @@ def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
 
 def _seeds_varied(results: Results, rows: Mapping[str, Sample]) -> str:
     """Of how many seeds these rows are, and what is to be thought of their differences."""
-    words, margin = count_seeds(rows.values()), results.margin(1, 1)
+    words, margin = describe_seeds(rows.values()), results.margin(1, 1)
     return words if margin is None else f"{words}; two standard errors between single seeds: {margin:.1f} points"
 
 
 def _seeds_shown(results: Results, settings: Sequence[Setting]) -> str:
     """What a point of a figure is, and its bar."""
-    words = count_seeds(sample for s in settings for row, sample in results.rows(s).items() if row in MAIN)
+    words = describe_seeds(sample for s in settings for row, sample in results.rows(s).items() if row in MAIN)
     return words if words == "one seed each" else f"means of {words}; bars: standard deviation over seeds"
 
 
@@ -427,7 +427,7 @@ def _longer(results: Results) -> str:
         rows = {row: sample for row, sample in results.rows(setting).items() if row in MAIN}
         if rows:
             each = ", ".join(f"{ROWS[row].title} {sample}" for row, sample in rows.items())
-            words += f" After {setting.epochs} epochs ({count_seeds(rows.values())}): {each}."
+            words += f" After {setting.epochs} epochs ({describe_seeds(rows.values())}): {each}."
     return words
 
 

@@ -84,7 +84,7 @@ class Sample:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
-def count_seeds(samples: Iterable[Sample]) -> str:
+def describe_seeds(samples: Iterable[Sample]) -> str:
     """one seed each, 3 seeds each, 1 or 3 seeds"""
     seeds = sorted({sample.seeds for sample in samples})
     if len(seeds) == 1:

@@ -5,38 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
 from inline_attention.study.claims import CONFIRMED, NOT_CONFIRMED, NOT_MEASURED, judge
-from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN, Run
-from inline_attention.study.report import gap_table, remake
+from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN
+from inline_attention.study.report import remake
 from inline_attention.study.results import collect
-from inline_attention.training import settings
-
-LINEAR, SOFTMAX = [40.0, 40.4, 40.2], [43.5, 43.6, 43.4]
-
-
-def write_runs(
-    out: Path,
-    accuracies: dict[str, list[float]],
-    *,
-    epochs: int = 60,
-    analyses: dict[str, dict[str, Any]] | None = None,
-    changes: tuple[str, ...] = (),
-) -> None:
-    for row, values in accuracies.items():
-        for seed, value in enumerate(values):
-            run = Run("tiny_imagenet", row, epochs, seed, 4)
-            folder = out / run.name
-            folder.mkdir(parents=True)
-            summary = {"val_top1": value, "best_top1": value + 0.1, "seconds": 10.0}
-            record = {"kind": "eval", "epoch": epochs, "update": 1, "val_top1": value, "val_images": 5000}
-            start = {"inline-attention": "1 (abc)", "device": "cpu", "cpu": "a cpu"}
-            (folder / "summary.json").write_text(json.dumps(summary))
-            (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-            (folder / "environment.json").write_text(json.dumps([start]))
-            (folder / "config.yaml").write_text(settings.to_yaml(run.config(extra=changes)))
-            if analyses and row in analyses:
-                (folder / "analysis.json").write_text(json.dumps(analyses[row]))
 
 
 def verdict(out: Path, start: str) -> str:
@@ -78,15 +52,6 @@ def test_noise_is_no_evidence_for_level(tmp_path: Path) -> None:
     assert verdict(tmp_path, LEVEL) == NOT_CONFIRMED
 
 
-def test_gaps_beyond_two_standard_errors_are_bold(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"inline": [43.0, 43.4, 43.2], "linear": LINEAR, "softmax": SOFTMAX})
-    # One seed of another length varies as the main rows do: 2 · 0.173 · √2. The first difference: softmax − linear.
-    write_runs(tmp_path, {"inline": [30.4], "linear": [30.0], "softmax": [31.0]}, epochs=20)
-    short, main = gap_table(collect(tmp_path)).splitlines()[2:]
-    assert main.endswith("| 3 | **+3.30 ± 0.28** | **+3.00 ± 0.28** | **−0.30 ± 0.28** | – | – | – | – |")
-    assert short.endswith("| 1 | **+1.00 ± 0.49** | +0.40 ± 0.49 | **−0.60 ± 0.49** | – | – | – | – |")
-
-
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_few_seeds_are_not_judged(tmp_path: Path, seeds: int) -> None:
     """Two seeds that happen to agree would make everything different."""
@@ -101,6 +66,16 @@ def test_verdicts_rest_on_the_setting_with_most_seeds(tmp_path: Path) -> None:
     setting = collect(tmp_path).main_setting
     assert setting is not None
     assert setting.epochs == 40
+
+
+def test_a_longer_training_is_told_beside_the_verdict(tmp_path: Path) -> None:
+    """With fewer seeds it decides nothing."""
+    write_runs(tmp_path, {"inline": LINEAR, "linear": LINEAR, "softmax": SOFTMAX}, epochs=40)
+    write_runs(tmp_path, {"inline": [50.0], "linear": [45.0], "softmax": [46.0]}, epochs=120)
+    write_runs(tmp_path, {"inline": [20.0], "linear": [25.0]}, epochs=10)
+    (claim,) = (claim for claim in judge(collect(tmp_path)) if claim.claim == AHEAD)
+    assert claim.verdict == NOT_CONFIRMED
+    assert claim.measured.endswith("40 epochs; 3 seeds each); 120 epochs, one seed each: +5.00 ± 0.49")
 
 
 def test_a_command_has_the_settings_of_its_run(tmp_path: Path) -> None:
@@ -140,24 +115,6 @@ def test_windows(tmp_path: Path, largest: float, expected: str) -> None:
 
 
 # Analyses and probes
-
-
-def analysis(
-    *, strict: float = 1e-6, loose: float = 1e-5, layers: tuple[float, ...] = (1.0, 1.0), local: float, random: float
-) -> dict[str, Any]:
-    def outcome(what: str, taps: str, top1: float) -> dict[str, Any]:
-        shown = {"what": what, "tokens": 0 if what == "none" else 49, "local_terms": taps}
-        return {**shown, "top1": top1, "agreement": 0.5 + top1}
-
-    outcomes = [outcome("none", "none", 0.5), outcome("local", "kept", 0.5 - local), outcome("local", "zeroed", 0.1)]
-    return {
-        "images": 200,
-        "confusion": {"share_of_pairs": strict, "by_layer": [strict], "tau": 1e-3},
-        "loose_confusion": {"share_of_pairs": loose, "by_layer": [loose], "tau": 1e-2},
-        "locality": {"by_layer": [0.1 * x for x in layers], "chance": [0.1] * len(layers), "mean_over_chance": 1.0},
-        "rank": {"mean_effective": 3.0, "images": 10, "by_layer": [3.0]},
-        "masking": {"images": 200, "outcomes": [*outcomes, outcome("random", "kept", 0.5 - random)]},
-    }
 
 
 def analysed(out: Path, **by_row: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from inline_attention.study.grid import BASELINES, FEATURE_MAPS, ROWS, SEEDS, WINDOW_SIZES
+from inline_attention.study.grid import BASELINES, PHI, ROWS, SEEDS, WINDOW_SIZES, feature_map_row
 from inline_attention.study.measures import masking_changes, masking_drops, speed_name
 from inline_attention.study.results import Gap, Results, Sample, Setting
 
@@ -64,12 +64,23 @@ def _compare(
             return Claim(claim, rule)
         a, b = rows[better], rows[worse]
         gap = results.gap(a, b)
-        measured = f"{a} against {b}: {gap} points ({setting}; {a.seeds} and {b.seeds} seeds)"
+        measured = f"{a} against {b}: {gap} points ({setting}; {_seeds(a, b)})"
+        for longer in results.longer_settings:  # beside the verdict, which needs all seeds
+            rows = results.rows(longer)
+            if {better, worse} <= rows.keys():
+                c, d = rows[better], rows[worse]
+                measured += f"; {longer.epochs} epochs, {_seeds(c, d)}: {results.gap(c, d)}"
         if gap.margin is None or min(a.seeds, b.seeds) < len(SEEDS):
             return Claim(claim, rule, measured)
         return Claim(claim, rule, measured, _verdict(gap.points - gap.margin > least))
 
     return check
+
+
+def _seeds(a: Sample, b: Sample) -> str:
+    if a.seeds != b.seeds:
+        return f"{a.seeds} and {b.seeds} seeds"
+    return "one seed each" if a.seeds == 1 else f"{a.seeds} seeds each"
 
 
 def _variants(results: Results, names: Iterable[str]) -> tuple[Setting, dict[str, Sample]] | None:
@@ -99,8 +110,7 @@ def _windows(results: Results) -> Claim:
 def _feature_maps(results: Results) -> Claim:
     claim = "InLine attention works with every feature map; linear attention depends on it"
     rule = f"without residual, best φ − worst φ: less than {ALIKE_POINTS:g} points for InLine, more for linear"
-    maps = {kind: [name for name in FEATURE_MAPS if name.startswith(kind)] for kind in ("inline", "linear")}
-    names = {"inline": ["inline_plain", *maps["inline"]], "linear": ["linear", *maps["linear"]]}
+    names = {kind: [feature_map_row(kind, name) for name in PHI] for kind in ("inline", "linear")}
     found = _variants(results, [*names["inline"], *names["linear"]])
     if found is None:
         return Claim(claim, rule)

@@ -92,17 +92,28 @@ MAIN = {
     ),
     "inline": _deit("InLine (with residual)", attention="inline", local_residual=True, mlp_ratio=WITH_RESIDUAL),
 }
+PHI = {
+    "identity": "identity", "relu": "ReLU", "leaky_relu": "LeakyReLU", "exp": "exp", "relu_affine": "ReLU(A·x + b)",
+}  # fmt: skip
+
+
+def feature_map_row(attention: str, name: str) -> str:
+    """The row of linear or InLine attention, without residual, that has this feature map"""
+    return {("linear", "relu"): "linear", ("inline", "identity"): "inline_plain"}.get(
+        (attention, name), f"{attention}_{name}"
+    )
+
+
 FEATURE_MAPS = {
-    f"{attention}_{name}": _deit(
+    row: _deit(
         f"{'InLine' if attention == 'inline' else attention} without residual, φ = {title}",
         attention=attention, feature_map=name, local_residual=False,
         # The learned map has d² + d parameters a head, shared by q and k.
         mlp_ratio=PLAIN - 0.1 if name == "relu_affine" else PLAIN,
     )
     for attention in ("linear", "inline")
-    for name, title in (("identity", "identity"), ("relu", "ReLU"), ("leaky_relu", "LeakyReLU"), ("exp", "exp"),
-                        ("relu_affine", "ReLU(A·x + b)"))
-    if (attention, name) not in (("linear", "relu"), ("inline", "identity"))  # main rows
+    for name, title in PHI.items()
+    if (row := feature_map_row(attention, name)) not in MAIN
 }  # fmt: skip
 FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
 WINDOW_SIZES = (2, 4, 8, 16)

@@ -102,6 +102,63 @@ def draw_scaling(
     return _finish(figure, axes, title=title, xlabel=xlabel, ylabel="validation top-1 (%)")
 
 
+def draw_variants(
+    *,
+    maps: Mapping[str, Mapping[str, float]],
+    attentions: Mapping[str, float],
+    windows: Mapping[str, Mapping[int, float]],
+    caption: str,
+) -> Figure:
+    """A panel for each that is there: top-1 by feature map and attention, by attention, by the side of windows."""
+    drawn = [
+        draw
+        for content, draw in (
+            (maps, lambda axes: _draw_maps(axes, maps)),
+            (attentions, lambda axes: _draw_attentions(axes, attentions)),
+            (windows, lambda axes: _draw_windows(axes, windows)),
+        )
+        if content
+    ]
+    figure = _figure(4.7 * len(drawn), 4.9)
+    for draw, axes in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
+        draw(axes)
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.supxlabel(caption, fontsize=8, color=GREY)
+    return figure
+
+
+def _draw_maps(axes: Axes, maps: Mapping[str, Mapping[str, float]]) -> None:
+    places = np.arange(len(maps))[::-1]
+    for i, kind in enumerate(dict.fromkeys(kind for by_kind in maps.values() for kind in by_kind)):
+        values = [by_kind.get(kind, np.nan) for by_kind in maps.values()]
+        bars = axes.barh(places + 0.2 - 0.4 * i, values, 0.36, color=COLOURS[1 + i], label=kind)
+        axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    axes.set_yticks(places, list(maps))
+    axes.margins(x=0.12)
+    axes.legend(fontsize=8)
+    axes.set(title="Feature maps, without residual", xlabel="validation top-1 (%)")
+
+
+def _draw_attentions(axes: Axes, attentions: Mapping[str, float]) -> None:
+    places = np.arange(len(attentions))[::-1]
+    bars = axes.barh(places, list(attentions.values()), 0.7, color=COLOURS[0])
+    axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    axes.set_yticks(places, list(attentions), fontsize=8)
+    axes.margins(x=0.12)
+    axes.set(title="Attentions", xlabel="validation top-1 (%)")
+
+
+def _draw_windows(axes: Axes, windows: Mapping[str, Mapping[int, float]]) -> None:
+    for i, (words, by_size) in enumerate(windows.items()):
+        axes.plot(list(by_size), list(by_size.values()), marker="o", color=COLOURS[2 + i], label=words)
+    ticks = sorted({size for by_size in windows.values() for size in by_size})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.legend(fontsize=8)
+    axes.set(title="InLine-Swin", xlabel="side of a window, tokens", ylabel="validation top-1 (%)")
+
+
 def draw_speed(points: Sequence[Mapping[str, Any]], *, caption: str) -> Figure:
     """Accuracy against the time an image takes, in training and in inference.
 

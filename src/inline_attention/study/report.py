@@ -10,9 +10,21 @@ from typing import Any
 
 from inline_attention.bench.model import EAGER
 from inline_attention.study.claims import Claim, judge
-from inline_attention.study.grid import DATASETS, MAIN, ROWS, Run, command_line
+from inline_attention.study.grid import (
+    BASELINES,
+    DATASETS,
+    FEATURE_MAPS,
+    MAIN,
+    PHI,
+    ROWS,
+    WINDOW_SIZES,
+    WINDOWS,
+    Run,
+    command_line,
+    feature_map_row,
+)
 from inline_attention.study.measures import build_model, masking_drops, speed_name, uniform_over_chance
-from inline_attention.study.results import Results, RunResult, Setting
+from inline_attention.study.results import Results, RunResult, Sample, Setting
 
 RESULTS, PAGE = "results.json", "results.md"
 
@@ -151,10 +163,40 @@ def _draw(results: Results, out: Path) -> list[Path]:
         where = f"{results.speed['machine']}, {_how_timed(results.speed)}"
         caption = f"{setting}; {_seeds_shown(results, [setting])}\nTimed on {where}"
         keep(plots.draw_speed(speed_points(results, setting), caption=caption), name)
+    if (varied := _variants_setting(results)) is not None:
+        caption = f"{varied}; {_seeds_shown(results, [varied])}"
+        keep(plots.draw_variants(**_variants(results.rows(varied)), caption=caption), "variants.png")
     found = [(ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis]
     if found:
         keep(plots.draw_causes(found, title=str(main)), "causes.png")
     return made
+
+
+def _variants_setting(results: Results) -> Setting | None:
+    """Where feature maps, other attentions or windows were trained; of several, where most of them were."""
+    variants = {*FEATURE_MAPS, *BASELINES, *WINDOWS}
+    counts = {setting: len(variants & results.rows(setting).keys()) for setting in results.settings}
+    return max((setting for setting in counts if counts[setting]), key=counts.__getitem__, default=None)
+
+
+def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
+    """Of the rows of a setting, what each panel of the picture shows: top-1 by what is varied."""
+
+    def means(names: Mapping[Any, str]) -> dict[Any, float]:
+        return {key: rows[name].mean for key, name in names.items() if name in rows}
+
+    kinds = {"linear": "linear", "InLine": "inline"}
+    maps = {
+        title: means({words: feature_map_row(kind, name) for words, kind in kinds.items()})
+        for name, title in PHI.items()
+    }
+    ends = {"without residual": "", "with residual": "_residual"}
+    windows = {words: means({size: f"swin_window{size}{end}" for size in WINDOW_SIZES}) for words, end in ends.items()}
+    return {
+        "maps": {title: by_kind for title, by_kind in maps.items() if by_kind} if FEATURE_MAPS.keys() & rows else {},
+        "attentions": means({ROWS[row].title: row for row in (*MAIN, *BASELINES)}) if BASELINES.keys() & rows else {},
+        "windows": {words: by_size for words, by_size in windows.items() if by_size},
+    }
 
 
 def _seeds_shown(results: Results, settings: Sequence[Setting]) -> str:
@@ -208,7 +250,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     parts = ["## In short\n"]
     if main is not None:
-        parts += [f"{main}.\n", front_table(results, main), f"{_highest(results, main)}\n"]
+        parts += [f"{main}.\n", front_table(results, main), f"{_highest(results, main)}{_longer(results)}\n"]
     parts.append(_counted(claims))
     if results.speed is not None:
         where = _where(results.speed["commits"], results.speed["machine"])
@@ -218,15 +260,14 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         parts += ["## Where the gaps are\n", _gap_words(results), gaps, *_pictures(figures, "epochs", "tokens")]
     parts += ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
                                    [[c.claim, c.measured or "–", c.verdict, c.rule] for c in claims])]  # fmt: skip
-    parts += _pictures(figures, "causes")
+    parts += _pictures(figures, "variants", "causes")
     if results.probes is not None:
         environment = results.probes["environment"]
         where = _where([environment["inline-attention"]], environment["cpu"])
         command = f"`inline study probes`, {where}, seed {results.probes['seed']}.\n"
         parts += ["## Probes\n", command, probe_table(results.probes), *_pictures(figures, "probes")]
     for setting in sorted(results.settings, key=lambda s: s != main):
-        parts += [f"## {setting}\n", setting_table(results, setting), looked_at(results, setting)]
-        parts.append(made_where(results, setting))
+        parts += [f"## {setting}\n", *_tables(results, setting), made_where(results, setting)]
     if results.failures:
         lines = [[name, text.splitlines()[-1] if text else ""] for name, text in results.failures.items()]
         parts += ["## Runs without a result\n", _table(["run", "what it said"], lines)]
@@ -249,6 +290,7 @@ _CAPTIONS = {
     "curves": "Accuracy over the epochs, a line for each seed",
     "epochs": "Accuracy against the length of training",
     "tokens": "Accuracy against the number of tokens",
+    "variants": "Accuracy with other feature maps, other attentions, other windows",
     "causes": "Confused pairs, attention to the neighbourhood, masking and rank of the first seed's models",
     "probes": "Three probes",
 }
@@ -310,14 +352,20 @@ _GAP_PAIRS = (
 )  # fmt: skip
 
 
+# Main rows under another condition: the end of their names, what the table says
+_CONDITIONS = {"": "", "_deep": ", twice as deep", "_half_rate": ", half the rate", "_twice_rate": ", twice the rate"}
+
+
 def gap_table(results: Results) -> str:
-    """Every setting with two rows or more to compare; empty where there is none."""
+    """Every setting, and every condition in it, with two rows or more to compare; empty where there is none."""
     lines = []
     for setting in results.settings:
-        gaps = [_gap(results, setting, pair) for pair in _GAP_PAIRS]
-        if any(gap != "–" for gap in gaps):
-            seeds = {sample.seeds for sample in results.rows(setting).values()}
-            lines.append([str(setting), " or ".join(map(str, sorted(seeds))), *gaps])
+        samples = results.rows(setting)
+        for end, words in _CONDITIONS.items():
+            gaps = [_gap(results, setting, (a + end, b + end)) for a, b in _GAP_PAIRS]
+            if any(gap != "–" for gap in gaps):
+                seeds = {samples[row + end].seeds for row in MAIN if row + end in samples}
+                lines.append([f"{setting}{words}", " or ".join(map(str, sorted(seeds))), *gaps])
     header = ["setting", "seeds", *(f"{ROWS[a].title} − {ROWS[b].title}" for a, b in _GAP_PAIRS)]
     return _table(header, lines) if lines else ""
 
@@ -358,6 +406,7 @@ def front(results: Results, figures: Sequence[str]) -> str:
         f"{_highest(results, main)} Differences, in bold where they are larger than two standard errors:\n",
         _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
     ]
+    parts += [f"{words.strip()}\n"] if (words := _longer(results)) else []
     parts += [f"![{_CAPTIONS['speed']}]({link})\n"] if link else []
     return "\n" + "\n".join(
         [*parts, "All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
@@ -367,6 +416,18 @@ def front(results: Results, figures: Sequence[str]) -> str:
 def _highest(results: Results, setting: Setting) -> str:
     rows = results.rows(setting)
     return f"The highest mean is that of {ROWS[max(rows, key=lambda row: rows[row].mean)].title}."
+
+
+def _longer(results: Results) -> str:
+    """The main rows where they were trained longer than in the first table."""
+    words = ""
+    for setting in results.longer_settings:
+        rows = {row: sample for row, sample in results.rows(setting).items() if row in MAIN}
+        seeds = {sample.seeds for sample in rows.values()}
+        few = "one seed each" if seeds == {1} else f"{' or '.join(map(str, sorted(seeds)))} seeds"
+        each = ", ".join(f"{ROWS[row].title} {sample}" for row, sample in rows.items())
+        words += f" After {setting.epochs} epochs ({few}): {each}."
+    return words
 
 
 def _how_timed(speed: Mapping[str, Any]) -> str:
@@ -387,11 +448,31 @@ def front_table(results: Results, setting: Setting) -> str:
     return _table(["model", "top-1 (%)", "seeds", "training, images/s", "inference, images/s"], lines)
 
 
-def setting_table(results: Results, setting: Setting) -> str:
+def _tables(results: Results, setting: Setting) -> list[str]:
+    """Of the DeiT rows, then of the Swin rows, each with what its analyses saw."""
+    rows = list(results.rows(setting))
+    families = {"": [row for row in rows if ROWS[row].is_deit], _SWIN: [row for row in rows if not ROWS[row].is_deit]}
+    return [
+        part
+        for words, names in families.items()
+        if names
+        for part in (words, setting_table(results, setting, names), looked_at(results, setting, names))
+        if part
+    ]
+
+
+_SWIN = """InLine-Swin instead of DeiT: patches of 4 pixels, a map that is halved twice, windows no larger than the map.
+Chance and rank are within a window; a mask must leave something of the window.
+"""
+
+
+def setting_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
     speeds = {point["title"]: point for point in speed_points(results, setting)}
+    samples = results.rows(setting)
+    masked = _most_masked(results, setting, rows)
     lines = []
-    for row, sample in results.rows(setting).items():
-        result = results.find(setting, row)
+    for row in rows:
+        result, sample = results.find(setting, row), samples[row]
         assert result is not None
         parameters = count_parameters(result.run)
         speed, analysis = speeds.get(ROWS[row].title, {}), result.analysis
@@ -402,7 +483,7 @@ def setting_table(results: Results, setting: Setting) -> str:
                 ", ".join(str(r.run.seed) for r in results.runs if r.setting == setting and r.run.row == row),
                 f"{parameters / 1e6:.2f}M",
                 *(f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer")),
-                *(["–"] * len(_ANALYSED) if analysis is None else _analysed(analysis)),
+                *(["–"] * len(_ANALYSED) if analysis is None else _analysed(analysis, masked)),
             ]
         )
     header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s", *_ANALYSED]
@@ -415,37 +496,55 @@ _ANALYSED = (
 )  # fmt: skip
 
 
-def _analysed(analysis: Mapping[str, Any]) -> list[str]:
+def _analysed(analysis: Mapping[str, Any], masked: int) -> list[str]:
     pairs = (analysis.get(name) for name in ("confusion", "loose_confusion"))  # early runs lack the second
     locality = analysis["locality"]
     has_taps = any(outcome["local_terms"] != "none" for outcome in analysis["masking"]["outcomes"])
     return [
         " / ".join("–" if found is None else f"{1e6 * found['share_of_pairs']:.1f}" for found in pairs),
-        f"{locality['by_layer'][0] / locality['chance'][0]:.2f}, {locality['mean_over_chance']:.2f}",
-        _masked(masking_drops(analysis["masking"])),
-        _masked(masking_drops(analysis["masking"], taps="zeroed")) if has_taps else "–",
+        f"{locality['by_layer'][0] / locality['chance'][0]:.2f}, {locality['mean_over_chance']:.2f}".replace("-", "−"),
+        _masked(masking_drops(analysis["masking"]), masked),
+        _masked(masking_drops(analysis["masking"], taps="zeroed"), masked) if has_taps else "–",
         f"{analysis['rank']['mean_effective']:.1f}",
     ]
 
 
-def _masked(drops: Mapping[str, Mapping[int, float]]) -> str:
-    """Points of top-1 lost by the largest window, and by as many random tokens."""
-    local, random = (by_tokens[max(by_tokens)] for by_tokens in drops.values())
-    return f"{local:.1f} / {random:.1f}".replace("-", "−")
+def _masked(drops: Mapping[str, Mapping[int, float]], expected: int) -> str:
+    """Points of top-1 lost by the largest window, and by as many random tokens; says how many if not as expected."""
+    tokens = max(drops["local"], default=0)
+    if not tokens:  # windows smaller than any mask
+        return "–"
+    points = f"{drops['local'][tokens]:.1f} / {drops['random'][tokens]:.1f}".replace("-", "−")
+    return points if tokens == expected else f"{points} ({tokens} tokens)"
 
 
-def looked_at(results: Results, setting: Setting) -> str:
-    """How much the analyses of a setting saw, and what that means for their numbers."""
-    first = next((r.analysis for r in results.runs if r.setting == setting and r.analysis), None)
-    if first is None:
+def _analyses(results: Results, setting: Setting, rows: Sequence[str]) -> list[dict[str, Any]]:
+    found = (results.find(setting, row) for row in rows)
+    return [result.analysis for result in found if result is not None and result.analysis is not None]
+
+
+def _most_masked(results: Results, setting: Setting, rows: Sequence[str]) -> int:
+    """Tokens of the largest mask of these rows."""
+    found = _analyses(results, setting, rows)
+    return max((outcome["tokens"] for analysis in found for outcome in analysis["masking"]["outcomes"]), default=0)
+
+
+def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
+    """How much the analyses of these rows saw, and what that means for their numbers."""
+    found = _analyses(results, setting, rows)
+    if not found:
         return ""
-    tokens = max(outcome["tokens"] for outcome in first["masking"]["outcomes"])
-    return (
+    first = found[0]
+    words = (
         f"Analyses, of the first seed's weights: {first['images']} validation images, evenly spaced "
-        f"({first['rank']['images']} for the rank); masks of {tokens} tokens, where one image is "
-        f"{100 / first['masking']['images']:g} points. Attention that is spread evenly has "
-        f"{uniform_over_chance(first['locality']):.2f} times chance on the 3×3 neighbourhood, which a border cuts.\n"
+        f"({first['rank']['images']} for the rank); masks of {_most_masked(results, setting, rows)} tokens, where one "
+        f"image is {100 / first['masking']['images']:g} points."
     )
+    even = {f"{uniform_over_chance(analysis['locality']):.2f}" for analysis in found}
+    if len(even) == 1:
+        words += f" Attention that is spread evenly has {even.pop()} times chance on the 3×3 neighbourhood, which a "
+        words += "border cuts."
+    return words + "\n"
 
 
 def probe_table(probes: dict[str, Any]) -> str:

@@ -136,6 +136,12 @@ class Results:
         return max(both, key=lambda s: (s.is_evidence, len(self.rows(s)["inline"].values), s.epochs), default=None)
 
     @property
+    def longer_settings(self) -> list[Setting]:
+        """The main one's data and tokens, trained longer, with fewer seeds then."""
+        main = self.main_setting
+        return [s for s in self.settings if main is not None and s[:2] == main[:2] and s.epochs > main.epochs]
+
+    @property
     def deviation(self) -> float | None:
         """Of a run from the mean of its row, over all rows of the main setting: a few seeds of one row say too little.
 

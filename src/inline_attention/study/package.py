@@ -20,7 +20,7 @@ def packed_setting(results: Results) -> Setting:
     main = results.main_setting
     if main is None:
         raise ValueError("no setting has finished runs of InLine and of linear attention: there is nothing to pack")
-    alike = [s for s in results.settings if (s.dataset, s.patch) == (main.dataset, main.patch)]
+    alike = [s for s in results.settings if s[:2] == main[:2]]
     whole = [s for s in alike if set(PACKED_ROWS.values()) <= results.rows(s).keys()]
     if not whole:
         title, rows = DATASETS[main.dataset].title, ", ".join(PACKED_ROWS.values())

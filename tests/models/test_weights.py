@@ -212,6 +212,14 @@ def test_saved_size_is_known_when_loaded_at_another(tmp_path, name):
         torch.testing.assert_close(loaded.state_dict()[key], tensor)
 
 
+def test_others_may_read_what_is_saved(tmp_path):
+    """As with any new file: by the process's mask, over an older file, too."""
+    (tmp_path / "like any file").touch()
+    expected = (tmp_path / "like any file").stat().st_mode
+    for _ in range(2):
+        assert save_weights(small(), tmp_path / "model.safetensors").stat().st_mode == expected
+
+
 # What does not fit.
 
 

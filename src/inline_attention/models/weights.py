@@ -156,7 +156,10 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
         tensors[name] = tensor
     path = Path(path).expanduser()
     with atomic_path(path) as temporary:
+        temporary.touch()
+        permissions = temporary.stat().st_mode
         save_file(tensors, temporary, metadata=entries)
+        temporary.chmod(permissions)  # safetensors leaves files that their owner alone may read
     return path
 
 

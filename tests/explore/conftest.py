@@ -20,6 +20,12 @@ def subjects() -> list[Subject]:
     """A map of 4×4 tokens, three layers, two heads."""
     data = DataConfig(img_size=[SIZE, SIZE])
     return [
-        Subject(kind, name, create_small(name, **kwargs), data, None if kind == "linear" else f"{kind}.safetensors")
+        Subject(
+            kind,
+            name,
+            create_small(name, **kwargs),
+            data,
+            None if kind == "linear" else f"{kind}_deit_study.safetensors",
+        )
         for kind, (name, kwargs) in MODELS.items()
     ]

@@ -199,7 +199,7 @@ def test_tokens_layers_and_heads(open_page: Callable[..., Any]) -> None:
     page = open_page("image")
     settled(page)
     expect(page.locator("#image-random")).to_contain_text("Linear: random weights")
-    expect(page.locator("[data-kind=softmax]")).to_contain_text("softmax.safetensors")
+    expect(page.locator("[data-kind=softmax]")).to_contain_text("softmax_deit_study.safetensors")
     facts = page.locator("[data-kind=picture] .facts")
     box = page.locator("[data-kind=picture] canvas").bounding_box()
     page.mouse.click(box["x"] + 0.9 * box["width"], box["y"] + 0.1 * box["height"])
@@ -308,6 +308,11 @@ def test_phone(open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, s
         if tab == "cost":
             expect(page.locator("#cost-table tbody tr")).to_have_count(6)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        wide = page.evaluate(
+            """() => [...document.querySelectorAll("main p")].filter((node) =>
+                node.scrollWidth > node.clientWidth).length"""
+        )
+        assert wide == 0
         small = page.evaluate(
             """() => [...document.querySelectorAll("main *")].filter((node) =>
                 node.checkVisibility() && node.childElementCount === 0 && node.textContent.trim() !== ""

@@ -73,7 +73,8 @@ def test_setup(server: ExploreServer) -> None:
         ("linear", 3),
         ("inline", 3),
     ]
-    assert [model["weights"] for model in setup["models"]] == ["softmax.safetensors", None, "inline.safetensors"]
+    weights = [model["weights"] for model in setup["models"]]
+    assert weights == ["softmax_deit_study.safetensors", None, "inline_deit_study.safetensors"]
     for photo in setup["photos"]:
         status, content, _ = ask(server, "GET", f"/pictures/{photo['picture']}")
         assert status == 200

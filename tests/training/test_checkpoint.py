@@ -130,6 +130,29 @@ def test_what_a_kill_left_behind_is_cleared(tmp_path: Path) -> None:
     assert notes == []
 
 
+def test_a_kill_amid_the_removal_of_an_old_one_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def remove_half(folder: Path, **_: object) -> None:
+        if (folder / "manifest.json").exists():
+            (folder / "manifest.json").unlink()
+            raise Killed
+
+    subject = Subject()
+    store, _ = checkpoints(tmp_path, keep=1)
+    store.save(progress(1), **subject.saved())
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_half)
+        with pytest.raises(Killed):
+            store.save(progress(2), **subject.saved())
+    assert [find_damage(path) for path in tmp_path.glob("step-*")] == [None]
+    store, notes = checkpoints(tmp_path, keep=1)
+    assert store.newest() == tmp_path / "step-00000202"
+    assert notes == []
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
     subject = Subject()
     store, _ = checkpoints(tmp_path)

@@ -141,7 +141,7 @@ class Checkpoints:
 
         None: there is none at all. All damaged: ValueError. On rank 0 alone.
         """
-        for left_over in self.folder.glob(".*.saving"):
+        for left_over in (*self.folder.glob(".*.saving"), *self.folder.glob(".*.removing")):
             _remove(left_over)
         candidates = sorted(self.folder.glob("step-*"), reverse=True)
         for candidate in candidates:
@@ -183,7 +183,9 @@ class Checkpoints:
             _link(final / AVERAGE, self.folder / "ema.safetensors")
         _sync_folder(self.folder)
         for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
-            _remove(old)
+            with contextlib.suppress(OSError):
+                # Under another name first: a kill amid the files would leave a checkpoint that lacks some.
+                _remove(old.rename(old.with_name(f".{old.name}.removing")))
 
     def _try(self, what: str, write: Callable[[], None], unfinished: Path) -> bool:
         """Whether `write` went well, on every rank the same; a failure is told once, and so is its end."""

@@ -59,6 +59,10 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["torn.yaml"], "torn.yaml is not YAML: while parsing"),
         (["latin.yaml"], "unknown setting model.gr"),
         (["--resume", "auto"], "--resume auto continues the run in --output"),
+        (
+            ["--resume", "auto", "--output", "none"],
+            "none holds no run to go on with; to begin one there, name a recipe",
+        ),
         (["model.name=inline_diet_tiny"], "there is no model 'inline_diet_tiny'; did you mean inline_deit_tiny"),
         (["model.kwargs.num_heads=5"], "num_heads"),
         (["model.kwargs.heads=5"], "has no argument 'heads'; expected some of"),

@@ -55,6 +55,10 @@ def plan_run(
             raise ValueError("--resume auto continues the run in --output: give --output DIR too")
         source, checkpoint = Path(output), None
         if not (source / CONFIG).exists():  # nothing to continue yet: the first start of a command made for restarts
+            if recipe is None:
+                raise ValueError(
+                    f"--resume auto: {output} holds no run to go on with; to begin one there, name a recipe"
+                )
             config = _new_config(recipe, task=task, overrides=overrides, flags=flags)
             return Plan(task, config, source, source=source)
     else:

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from inline_attention import __version__, list_models
+from inline_attention import __version__, create_model, list_models
 from inline_attention.cli import COMMANDS, main
 
 
@@ -81,6 +82,16 @@ def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "max |file − model| = 0.00e+00 ok" in out
 
 
+def test_export_with_the_weights_of_the_package(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    arguments = ["export", "inline_deit_study", "--format", "pt2", "--weights", "pretrained", "--output", str(path)]
+    assert main(arguments) == 0
+    assert "random" not in capsys.readouterr().out
+    x = torch.rand(1, 3, 64, 64)
+    model = create_model("inline_deit_study", pretrained=True).eval()
+    torch.testing.assert_close(torch.export.load(path).module()(x), model(x))
+
+
 def test_export_fails_loudly(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +112,6 @@ def test_export_fails_loudly(
             "img_size=[0, 3]; expected a positive integer or a pair",
         ),
         (["export", "inline_deit_tiny", "--weights", "none.safetensors"], "none.safetensors"),
-        (["export", "inline_deit_tiny", "--weights", "x", "--pretrained"], "two sources of weights"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

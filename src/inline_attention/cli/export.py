@@ -9,8 +9,7 @@ HELP = "model → ONNX or torch.export file, checked"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="a model of `inline models`")
     parser.add_argument("--format", choices=("onnx", "pt2"), default="onnx", help="default: onnx")
-    parser.add_argument("--weights", metavar="F", help="safetensors or official .pth (default: random weights)")
-    parser.add_argument("--pretrained", action="store_true", help="the published weights")
+    parser.add_argument("--weights", help="file, URL, or 'pretrained' for the published weights (default: random ones)")
     parser.add_argument("--num-classes", type=int, help="of the weights, where it is not the published 1000")
     parser.add_argument("--img-size", nargs=2, type=int, metavar=("H", "W"), help="default: the model's own")
     parser.add_argument("--dynamic-batch", action="store_true", help="any number of images")
@@ -19,9 +18,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.weights and args.pretrained:
-        raise ValueError("--weights and --pretrained are two sources of weights; give one of them")
-
     import torch
 
     from inline_attention.export import TOLERANCE, export_model
@@ -30,10 +26,11 @@ def run(args: argparse.Namespace) -> int:
 
     options = {} if args.num_classes is None else dict(num_classes=args.num_classes)
     torch.manual_seed(0)
-    model = create_model(args.name, pretrained=args.pretrained, **options)
+    pretrained = args.weights == "pretrained"
+    model = create_model(args.name, pretrained=pretrained, **options)
     if not isinstance(model, VisionModel):
         raise ValueError(f"{args.name} is a model of timm, not one of this library; `inline models` lists those")
-    if args.weights:
+    if args.weights and not pretrained:
         from inline_attention.models.weights import load_weights
 
         load_weights(model, args.weights)
@@ -48,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
         dynamic_batch=args.dynamic_batch,
         dynamic_size=args.dynamic_size,
     )
-    if not (args.weights or args.pretrained):
-        print("weights: random; --weights or --pretrained exports trained ones")
+    if not args.weights:
+        print("weights: random; --weights exports trained ones")
     print(f"written: {exported.path}")
     print(f"covers:  {exported.covers}")
     for check in exported.checks:

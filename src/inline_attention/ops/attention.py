@@ -415,6 +415,7 @@ def local_residual(
     v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens and, as
     queries and keys are the same tokens here, for absent ones
     """
+    _check_qkv(v, v, None, layout=ROWS)
     _check_prefix(num_prefix_tokens)
     _check_grid(grid, tokens=v.shape[1], num_prefix_tokens=num_prefix_tokens)
     _check_local_weight(local_weight, v, images=v.shape[0])

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inline_attention.printing import say
+
 if TYPE_CHECKING:
     from inline_attention.bench.record import Record
-
-HELP = "speed and memory against peers"
 
 SWEEP_SIZES = (224, 384, 640, 1024, 2048)
 SWEEP_BATCHES = (256, 128, 64, 32, 8)
@@ -125,8 +125,8 @@ def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
 
 def _print_facts(facts: dict[str, str]) -> None:
     for name, value in facts.items():
-        print(f"{name}: {value}")
-    print(flush=True)
+        say(f"{name}: {value}")
+    say("")
 
 
 def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
@@ -148,7 +148,7 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     for case in cases:
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             record.add(results)
-            print(op.op_table([asdict(r) for r in results]), flush=True)
+            _say_table(op.op_table([asdict(r) for r in results]))
     return record
 
 
@@ -175,7 +175,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
         record.add(results)
-        print(kernels.kernel_table([asdict(r) for r in results]), flush=True)
+        _say_table(kernels.kernel_table([asdict(r) for r in results]))
     return record
 
 
@@ -199,11 +199,12 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     _print_facts(facts)
     record = Record("model", facts, args.json)
     for setting in settings:
-        results = model.run_setting(setting, contenders=contenders, modes=args.modes, log=_log, **options)
+        results = model.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
         record.add(results)
-        print(model.model_table([asdict(r) for r in results]), flush=True)
+        _say_table(model.model_table([asdict(r) for r in results]))
     everything = [asdict(r) for r in record.results]
-    print(f"\n{model.ratio_table(everything)}", flush=True)
+    say("")
+    _say_table(model.ratio_table(everything))
     if args.picture is not None:
         draw_sweep(everything, args.picture)
     return record
@@ -230,10 +231,10 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
     record = Record("profile", facts, args.json)
     for setting in settings:
         results = profile.run_setting(
-            setting, contenders=contenders, mode=args.mode, device=device, dtype=options["dtype"], log=_log
+            setting, contenders=contenders, mode=args.mode, device=device, dtype=options["dtype"], log=say
         )
         record.add(results)
-        print(profile.profile_table([asdict(r) for r in results]), flush=True)
+        _say_table(profile.profile_table([asdict(r) for r in results]))
     return record
 
 
@@ -258,16 +259,16 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
     _print_facts(facts)
     record = Record("dense", facts, args.json)
     for setting in settings:
-        results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=_log, **options)
+        results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
         record.add(results)
-        print(dense.dense_table([asdict(r) for r in results]), flush=True)
+        _say_table(dense.dense_table([asdict(r) for r in results]))
     if args.picture is not None:
         dense.draw_dense([asdict(r) for r in record.results], args.picture)
     return record
 
 
-def _log(line: str) -> None:
-    print(line, flush=True)
+def _say_table(text: str) -> None:
+    say(*text.split("\n"))
 
 
 def _print_records(paths: list[Path], picture: Path | None) -> None:
@@ -289,8 +290,8 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
     of_models: list[dict[str, Any]] = []
     for path in paths:
         kind, facts, results = read_record(path, kinds=tables)
-        print(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")
-        print(tables[kind](results), end="\n\n")
+        say(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}", "")
+        _say_table(tables[kind](results) + "\n")
         if kind == "model":
             of_models += results
     if picture is not None:

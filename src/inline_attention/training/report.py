@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from inline_attention.printing import printable
 from inline_attention.training import settings
 from inline_attention.training.config import LoopConfig
 from inline_attention.training.run_folder import write_atomically
@@ -99,7 +100,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def _print(self, text: str) -> None:
         try:
-            self.console.print(text, markup=False)
+            self.console.print("\n".join(map(printable, text.split("\n"))), markup=False)
         except OSError as error:
             if error.errno != errno.ENOSPC:  # of a log on the full disk; a closed pipe ends the run
                 raise

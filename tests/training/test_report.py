@@ -164,3 +164,26 @@ def test_summary_is_json(tmp_path: Path) -> None:
     with reporter(tmp_path, "log.tensorboard=false") as report:
         report.summarise({"val_top1": 98.5})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"val_top1": 98.5}
+
+
+@pytest.mark.parametrize("classes", [2, 10, 30])
+@pytest.mark.parametrize(
+    "name", ["{}", "golden retriever {}", "brown bear, bruin, Ursus arctos {}", "${} \\frac_^\x1b[1m"]
+)
+def test_names_in_the_confusion_matrix_stay_apart(
+    name: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their length, and whatever they hold: dollar signs would be read as mathematics."""
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    names = [name.format(label) for label in range(classes)]
+    plots.draw_confusion(torch.eye(classes), names, tmp_path / "confusion.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    for labels, low, high in ((axes.get_xticklabels(), "x0", "x1"), (axes.get_yticklabels(), "y0", "y1")):
+        boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: getattr(box, low))
+        gaps = [getattr(right, low) - getattr(left, high) for left, right in itertools.pairwise(boxes)]
+        assert min(gaps) > 0
+    side = axes.get_window_extent().height / figure.dpi
+    assert side > 0.15 * classes + 0.5  # the names leave room for the matrix (inches)

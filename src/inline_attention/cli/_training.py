@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from inline_attention.printing import say
+
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
     from inline_attention.training.task import Task
@@ -40,11 +42,13 @@ def _allow_any_order(parser: argparse.ArgumentParser) -> None:
 
 def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Callable[[Outcome], str]") -> int:
     from inline_attention.training import settings
-    from inline_attention.training.config import recipe_names
+    from inline_attention.training.config import describe_recipe, recipe_names
     from inline_attention.training.run_folder import plan_run
 
     if args.list_recipes:
-        print("\n".join(recipe_names(task.recipes)))
+        names = recipe_names(task.recipes)
+        for name in names:
+            say(f"{name:<{max(map(len, names))}}  {describe_recipe(name, task.recipes)}")
         return 0
     overrides = list(args.overrides)
     recipe = args.recipe

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from inline_attention.printing import say
 
 if TYPE_CHECKING:
+    import torch
+
+    from inline_attention.bench.model import Setting
     from inline_attention.bench.record import Record
 
-SWEEP_SIZES = (224, 384, 640, 1024, 2048)
-SWEEP_BATCHES = (256, 128, 64, 32, 8)
 DENSE_MODELS = ("fpn-pvt_tiny", "upernet-swin_tiny", "mask_rcnn-pvt_tiny", "cascade_mask_rcnn-swin_tiny")
 
 
@@ -46,13 +47,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     profile = kinds.add_parser("profile", parents=[common], help="where the time of whole models goes, by kernel")
     profile.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
     profile.set_defaults(quick=False)
-    profile.add_argument(
-        "--mode", default="reduce-overhead", help="of torch.compile, or eager (default: %(default)s; on a CPU: default)"
-    )
-    one = ((224,), (64,))
-    for sub, (sizes, batches) in {model: one, sweep: (SWEEP_SIZES, SWEEP_BATCHES), profile: one}.items():
-        sub.add_argument("--img-size", nargs="+", type=int, default=sizes, metavar="S", help=f"default: {sizes}")
-        sub.add_argument("--batch", nargs="+", type=int, default=batches, metavar="B", help="one, or one for each size")
+    profile.add_argument("--mode", help="of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
+    for sub in (model, sweep, profile):
+        sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
+        batches = "256 128 64 32 8, on a CPU 4 2 1" if sub is sweep else "64, on a CPU 2"
+        sub.add_argument("--img-size", nargs="+", type=int, metavar="S", help=f"default: {sizes}")
+        sub.add_argument(
+            "--batch", nargs="+", type=int, metavar="B", help=f"one, or one for each size (default: {batches})"
+        )
         sub.add_argument("--train", action="store_true", help="only training steps")
         sub.add_argument("--infer", action="store_true", help="only inference")
         sub.add_argument(
@@ -63,7 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--modes",
             type=_names,
             metavar="A,B",
-            help="of torch.compile, or eager; each side keeps its best (default: reduce-overhead,max-autotune)",
+            help="of torch.compile, or eager; each contender keeps its best "
+            "(default: reduce-overhead,max-autotune, on a CPU eager)",
         )
         sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
@@ -186,20 +189,19 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     from inline_attention.bench.picture import draw_sweep
     from inline_attention.bench.record import Record
 
-    contenders = args.contenders or model.default_contenders(options["device"])
+    device = options["device"]
+    contenders = args.contenders or model.default_contenders(device)
     model.check(args.models, contenders, args.modes)
-    settings = model.make_settings(
-        args.models,
-        img_sizes=args.img_size,
-        batches=args.batch,
-        tasks=_chosen(args.infer, args.train, ("infer", "train")),
-        latency=args.latency,
-    )
-    facts["compile modes"] = ", ".join(model.usable_modes(args.modes or model.COMPILE_MODES, options["device"]))
+    settings = _settings(args, device, latency=args.latency)
+    modes = model.usable_modes(args.modes or model.default_modes(device), device)
+    facts["compile modes"] = ", ".join(modes)
     _print_facts(facts)
+    each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if len(modes) > 1 else "")
+    say(f"{len(settings)} measurements of {each}: {', '.join(map(str, settings))}")
     record = Record("model", facts, args.json)
-    for setting in settings:
-        results = model.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
+    for number, setting in enumerate(settings, start=1):
+        say(f"[{number}/{len(settings)}] {setting}")
+        results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
         record.add(results)
         _say_table(model.model_table([asdict(r) for r in results]))
     everything = [asdict(r) for r in record.results]
@@ -210,6 +212,15 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     return record
 
 
+def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool) -> "list[Setting]":
+    from inline_attention.bench import model
+
+    kind = "sweep" if args.kind == "sweep" else "model"
+    img_sizes, batches = model.default_sizes(kind, device, img_sizes=args.img_size, batches=args.batch)
+    tasks = _chosen(args.infer, args.train, ("infer", "train"))
+    return model.make_settings(args.models, img_sizes=img_sizes, batches=batches, tasks=tasks, latency=latency)
+
+
 def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from dataclasses import asdict
 
@@ -218,20 +229,15 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
 
     device = options["device"]
     contenders = args.contenders or model.default_contenders(device)
-    model.check(args.models, contenders, [args.mode])
-    settings = model.make_settings(
-        args.models,
-        img_sizes=args.img_size,
-        batches=args.batch,
-        tasks=_chosen(args.infer, args.train, ("infer", "train")),
-        latency=False,
-    )
-    facts["compile modes"] = ", ".join(model.usable_modes([args.mode], device))
+    mode = args.mode or model.default_modes(device)[0]
+    model.check(args.models, contenders, [mode])
+    settings = _settings(args, device, latency=False)
+    facts["compile modes"] = ", ".join(model.usable_modes([mode], device))
     _print_facts(facts)
     record = Record("profile", facts, args.json)
     for setting in settings:
         results = profile.run_setting(
-            setting, contenders=contenders, mode=args.mode, device=device, dtype=options["dtype"], log=say
+            setting, contenders=contenders, mode=mode, device=device, dtype=options["dtype"], log=say
         )
         record.add(results)
         _say_table(profile.profile_table([asdict(r) for r in results]))

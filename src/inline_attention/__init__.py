@@ -1,5 +1,6 @@
 """InLine attention for vision: one exact linear attention, and the published models behind timm's contract."""
 
+from inline_attention import _interrupt  # noqa: F401  # before the long imports
 from inline_attention._version import __version__
 from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention
 from inline_attention.models import create_model, list_models

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -157,3 +159,29 @@ def test_without_triton_and_other_extras(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "pip install 'inline-attention[export]'" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads which libraries a process has loaded from /proc")
+@pytest.mark.parametrize(
+    "command", [["-m", "inline_attention", "models"], [str(Path(sys.executable).with_name("inline"))]]
+)
+def test_ctrl_c_during_the_imports_prints_no_traceback(command: list[str]) -> None:
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    libraries = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and "libtorch" not in libraries.read_text():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+    assert "Traceback" not in error
+    assert process.returncode in (-signal.SIGINT, 130)
+
+
+def test_ctrl_c_after_the_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("inline_attention.cli.build_parser", interrupted)
+    assert main(["models"]) == 130
+    assert capsys.readouterr().err == "inline: interrupted\n"

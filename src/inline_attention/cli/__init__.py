@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from inline_attention._interrupt import handle_again
 from inline_attention._version import __version__
 
 COMMANDS: tuple[str, ...] = (
@@ -46,16 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `INLINE_TRACEBACK=1` shows where an error came from.
     """
-    args = _parse(build_parser(), argv)
+    command = "inline"
     try:
+        handle_again()
+        args = _parse(build_parser(), argv)
+        command = f"inline {args.command}"
         return args.run(args) or 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("INLINE_TRACEBACK"):
             raise
-        print(f"inline {args.command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"inline {args.command}: interrupted", file=sys.stderr)
+        print(f"{command}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 EVAL_TRANSFORMS = ("published", "timm", "resize")
+MAX_CLASSES = 1_000_000  # far above any data set; a damaged label must not ask for gigabytes of class names
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random")
 
 
@@ -67,7 +68,6 @@ class DataConfig(LoaderConfig):
     mean: list[float] | None = None  # for pixels in 0..1; None: ImageNet's, averaged for one channel
     std: list[float] | None = None
     interpolation: str = "bicubic"
-    exif_rotation: bool = False  # False: ignore the EXIF orientation, as torchvision and timm do
 
     augment: bool = True  # False: training images get the evaluation transform
     augment_on_device: bool = False  # with in_memory: crop, flip and colour jitter there, by the batch
@@ -120,7 +120,8 @@ class DataConfig(LoaderConfig):
             )
         check("std", self.std is None or min(self.std) > 0, "positive values")
         check("interpolation", self.interpolation in INTERPOLATIONS, _one_of(INTERPOLATIONS))
-        check("num_classes", self.num_classes is None or self.num_classes >= 1, "at least 1, or null")
+        in_range = self.num_classes is None or 1 <= self.num_classes <= MAX_CLASSES
+        check("num_classes", in_range, f"1 to {MAX_CLASSES}, or null")
         for name, bounds in (("scale", self.scale), ("ratio", self.ratio)):
             check(name, len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
         for name in ("hflip", "random_erase", "mixup_switch", "mixup_prob"):

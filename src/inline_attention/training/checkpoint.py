@@ -244,8 +244,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def find_damage(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used; None: every file is there and has its checksum."""
     try:
-        files = read_manifest(checkpoint)["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        listed = read_manifest(checkpoint)["files"].items()
+        files = {name: {key: entry[key] for key in ("bytes", "sha256")} for name, entry in listed}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not JSON, or JSON of another shape
         return f"{MANIFEST} is missing or unreadable"
     for name, expected in files.items():
         file = checkpoint / name

@@ -28,6 +28,7 @@ class TrainingBatch(Protocol):
 class TrainSplit(Protocol):
     """Training batches, a function of (seed, epoch, step); `inline_attention.data.TrainLoader` is one."""
 
+    batch_size: int  # of a rank; below data.batch_size where there are too few images for one batch
     steps_per_epoch: int  # the same on every rank
     waiting_seconds: float  # spent in waiting for batches since it was opened
     exact_resume: bool  # False: a resumed epoch starts again at its first sample

@@ -63,7 +63,7 @@ class DataConfig(LoaderConfig):
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the usual one
     target_key: str | None = None  # hfds/, tfds/: the column of the label
 
-    img_size: int | list[int] = 224  # side, or [height, width]
+    img_size: int | list[int] | None = 224  # side, or [height, width]; None, in training: the model's own
     in_chans: int = 3  # 1: greyscale
     mean: list[float] | None = None  # for pixels in 0..1; None: ImageNet's, averaged for one channel
     std: list[float] | None = None
@@ -91,6 +91,8 @@ class DataConfig(LoaderConfig):
     @property
     def size(self) -> tuple[int, int]:
         """(height, width)"""
+        if self.img_size is None:
+            raise ValueError("data.img_size is null, and there is no model whose size it could be; give a size")
         height, width = [self.img_size] * 2 if isinstance(self.img_size, int) else self.img_size
         return height, width
 
@@ -109,8 +111,9 @@ class DataConfig(LoaderConfig):
     def validate(self) -> None:
         super().validate()
         check = self.check
-        is_pair = isinstance(self.img_size, int) or len(self.img_size) == 2
-        check("img_size", is_pair and min(self.size) >= 1, "a positive side or [height, width]")
+        if self.img_size is not None:
+            is_pair = isinstance(self.img_size, int) or len(self.img_size) == 2
+            check("img_size", is_pair and min(self.size) >= 1, "a positive side, [height, width], or null")
         check("in_chans", self.in_chans in (1, 3), "1 (greyscale) or 3 (colour)")
         for name, values in (("mean", self.mean), ("std", self.std)):
             check(

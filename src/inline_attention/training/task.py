@@ -111,8 +111,14 @@ class Task(ABC):
         """Download what `model.weights` names, for every rank to find it in the cache. On rank 0 alone."""
         model: BackboneConfig = self.config.model
         name = model.name if model.weights == "pretrained" else model.weights
-        if name in PUBLISHED:
+        if name not in PUBLISHED:
+            return
+        try:
             local_path(weights_source(name))
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"{error}. Or start from a file (model.weights=FILE) or from random weights (model.weights=null)"
+            ) from error
 
     @abstractmethod
     def build_model(self) -> nn.Module:

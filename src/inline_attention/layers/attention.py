@@ -93,6 +93,9 @@ class Attention(nn.Module):
     kind: str  # the name that models know it by
     # Which of the model-wide choices (feature_map, local_residual) this attention follows.
     follows: ClassVar[tuple[str, ...]] = ()
+    # Whether a token mask is all that an image in a padded batch needs. Where a term depends on how tokens are laid
+    # out, such as a learned position, blocks attend image by image.
+    masks_padding: ClassVar[bool] = True
     backend: Backend = "auto"  # of what has several, as `inline_attention`; set it on a module to have another
 
     def __init__(

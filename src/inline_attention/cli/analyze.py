@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inline_attention.printing import say
+
 if TYPE_CHECKING:
     import torch
 
     from inline_attention.analysis.suite import Analysis, Settings, Subject
     from inline_attention.data import EvalLoader
 
-HELP = "injectivity, confusion, locality, maps, masking and rank of attention"
 DEFAULT_MODEL = "inline_deit_tiny"  # untrained, where the package has no weights
 
 
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         done.append(analysis)
     if args.analysis == "all":
         write_report(done, subjects, out, device)
-        print(f"\n{out / 'report.html'}")
+        say("", out / "report.html")
     return 0
 
 
@@ -201,7 +202,7 @@ def write(analysis: "Analysis", subjects: Sequence["Subject"], out: Path) -> Non
 
 
 def print_summary(analysis: "Analysis") -> None:
-    print(f"\n{analysis.name}")
+    say("", analysis.name)
     for label, summary in analysis.summaries.items():
         words = []
         for key, value in summary.items():
@@ -209,7 +210,7 @@ def print_summary(analysis: "Analysis") -> None:
                 words.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
             elif value is not None:
                 words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
-        print(f"  {label}: {'; '.join(words).replace('_', ' ')}")
+        say(f"  {label}: {'; '.join(words).replace('_', ' ')}")
 
 
 def write_report(

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.printing import say
@@ -52,7 +53,8 @@ def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Cal
         return 0
     overrides = list(args.overrides)
     recipe = args.recipe
-    if recipe is not None and "=" in recipe:  # no recipe was given, the first setting took its place
+    # Without a recipe the first setting takes its place. A recipe file may have "=" in its name.
+    if recipe is not None and "=" in recipe and not (recipe.endswith((".yaml", ".yml")) and Path(recipe).is_file()):
         recipe, overrides = None, [recipe, *overrides]
     plan = plan_run(recipe, task=task, overrides=overrides, flags=_flags(args), output=args.output, resume=args.resume)
     if args.print_config:

@@ -309,7 +309,7 @@ def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str,
 
 def read_yaml(text: str, name: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(text) or {}
+        values = settings.parse_yaml(text) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

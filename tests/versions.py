@@ -57,9 +57,9 @@ def requirements(*extras: str) -> list[str]:
 
 
 def at_floor(requirement: str) -> str:
-    """torch>=2.9 → torch==2.9.*; its bugfix releases are taken for the same version."""
+    """numpy>=1.26 → numpy==1.26, and torch>=2.9 → torch==2.9.*: torch's bugfix releases count as one version."""
     name, _, floor = requirement.partition(">=")
-    return f"{name}=={floor}" if floor.count(".") > 1 else f"{name}=={floor}.*"
+    return f"{name}=={floor}.*" if name in ("torch", "torchvision") else f"{name}=={floor}"
 
 
 def installed(name: str) -> list[str]:

@@ -42,9 +42,16 @@ def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -
         main(["train", "--sed", "3"])
 
 
-def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--list-recipes"]) == 0
-    assert capsys.readouterr().out.split() == recipe_names()
+@pytest.mark.parametrize(
+    ("command", "folder"), [("train", ""), ("segment train", "segment"), ("detect train", "detect")]
+)
+def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--list-recipes"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == recipe_names(folder)
+    descriptions = [description for _, description in lines]
+    assert all(len(description.split()) >= 4 for description in descriptions)
+    assert len(set(descriptions)) == len(descriptions)
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ class Dataset:
     path: str | None = None  # where none need be given
     is_evidence: bool = True  # False: for trying the study out, no verdicts
 
-    def tokens(self, patch: int) -> int:
-        """Of a DeiT, with its class token."""
-        return (self.settings["data.img_size"] // patch) ** 2 + 1
+    def tokens(self, patch: int, *, class_token: bool = True) -> int:
+        """Of a DeiT, which has a class token; a Swin has none."""
+        return (self.settings["data.img_size"] // patch) ** 2 + class_token
 
 
 DATASETS = {

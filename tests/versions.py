@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tomllib
+from packaging.requirements import Requirement
 from soak.record import write_into_page
 
 ROOT = Path(__file__).parents[1]
@@ -56,10 +57,12 @@ def requirements(*extras: str) -> list[str]:
     return [*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name])]
 
 
-def at_floor(requirement: str) -> str:
+def at_floor(line: str) -> str:
     """numpy>=1.26 → numpy==1.26, and torch>=2.9 → torch==2.9.*: torch's bugfix releases count as one version."""
-    name, _, floor = requirement.partition(">=")
-    return f"{name}=={floor}.*" if name in ("torch", "torchvision") else f"{name}=={floor}"
+    requirement = Requirement(line)
+    (floor,) = (entry.version for entry in requirement.specifier if entry.operator == ">=")
+    version = f"{floor}.*" if requirement.name in ("torch", "torchvision") else floor
+    return f"{requirement.name}=={version}{f'; {requirement.marker}' if requirement.marker else ''}"
 
 
 def installed(name: str) -> list[str]:
@@ -69,7 +72,7 @@ def installed(name: str) -> list[str]:
     if name == "floors":
         return [at_floor(line) for line in wanted]
     if name == "oldest":
-        held = [at_floor(line) for line in wanted if line.partition(">=")[0] in RELEASED_TOGETHER]
+        held = [at_floor(line) for line in wanted if Requirement(line).name in RELEASED_TOGETHER]
         return [*held, *wanted, *tools]
     return [*wanted, *tools]
 

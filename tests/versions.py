@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -120,7 +121,10 @@ def run_tests(interpreter: Path, scratch: Path) -> tuple[int, int, int, list[str
 
 
 def run_smoke(interpreter: Path, scratch: Path) -> tuple[int, int, int, list[str]]:
-    train = ["-m", "inline_attention", "train", "schedule.epochs=1", f"--output={scratch / 'run'}", "--device=cpu"]
+    output = scratch / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    epoch = ["schedule.epochs=1", "schedule.warmup_epochs=0"]
+    train = ["-m", "inline_attention", "train", *epoch, f"--output={output}", "--device=cpu"]
     failures = []
     for arguments in (["-c", SMOKE], train):
         done = subprocess.run([interpreter, *arguments], cwd=scratch, env=environment(), capture_output=True, text=True)

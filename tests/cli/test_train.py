@@ -31,6 +31,18 @@ def test_settings_without_a_recipe_are_those_of_the_quickstart(capsys: pytest.Ca
     assert (config["recipe"], config["schedule"]["epochs"], config["data"]["path"]) == ("quickstart", 7, "digits")
 
 
+def test_a_recipe_file_may_have_an_equals_sign_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=0.1.yaml").write_text("optim: {lr: 0.1}\n")
+    assert main(["train", "lr=0.1.yaml", "--print-config"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["recipe"], config["optim"]["lr"]) == ("lr=0.1", 0.1)
+    assert main(["train", "data.path=list.yaml", "--print-config"]) == 0  # no such file: a setting
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["path"] == "list.yaml"
+
+
 def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
     orders = [
         ["inline_deit_tiny", "optim.lr=1e-3", "--seed", "3", "schedule.epochs=40", "--print-config", "model.freeze=1"],
@@ -63,7 +75,7 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
     ("arguments", "message"),
     [
         (["optim.lrr=1"], "unknown setting optim.lrr; did you mean optim.lr?"),
-        (["schedule.epochs=many"], "schedule.epochs='many': expected int"),
+        (["schedule.epochs=many"], "schedule.epochs=many: expected int"),
         (["inline_diet_tiny"], "unknown recipe 'inline_diet_tiny'; did you mean inline_deit_tiny?"),
         (["inline_deit_tiny"], "no data: give --data FOLDER"),
         (["inline_deit_tiny", "--data", "nowhere"], "nowhere"),

@@ -1,6 +1,7 @@
 """The loop in this process: what it computes, what it leaves behind, what it refuses."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import multiprocessing
@@ -21,14 +22,16 @@ from torch.overrides import TorchFunctionMode
 
 from inline_attention.data import Data
 from inline_attention.models.weights import load_model
-from inline_attention.training.classification import Classification
+from inline_attention.tasks.classification.task import Classification
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.lock import FileLock
 from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, choose_compile_mode, train
 from inline_attention.training.report import Reporter
-from inline_attention.training.run_folder import plan_run, take_folder
+from inline_attention.training.run_folder import plan_run as plan_any_run
+from inline_attention.training.run_folder import take_folder
 from inline_attention.training.signals import StopRequest
 
+plan_run = functools.partial(plan_any_run, task=Classification)
 CALM = ("data.augment=false", "data.mixup=0", "data.cutmix=0", "data.batch_size=32", "log.every_steps=1")
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import training_runs as _runs
 from PIL import Image
 
+from inline_attention.tasks.classification.config import load_config
+from inline_attention.tasks.classification.task import Classification
 from inline_attention.training import plots
-from inline_attention.training.classification import Classification
-from inline_attention.training.config import load_config
 from inline_attention.training.report import Reporter, wandb_id
 
 
@@ -199,7 +198,7 @@ def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: py
     assert shown.count("metrics.jsonl can be written to") == 2
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_curves(tmp_path: Path) -> None:
     top1 = Classification.headline
     evaluations = [
         {"kind": "eval", "update": u, "epoch": u / 10, "val_loss": 1.0, "val_top1": 5.0 * u, "ema_top1": 4.0 * u}
@@ -207,36 +206,12 @@ def test_pictures(tmp_path: Path) -> None:
     ]
     plots.draw_curves([*map(record, range(1, 21)), *evaluations], tmp_path / "curves.png", headline=top1)
     plots.draw_curves([], tmp_path / "empty.png", headline=top1)
-    plots.draw_confusion(torch.tensor([[9, 1], [0, 0]]), ["cat", "dog"], tmp_path / "confusion.png")
-    for name in ("curves.png", "empty.png", "confusion.png"):
+    for name in ("curves.png", "empty.png"):
         assert np.asarray(Image.open(tmp_path / name).convert("L")).std() > 5  # something was drawn
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_summary_is_json(tmp_path: Path) -> None:
     with reporter(tmp_path, "log.tensorboard=false") as report:
         report.summarise({"val_top1": 98.5})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"val_top1": 98.5}
-
-
-@pytest.mark.parametrize("classes", [2, 10, 30])
-@pytest.mark.parametrize(
-    "name", ["{}", "golden retriever {}", "brown bear, bruin, Ursus arctos {}", "${} \\frac_^\x1b[1m"]
-)
-def test_names_in_the_confusion_matrix_stay_apart(
-    name: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever their length, and whatever they hold: dollar signs would be read as mathematics."""
-    drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
-    names = [name.format(label) for label in range(classes)]
-    plots.draw_confusion(torch.eye(classes), names, tmp_path / "confusion.png")
-    (figure,) = drawn
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
-    for labels, low, high in ((axes.get_xticklabels(), "x0", "x1"), (axes.get_yticklabels(), "y0", "y1")):
-        boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: getattr(box, low))
-        gaps = [getattr(right, low) - getattr(left, high) for left, right in itertools.pairwise(boxes)]
-        assert min(gaps) > 0
-    side = axes.get_window_extent().height / figure.dpi
-    assert side > 0.15 * classes + 0.5  # the names leave room for the matrix (inches)

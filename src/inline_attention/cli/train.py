@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from inline_attention.training.classification import Classification
+    from inline_attention.tasks.classification.task import Classification
 
     return run_training(args, task=Classification, farewell=_farewell)
 

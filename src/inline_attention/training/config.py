@@ -1,7 +1,7 @@
-"""Everything a training run can be told, with its type and its default, and the recipes inside the package.
+"""The settings that all tasks share, with their types and defaults, and how recipes change them.
 
-`LoopConfig` is what every task shares, `TrainConfig` classification's. Its defaults are those of the published DeiT and
-Swin runs; a recipe holds what differs.
+Each task has a subclass of `LoopConfig` with its own model and data. A recipe is a YAML file with what differs from the
+task's defaults.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from inline_attention.data import DataConfig, LoaderConfig
+from inline_attention.data import LoaderConfig
 from inline_attention.training import settings
 from inline_attention.training.schedule import Schedule, ScheduleKind
 
 
-def _check(setting: str, value: object, holds: bool, expected: str) -> None:
+def check_setting(setting: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise ValueError(f"{setting}={value}: expected {expected}")
 
@@ -37,22 +37,8 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         drop_path = self.drop_path
-        _check("model.drop_path", drop_path, drop_path is None or 0 <= drop_path < 1, "a rate in [0, 1)")
-        _check("model.freeze", self.freeze, self.freeze >= 0, "0 (nothing is frozen) or more")
-
-
-@dataclass(frozen=True)
-class ModelConfig(BackboneConfig):
-    """A registered model as a classifier."""
-
-    reset_head: bool = False  # keep the head random, for other classes than those of `weights`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        elsewhere = {"num_classes": "the data's classes are counted", "in_chans": "set data.in_chans",
-                     "img_size": "set data.img_size", "drop_path_rate": "set model.drop_path"}  # fmt: skip
-        for name in elsewhere.keys() & self.kwargs.keys():
-            raise ValueError(f"model.kwargs.{name}={self.kwargs[name]}: {elsewhere[name]} instead")
+        check_setting("model.drop_path", drop_path, drop_path is None or 0 <= drop_path < 1, "a rate in [0, 1)")
+        check_setting("model.freeze", self.freeze, self.freeze >= 0, "0 (nothing is frozen) or more")
 
 
 @dataclass(frozen=True)
@@ -70,27 +56,18 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         clip, decay = self.clip_norm, self.layer_decay
-        _check("optim.lr", self.lr, self.lr > 0, "a positive rate")
-        _check(
+        check_setting("optim.lr", self.lr, self.lr > 0, "a positive rate")
+        check_setting(
             "optim.rate_batch", self.rate_batch, self.rate_batch is None or self.rate_batch >= 1, "1 or more, or null"
         )
-        _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
-        _check("optim.betas", list(self.betas), all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
-        _check("optim.eps", self.eps, self.eps > 0, "a positive number")
-        _check("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")
-        _check("optim.clip_norm", clip, clip is None or clip > 0, "a positive norm, or null for no clipping")
-        _check("optim.accumulate", self.accumulate, self.accumulate >= 1, "1 or more")
-
-
-@dataclass(frozen=True)
-class ClassifierOptimConfig(OptimConfig):
-    """AdamW, and the loss of a classifier."""
-
-    label_smoothing: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check("optim.label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "a share in [0, 1)")
+        check_setting("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        check_setting(
+            "optim.betas", list(self.betas), all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"
+        )
+        check_setting("optim.eps", self.eps, self.eps > 0, "a positive number")
+        check_setting("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")
+        check_setting("optim.clip_norm", clip, clip is None or clip > 0, "a positive norm, or null for no clipping")
+        check_setting("optim.accumulate", self.accumulate, self.accumulate >= 1, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -113,18 +90,20 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "steps"):
             value = getattr(self, name)
-            _check(f"schedule.{name}", value, value is None or value >= 1, "1 or more")
+            check_setting(f"schedule.{name}", value, value is None or value >= 1, "1 or more")
         for name in ("warmup_epochs", "warmup_steps", "warmup_lr", "min_lr", "cooldown_epochs", "power"):
             value = getattr(self, name)
-            _check(f"schedule.{name}", value, value is None or value >= 0, "0 or more")
+            check_setting(f"schedule.{name}", value, value is None or value >= 0, "0 or more")
         if self.steps is None and self.warmup_steps is None and self.warmup_epochs > self.epochs:
             raise ValueError(
                 f"schedule.warmup_epochs={self.warmup_epochs}: expected 0 to schedule.epochs={self.epochs}; "
                 "give a shorter warm-up with fewer epochs"
             )
-        _check("schedule.drop_epochs", self.drop_epochs, self.drop_epochs > 0, "a positive number")
-        _check("schedule.drop_at", list(self.drop_at), [*self.drop_at] == sorted(self.drop_at), "ascending numbers")
-        _check("schedule.drop_factor", self.drop_factor, 0 < self.drop_factor <= 1, "a factor in (0, 1]")
+        check_setting("schedule.drop_epochs", self.drop_epochs, self.drop_epochs > 0, "a positive number")
+        check_setting(
+            "schedule.drop_at", list(self.drop_at), [*self.drop_at] == sorted(self.drop_at), "ascending numbers"
+        )
+        check_setting("schedule.drop_factor", self.drop_factor, 0 < self.drop_factor <= 1, "a factor in (0, 1]")
 
     def decay_steps(self, steps_per_epoch: int) -> int:
         """Updates before the cool-down."""
@@ -153,8 +132,8 @@ class EmaConfig:
     batch: int | None = 4096  # null: decay is per update, whatever the batch
 
     def __post_init__(self) -> None:
-        _check("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
-        _check("ema.batch", self.batch, self.batch is None or self.batch >= 1, "1 or more, or null")
+        check_setting("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
+        check_setting("ema.batch", self.batch, self.batch is None or self.batch >= 1, "1 or more, or null")
 
     def decay_per_step(self, global_batch: int) -> float | None:
         if self.decay is None or self.batch is None:
@@ -183,7 +162,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for name in ("every_epochs", "every_steps", "keep"):
             value = getattr(self, name)
-            _check(f"checkpoint.{name}", value, value is None or value >= 1, "1 or more")
+            check_setting(f"checkpoint.{name}", value, value is None or value >= 1, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -198,7 +177,7 @@ class LogConfig:
     def __post_init__(self) -> None:
         for name in ("every_steps", "eval_epochs"):
             value = getattr(self, name)
-            _check(f"log.{name}", value, value >= 1, "1 or more")
+            check_setting(f"log.{name}", value, value >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +198,7 @@ class LoopConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        _check("seed", self.seed, 0 <= self.seed < 2**63, "a number from 0 to 2^63 - 1")
+        check_setting("seed", self.seed, 0 <= self.seed < 2**63, "a number from 0 to 2^63 - 1")
 
     def global_batch(self, world_size: int) -> int:
         """Images per update."""
@@ -244,48 +223,35 @@ class LoopConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(LoopConfig):
-    """Of `inline train`: classification."""
-
-    recipe: str = "quickstart"
-    model: ModelConfig = field(default_factory=ModelConfig)
-    # A path must be given; the size is the model's own.
-    data: DataConfig = field(default_factory=lambda: DataConfig(path="", img_size=None))
-    optim: ClassifierOptimConfig = field(default_factory=ClassifierOptimConfig)
-
-
 Config = TypeVar("Config", bound=LoopConfig)
 
 
-_RECIPES = files("inline_attention") / "recipes"
+_PACKAGE = files("inline_attention")
 
 
-def recipe_names(folder: str = "") -> list[str]:
-    """The recipes of a task, which has a folder of its own unless it is classification."""
-    return sorted(file.name.removesuffix(".yaml") for file in (_RECIPES / folder).iterdir() if file.is_file())
+def recipe_names(folder: str) -> list[str]:
+    """The recipes in a folder of the package: `Task.recipes`."""
+    return sorted(file.name.removesuffix(".yaml") for file in (_PACKAGE / folder).iterdir() if file.is_file())
 
 
-def describe_recipe(name: str, folder: str = "") -> str:
-    """What the first line of a recipe, a comment, says about it."""
-    with (_RECIPES / folder / f"{name}.yaml").open(encoding="utf-8") as file:
+def describe_recipe(name: str, folder: str) -> str:
+    """The first line of a recipe, a comment that says what it trains."""
+    with (_PACKAGE / folder / f"{name}.yaml").open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip()
-
-
-def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Of classification: a recipe's name (or a YAML file of the user's), then `flags` (nested), then `key=value`."""
-    return load_recipe(recipe, defaults=TrainConfig(), overrides=overrides, flags=flags)
 
 
 def load_recipe(
     recipe: str,
     *,
     defaults: Config,
-    folder: str = "",
+    folder: str,
     overrides: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
-    """`load_config` for any task: its defaults, and the folder of its recipes."""
+    """The configuration of a recipe: its name in `folder`, or a YAML file of the user's.
+
+    Later ones win: `defaults`, the recipe, `flags` (nested), `overrides` (`key=value`).
+    """
     if recipe.endswith((".yaml", ".yml")):
         if not Path(recipe).is_file():
             raise ValueError(f"recipe file {recipe} does not exist; --list-recipes names those of the package")
@@ -298,7 +264,7 @@ def load_recipe(
             raise ValueError(
                 f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
             )
-        text, name = (_RECIPES / folder / f"{recipe}.yaml").read_text(), recipe
+        text, name = (_PACKAGE / folder / f"{recipe}.yaml").read_text(), recipe
     config = settings.update(dataclasses.replace(defaults, recipe=name), read_yaml(text, recipe))
     return change(config, overrides=overrides, flags=flags)
 

@@ -12,7 +12,6 @@ from typing import Any
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import find_damage, list_checkpoints, write_synced
-from inline_attention.training.classification import Classification
 from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.lock import FileLock
@@ -37,7 +36,7 @@ class Plan:
 def plan_run(
     recipe: str | None = None,
     *,
-    task: type[Task] = Classification,
+    task: type[Task],
     overrides: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
     output: str | None = None,

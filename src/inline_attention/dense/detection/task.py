@@ -24,7 +24,7 @@ PRECISION, PER_CLASS = "average_precision.json", "per_class.csv"
 
 
 class Detection(Task):
-    recipes = "detect"
+    recipes = "recipes/detect"
     default_recipe = None
     data_hint = (
         "give --data FOLDER with annotations/instances_SPLIT.json and the images in SPLIT/, for train2017 and val2017"

@@ -30,7 +30,7 @@ _NUM_EXAMPLES = 8
 
 
 class Segmentation(Task):
-    recipes = "segment"
+    recipes = "recipes/segment"
     default_recipe = None
     data_hint = "give --data FOLDER with images/train, masks/train, images/val, masks/val and classes.txt"
     headline = Headline("miou", "mIoU")

@@ -16,10 +16,10 @@ from inline_attention.data.seeding import derive_seed
 from inline_attention.models.registry import create_model
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
-from inline_attention.training.classifier import preprocessing
-from inline_attention.training.config import TrainConfig
+from inline_attention.tasks.classification.classifier import preprocessing
+from inline_attention.tasks.classification.config import RECIPES, TrainConfig
+from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.training.distributed import Ranks
-from inline_attention.training.evaluate import evaluate
 from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
 
@@ -28,7 +28,7 @@ MAX_DRAWN_CLASSES = 50  # above this the picture is a grey square
 
 
 class Classification(Task):
-    recipes = ""
+    recipes = RECIPES
     default_recipe = "quickstart"
     data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")
@@ -122,6 +122,6 @@ def own_size(name: str) -> int | list[int]:
 
 
 def _draw_confusion(confusion: Tensor, class_names: list[str], path: Path) -> None:
-    from inline_attention.training import plots
+    from inline_attention.tasks.classification import plots
 
     plots.draw_confusion(confusion, class_names, path)

@@ -92,7 +92,7 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
         (["--resume", "auto"], "--resume auto continues the run in --output"),
         (
             ["--resume", "auto", "--output", "none"],
-            "none holds no run to go on with; to begin one there, name a recipe",
+            "none holds no run to continue; to begin one there, name a recipe",
         ),
         (["model.name=inline_diet_tiny"], "there is no model 'inline_diet_tiny'; did you mean inline_deit_tiny"),
         (["model.kwargs.num_heads=5"], "num_heads"),

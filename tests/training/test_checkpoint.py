@@ -154,8 +154,14 @@ def test_going_back_twice_loses_nothing(tmp_path: Path) -> None:
         for step in (1, 2):
             if not (tmp_path / f"step-{200 + step:08d}").exists():
                 store.save(progress(step), **subject.saved())
-        store.set_aside_after(tmp_path / "step-00000201")
+        store.set_aside_after(tmp_path / "step-00000201", updates=201)
     assert sorted(path.name for path in tmp_path.glob("aside-*")) == ["aside-step-00000202", "aside-step-00000202.2"]
+    # From one that was set aside: the one of the same update belongs to another branch.
+    store.saved_updates = None
+    store.save(progress(2), **subject.saved())
+    store.set_aside_after(tmp_path / "aside-step-00000202", updates=202)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000201"]
+    assert len(list(tmp_path.glob("aside-*"))) == 3
 
 
 @pytest.mark.parametrize(

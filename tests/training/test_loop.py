@@ -27,8 +27,8 @@ from inline_attention.training.distributed import Ranks
 from inline_attention.training.lock import FileLock
 from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, choose_compile_mode, train
 from inline_attention.training.report import Reporter
+from inline_attention.training.run_folder import claim_folder
 from inline_attention.training.run_folder import plan_run as plan_any_run
-from inline_attention.training.run_folder import take_folder
 from inline_attention.training.signals import StopRequest
 
 plan_run = functools.partial(plan_any_run, task=Classification)
@@ -458,7 +458,7 @@ def test_a_damaged_environment_file_does_not_stop_a_resume(
     overrides = (*_runs.TINY, "data.path=digits")
     plan = plan_run("inline_deit_tiny", overrides=overrides, output=str(tmp_path), resume="auto")
     with FileLock(tmp_path / ".lock") as lock:
-        take_folder(plan, Ranks(torch.device("cpu")), lock, notify=print)
+        claim_folder(plan, Ranks(torch.device("cpu")), lock, notify=print)
     assert len(json.loads(path.read_text())) == 1
     assert (tmp_path / "environment.json.damaged").read_bytes() == content
     assert f"{path} is damaged" in capsys.readouterr().out

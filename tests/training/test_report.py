@@ -59,10 +59,18 @@ def test_damaged_metrics_do_not_stop_a_resume(
     assert f"{tmp_path / 'metrics.jsonl'} has 1 damaged lines" in capsys.readouterr().out
 
 
+def test_a_record_without_its_newline_stays_a_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)))  # a kill before the last byte
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.start(total_updates=10, done_updates=1)
+        report.record(record(2))
+        assert [r["update"] for r in report.records()] == [1, 2]
+
+
 def test_a_run_that_continues_has_no_summary(tmp_path: Path) -> None:
     """A job script asks the summary whether the run is complete."""
     with reporter(tmp_path, "log.tensorboard=false") as report:
-        report.summarise({"epochs": 1})
+        report.write_summary({"epochs": 1})
         report.start(total_updates=10, done_updates=10)
         assert (tmp_path / "summary.json").exists()
         report.start(total_updates=20, done_updates=10)
@@ -106,8 +114,8 @@ def test_other_ranks_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         report.start(total_updates=10, done_updates=0)
         report.note("nothing")
         report.record(record(1))
-        report.summarise({})
-        report.leave_behind({})
+        report.write_summary({})
+        report.write_files({})
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 
@@ -153,12 +161,12 @@ def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pyt
         try:
             for update in range(2, 40):
                 report.record(record(update))
-            report.summarise({"padding": "x" * 2000})
+            report.write_summary({"padding": "x" * 2000})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         report.record(record(40))
         updates = [r["update"] for r in report.records()]
-        report.leave_behind({})
+        report.write_files({})
     assert updates[0] == 1
     assert updates[-1] == 40
     assert 2 < len(updates) < 40
@@ -213,5 +221,5 @@ def test_curves(tmp_path: Path) -> None:
 
 def test_summary_is_json(tmp_path: Path) -> None:
     with reporter(tmp_path, "log.tensorboard=false") as report:
-        report.summarise({"val_top1": 98.5})
+        report.write_summary({"val_top1": 98.5})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"val_top1": 98.5}

@@ -25,10 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from inline_attention.tasks.classification.task import Classification
 
-    return run_training(args, task=Classification, farewell=_farewell)
+    return run_training(args, task=Classification, describe_outcome=_describe_outcome)
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"
     lines = [

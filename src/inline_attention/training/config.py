@@ -26,13 +26,13 @@ def check_setting(setting: str, value: object, holds: bool, expected: str) -> No
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """A registered model, whatever is put behind it."""
+    """A registered model, as a classifier or as a backbone."""
 
     name: str = "inline_deit_tiny"
     kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of create_model
     drop_path: float | None = None  # stochastic depth of the last block; None: the model's own default
     weights: str | None = None  # start from "pretrained", another model's published weights by name, or a file
-    freeze: int = 0  # layer groups that stay as they are: 1 is the stem, 2 the first stage (or block) too, …
+    freeze: int = 0  # number of frozen layer groups: 1 is the stem, 2 the stem and the first stage (or block), …
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
 
     def __post_init__(self) -> None:
@@ -46,11 +46,11 @@ class OptimConfig:
     """AdamW. Rates are per `rate_batch` images and grow linearly with the global batch."""
 
     lr: float = 5e-4
-    rate_batch: int | None = 512  # None: rates are what they say, whatever the batch
-    weight_decay: float = 0.05  # not on biases, norms and what the model's no_weight_decay() names
+    rate_batch: int | None = 512  # None: rates are absolute, whatever the batch
+    weight_decay: float = 0.05  # not for biases, norms and the parameters in the model's no_weight_decay()
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    layer_decay: float | None = None  # the rate of each layer group is this times the next one's
+    layer_decay: float | None = None  # each layer group has this times the rate of the next group
     clip_norm: float | None = 5.0
     accumulate: int = 1  # batches per update; part of the global batch
 
@@ -72,7 +72,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How long, and with which rates. A length in steps (updates) takes the place of the one in epochs."""
+    """Length and learning rates. A length in steps (updates) replaces the length in epochs."""
 
     kind: ScheduleKind = "cosine"
     epochs: int = 300
@@ -82,9 +82,9 @@ class ScheduleConfig:
     warmup_lr: float = 5e-7
     min_lr: float = 5e-6
     cooldown_epochs: int = 0  # at min_lr, after `epochs`
-    power: float = 1.0  # poly schedule alone
-    drop_epochs: float = 30  # step schedule alone
-    drop_at: tuple[float, ...] = ()  # step schedule: drops here (in the unit of the length) instead
+    power: float = 1.0  # poly schedule
+    drop_epochs: float = 30  # step schedule: epochs between two drops
+    drop_at: tuple[float, ...] = ()  # step schedule: drops at these epochs (or steps) instead
     drop_factor: float = 0.1
 
     def __post_init__(self) -> None:
@@ -126,10 +126,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """A moving average of the weights, evaluated beside them. `decay` is per `batch` images, as published."""
+    """A moving average of the weights, evaluated in addition. `decay` is per `batch` images, as published."""
 
     decay: float | None = None
-    batch: int | None = 4096  # null: decay is per update, whatever the batch
+    batch: int | None = 4096  # null: decay is per update
 
     def __post_init__(self) -> None:
         check_setting("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
@@ -143,7 +143,7 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How the steps are computed."""
+    """How updates are computed."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
     compile: bool = False  # `inline_attention.optimize`: at the first step; with CUDA graphs on one GPU
@@ -153,11 +153,11 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state of a run is saved, and how much of it is kept."""
+    """How often checkpoints are written, and how many are kept."""
 
     every_epochs: int = 1
     every_steps: int | None = None  # also inside an epoch
-    keep: int = 2  # whole checkpoints kept; the best weights are kept besides
+    keep: int = 2  # checkpoints kept; the best weights are kept in addition
 
     def __post_init__(self) -> None:
         for name in ("every_epochs", "every_steps", "keep"):
@@ -167,10 +167,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """When a run is measured, and where its figures go."""
+    """How often a run logs and evaluates, and where its figures go."""
 
-    every_steps: int = 50  # the device is read this often
-    eval_epochs: int = 1  # evaluate this often; the last epoch always
+    every_steps: int = 50  # updates between two log lines
+    eval_epochs: int = 1  # epochs between two evaluations; the last epoch is always evaluated
     tensorboard: bool = True
     wandb: str | None = None  # project name
 
@@ -182,12 +182,12 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What the loop reads. A task's own configuration says what its model and data are, and has its own defaults."""
+    """The settings of the loop. The configuration of a task derives from it, with its own model, data and defaults."""
 
     recipe: str = ""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    deterministic: bool = False  # deterministic algorithms alone; some are slower
+    deterministic: bool = False  # only deterministic algorithms; some are slower
     model: BackboneConfig
     data: LoaderConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -205,7 +205,7 @@ class LoopConfig:
         return self.data.batch_size * self.optim.accumulate * world_size
 
     def build_schedule(self, *, steps_per_epoch: int, world_size: int) -> Schedule:
-        """The rates of this run: steps are updates, rates scaled to the global batch unless they are absolute."""
+        """The schedule in updates. Rates are scaled to the global batch unless they are absolute."""
         plan, rate_batch = self.schedule, self.optim.rate_batch
         scale = 1.0 if rate_batch is None else self.global_batch(world_size) / rate_batch
         return Schedule(
@@ -270,7 +270,7 @@ def load_recipe(
 
 
 def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> Config:
-    """`config` with `flags` (nested), then `key=value` overrides; ValueError for what cannot work."""
+    """`config` changed by `flags` (nested), then by `key=value` overrides. ValueError: a value cannot work."""
     changed = settings.update(settings.update(config, flags or {}), settings.parse_overrides(overrides))
     changed.data.validate()
     return changed

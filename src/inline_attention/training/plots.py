@@ -1,4 +1,4 @@
-"""Pictures of a run. Imports matplotlib, which is optional: import this module where a picture is drawn."""
+"""Figures of a run. Imports matplotlib, which is optional: import this module where a figure is drawn."""
 
 import io
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ from inline_attention.cli._training import configure_training, run_training
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
 
-HELP = "train a model; without arguments a small one, in about a minute"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     configure_training(

@@ -1,4 +1,4 @@
-"""Tiny real runs in processes of their own. A fork server imports torch once, so that a process costs little."""
+"""Tiny real runs in their own processes. A fork server imports torch once, so that starting a process is fast."""
 
 import atexit
 import contextlib
@@ -160,7 +160,7 @@ def run_until_killed(argv: list[str], log: Path, output: Path) -> None:
 
 @contextlib.contextmanager
 def without_pictures() -> Iterator[None]:
-    """As if matplotlib were not installed: pictures take longer than these runs."""
+    """As if matplotlib were not installed: drawing figures takes longer than these runs."""
     plots = ("inline_attention.training.plots", "inline_attention.tasks.classification.plots")
     before = {name: sys.modules.get(name) for name in plots}
     sys.modules |= dict.fromkeys(plots)  # type: ignore[arg-type]  # an import of None fails

@@ -1,4 +1,4 @@
-"""Two gloo ranks on one machine against one, sharded against replicated, and ranks that are stopped or killed."""
+"""Two gloo ranks compared with one, FSDP compared with DDP, and ranks that are stopped or killed."""
 
 import contextlib
 import os
@@ -183,7 +183,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_restarted_ranks_find_each_other_in_a_used_store() -> None:
-    """What an attempt before has left in the store, by ranks that are dead, is not taken for an answer."""
+    """Entries that dead ranks of an earlier attempt left in the store are ignored."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def attempt() -> list[dist.Store]:

@@ -1,4 +1,4 @@
-"""The loop in this process: what it computes, what it leaves behind, what it refuses."""
+"""The loop in this process: its updates, its files, and the plans it refuses."""
 
 import contextlib
 import functools
@@ -226,7 +226,7 @@ def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> 
 
 
 class KeptData(Classification):
-    """As whatever keeps a frame of the run would: an exception, a compiler."""
+    """Keeps a reference to the data, as an exception or a compiler does that keeps a frame of the run."""
 
     kept: ClassVar[list[Data]] = []
 
@@ -237,7 +237,7 @@ class KeptData(Classification):
 
 @pytest.mark.parametrize("rate", ["1e-3", "1e30"], ids=["to its end", "failing"])
 def test_no_worker_outlives_the_run(tmp_path: Path, rate: str) -> None:
-    """They do not listen to the signal that ends children when Python exits: it would wait for them forever."""
+    """Workers block SIGTERM, with which Python ends children at exit: it would wait for them forever."""
     flags = {"data": {"path": _runs.images()}, "device": "cpu"}
     more = ("data.workers=1", "data.in_memory=false", "schedule.epochs=1", f"optim.lr={rate}", "optim.clip_norm=null")
     overrides = (*_runs.TINY, *CALM, *more)
@@ -501,7 +501,7 @@ def test_checkpoints_without_a_configuration_are_a_run_too(tmp_path: Path) -> No
         ({"recipe": "inline_diet"}, "unknown recipe 'inline_diet'"),
     ],
 )
-def test_plans_that_cannot_be(arguments: dict[str, str], message: str) -> None:
+def test_plans_that_cannot_work(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_run(**arguments)  # type: ignore[arg-type]
 

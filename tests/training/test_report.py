@@ -109,7 +109,7 @@ def test_tensorboard_holds_the_curves(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0), (3, 7.0)]
 
 
-def test_other_ranks_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, active=False) as report:
         report.start(total_updates=10, done_updates=0)
         report.note("nothing")
@@ -149,8 +149,8 @@ def test_a_bar_on_a_terminal(tmp_path: Path, columns: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
-def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole lines, and no traceback from TensorBoard's thread; the run goes on to its curves."""
+def test_a_full_disk_costs_only_lines_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines are complete, TensorBoard's thread prints no traceback, and the curves are drawn at the end."""
     pytest.importorskip("tensorboard")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with reporter(tmp_path) as report:
@@ -180,7 +180,7 @@ def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_log_on_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
         with reporter(tmp_path, "log.tensorboard=false") as report:
@@ -191,7 +191,9 @@ def test_a_log_on_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.undo()
 
 
-def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each time that writing begins to fail is said once, and so is its end."""
     with reporter(tmp_path, "log.tensorboard=false") as report:
         for _ in range(2):

@@ -66,7 +66,7 @@ def test_lengths_in_steps_or_epochs(length: str, warmup: str, drops: str, steps:
     assert schedule.rate(second) == schedule.rate(total - 1) == pytest.approx(0.01)
 
 
-def test_lengths_that_cannot_be() -> None:
+def test_lengths_that_cannot_work() -> None:
     short = load_config("inline_deit_tiny", overrides=["schedule.steps=300", "schedule.warmup_steps=500"])
     with pytest.raises(ValueError, match="a warm-up of 500 updates in a run of 300"):
         short.build_schedule(steps_per_epoch=10, world_size=1)

@@ -75,7 +75,7 @@ def test_values_become_the_declared_types(override: str, expected: dict[str, Any
         ("inner.rate", "expected key=value, such as optim.lr=1e-3, got 'inner.rate'"),
     ],
 )
-def test_wrong_values_are_told(override: str, message: str) -> None:
+def test_wrong_values_are_named(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings.update(Outer(), settings.parse_overrides([override]))
 

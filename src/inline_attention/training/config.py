@@ -260,7 +260,7 @@ def load_recipe(
         names = recipe_names(folder)
         if recipe not in names:
             close = difflib.get_close_matches(recipe, names, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
+            meant = f"; did you mean {close[0]}?" if close else "."
             raise ValueError(
                 f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
             )

@@ -118,6 +118,6 @@ def test_own_recipe_file(tmp_path: Path) -> None:
         (f"seed={2**63}", r"expected a number from 0 to 2\^63 - 1"),
     ],
 )
-def test_values_that_cannot_work_are_told_before_anything_starts(override: str, message: str) -> None:
+def test_values_that_cannot_work_are_refused_before_the_run_starts(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config("inline_deit_tiny", overrides=[override])

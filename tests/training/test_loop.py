@@ -464,6 +464,19 @@ def test_a_damaged_environment_file_does_not_stop_a_resume(
     assert f"{path} is damaged" in capsys.readouterr().out
 
 
+def test_a_run_of_another_version_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config.yaml may have settings that are gone. Names on the command line are still checked."""
+    run(tmp_path / "run", "schedule.epochs=1", "data.batch_size=64")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("data:\n", "data:\n  exif_rotation: false\n") + "colour: blue\n")
+    plan = plan_run(output=str(tmp_path / "run"), resume="auto")
+    assert plan.changes == ("data.exif_rotation no longer exists", "colour no longer exists")
+    assert train(plan).summary["epochs"] == 1
+    assert "with other settings than before: data.exif_rotation no longer exists" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"unknown setting data.exif_rotation"):
+        plan_run(overrides=["data.exif_rotation=true"], output=str(tmp_path / "run"), resume="auto")
+
+
 def test_a_damaged_configuration_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"model: {name: \xff\xfe")
     with pytest.raises(ValueError, match=r"config.yaml is not YAML"):

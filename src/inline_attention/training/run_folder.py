@@ -68,7 +68,9 @@ def plan_run(
     else:
         source, checkpoint = _resume_source(Path(resume))
     text = (source / CONFIG).read_text(encoding="utf-8", errors="replace")
-    before = settings.update(task.defaults(), read_yaml(text, str(source / CONFIG)))
+    # The run may have been started by another version of the package, with other settings.
+    values, unknown = settings.drop_unknown(task.defaults(), read_yaml(text, str(source / CONFIG)))
+    before = settings.update(task.defaults(), values)
     if recipe is not None and _recipe_name(recipe) != before.recipe:
         raise ValueError(
             f"{source} holds a run of recipe {before.recipe}, not {recipe}: "
@@ -81,7 +83,7 @@ def plan_run(
         Path(output) if output else source,
         source=source,
         checkpoint=checkpoint,
-        changes=tuple(_differences(before, config)),
+        changes=(*_differences(before, config), *(f"{name} no longer exists" for name in unknown)),
     )
 
 

@@ -74,6 +74,22 @@ def _update(settings: Settings, values: Mapping[str, Any], *, prefix: str, known
     return dataclasses.replace(settings, **changes)  # type: ignore[type-var]  # a dataclass, see the docstring
 
 
+def drop_unknown(settings: Any, values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    """`values` without the keys that `settings` does not have, and the dotted names of those keys."""
+    known: dict[str, Any] = {}
+    unknown: list[str] = []
+    for key, value in values.items():
+        section = getattr(settings, key, None)
+        if key not in {field.name for field in dataclasses.fields(settings)}:
+            unknown.append(f"{prefix}{key}")
+        elif dataclasses.is_dataclass(section) and isinstance(value, Mapping):
+            known[key], more = drop_unknown(section, value, f"{prefix}{key}.")
+            unknown += more
+        else:
+            known[key] = value
+    return known, unknown
+
+
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """`["optim.lr=1e-3", …]` as nested dictionaries of `Text`; the last of two equal keys wins."""
     nested: dict[str, Any] = {}

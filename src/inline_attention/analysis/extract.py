@@ -15,14 +15,14 @@ import torch
 from timm.models import swin_transformer
 from torch import Tensor, nn
 
-from inline_attention.layers.attention import Attention, Grid, SoftmaxAttention
+from inline_attention.layers.attention import Attention, SoftmaxAttention
 from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.layers.windows import WindowPlan, ceil_div
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.pvt import ReducedSoftmaxAttention
 from inline_attention.models.swin import OTHER_REGION, SwinBlock, WindowSoftmaxAttention
-from inline_attention.ops import attention_matrix
+from inline_attention.ops import Grid, attention_matrix
 
 from .neighbours import neighbours
 
@@ -116,7 +116,7 @@ class LayerAttention:
         return out
 
     @torch.no_grad()
-    def attend(self, *, mask: Callable[[slice], Tensor] | None = None, mask_local: bool = True) -> Tensor:
+    def recompute_output(self, *, mask: Callable[[slice], Tensor] | None = None, mask_local: bool = True) -> Tensor:
         """The module's output computed from the written-out weights: matrix @ v, local terms, projection.
 
         Args:
@@ -136,8 +136,8 @@ class LayerAttention:
         return self.finish(torch.cat(attended, 1), torch.cat(local, 1))
 
     def error(self) -> float:
-        """How far `attend` is from what the module returned, relative to the largest value of that."""
-        difference = (self.attend() - self.output).abs()
+        """How far `recompute_output` is from what the module returned, relative to the largest value of that."""
+        difference = (self.recompute_output() - self.output).abs()
         if self.token_mask is not None:
             difference = difference.masked_fill(~self.token_mask[:, :, None], 0)
         return float(difference.max() / self.output.abs().max())

@@ -1,4 +1,4 @@
-"""The pre-norm transformer block that all four families share."""
+"""The pre-norm transformer block that all families share."""
 
 import torch
 from timm.layers import DropPath
@@ -6,15 +6,16 @@ from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from inline_attention.ops import Grid
+
 from .attention import Attention
-from .windows import Grid
 
 
 class Mlp(TimmMlp):
-    """timm's perceptron, whose hidden activations compiled training does not keep: the backward reads what they are
-    made from anyway, and makes them again for one write more. That is a fifth of what a block keeps.
+    """timm's Mlp, except that compiled training does not keep its hidden activations.
 
-    (…, C) → (…, C)
+    The backward reads their inputs anyway and computes them again for one more write. They are a fifth of what a block
+    keeps. (…, C) → (…, C)
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +29,10 @@ class Mlp(TimmMlp):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with stochastic depth. Subclasses change `attend`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with stochastic depth.
+
+    Subclasses override `attention_branch`.
+    """
 
     def __init__(
         self,
@@ -48,10 +52,10 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-    def attend(self, x: Tensor, grid: Grid) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid) -> Tensor:
         return self.attn(self.norm1(x), grid)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """x (B, N, C) with a map of grid (height, width) behind any prefix tokens → the same shape"""
-        x = x + self.drop_path1(self.attend(x, grid))
+        """x (B, N, C), prefix tokens and then a map of grid (height, width) → the same shape"""
+        x = x + self.drop_path1(self.attention_branch(x, grid))
         return x + self.drop_path2(self.mlp(self.norm2(x)))

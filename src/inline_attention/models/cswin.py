@@ -17,7 +17,6 @@ from inline_attention.layers import Block, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
@@ -26,6 +25,7 @@ from inline_attention.layers.attention import (
 )
 from inline_attention.layers.embed import pad_image
 from inline_attention.layers.windows import WindowPlan, to_windows
+from inline_attention.ops import Grid
 
 from . import registry
 from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
@@ -93,7 +93,7 @@ class MappedStripeAttention(StripeAttention):
 class CSwinBlock(Block):
     """A block whose local kernels are made from its input, before the norm."""
 
-    def attend(self, x: Tensor, grid: Grid) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid) -> Tensor:
         return self.attn(self.norm1(x), grid, token_mean=x.mean(1))
 
 

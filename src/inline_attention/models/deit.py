@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from inline_attention.layers import Block, PatchEmbed
 from inline_attention.layers.attention import AttentionSpec, build_attention, parse_attention
 from inline_attention.layers.embed import resize_map
+from inline_attention.ops import Grid
 
 from . import registry
 from ._base import (
-    Grid,
     StateDict,
     VisionModel,
     adapt_attention,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from inline_attention.layers import Attention
-from inline_attention.layers.local import TAPS
+from inline_attention.ops import Grid
+from inline_attention.ops.local import TAPS
 
-from ._base import Grid, PyramidModel, VisionModel
+from ._base import PyramidModel, VisionModel
 from .deit import DeiT
 
 

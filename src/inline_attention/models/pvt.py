@@ -17,13 +17,13 @@ from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
     softmax_feature_map,
 )
 from inline_attention.layers.embed import resize_map
+from inline_attention.ops import Grid
 
 from . import registry
 from ._base import (

@@ -16,7 +16,6 @@ from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
@@ -25,6 +24,7 @@ from inline_attention.layers.attention import (
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.windows import WindowPlan, ceil_div, pad_to_multiple, to_windows, window_regions
+from inline_attention.ops import Grid
 from inline_attention.ops.reference import zero_absent
 
 from . import registry
@@ -112,7 +112,7 @@ class SwinBlock(Block):
         self.window = window
         self.shifted = shifted
 
-    def attend(self, x: Tensor, grid: Grid) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid) -> Tensor:
         plan = WindowPlan.fit(grid, self.window, shifted=self.shifted)
         windows = to_windows(self.norm1(x).unflatten(1, grid), plan)
         options = {}

@@ -28,14 +28,18 @@ def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def _check_rows(name: str, x: Tensor, *, layout: str) -> None:
+    if x.ndim != layout.count(",") + 1:
+        raise ValueError(f"{name} has shape {_shape(x)}; expected {layout}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} is {x.dtype}; expected a floating-point tensor")
+
+
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
-    tensors = {"q": q, "k": k} | ({} if v is None else {"v": v})
-    ndim = layout.count(",") + 1
-    for name, x in tensors.items():
-        if x.ndim != ndim:
-            raise ValueError(f"{name} has shape {_shape(x)}; expected {layout}")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype}; expected a floating-point tensor")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is None:
+            continue
+        _check_rows(name, x, layout=layout)
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; "
@@ -48,9 +52,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
             f"q has (heads, d) = {_shape(q)[-2:]} but k has {_shape(k)[-2:]}; they must be equal. Rows are {layout}: "
             "use x.transpose(1, 2) for tensors in the order (B, heads, N, d) of scaled_dot_product_attention"
         )
-    if ndim == 4 and q.shape[0] != k.shape[0]:
+    if k.ndim == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q is a batch of {q.shape[0]} but k of {k.shape[0]}; they must be equal")
-    if k.shape[ndim - 3] == 0:
+    if k.shape[-3] == 0:
         raise ValueError(f"k has shape {_shape(k)}: no token to attend to")
     if k.shape[-1] == 0:
         raise ValueError(f"k has shape {_shape(k)}: heads of no channels; expected {layout} with d of 1 or more")
@@ -180,8 +184,9 @@ def inline_attention(
             the local residual. Default: all are present.
         query_mask: (B, Nq) bool, True for a query that is present. The output of an absent query is zero. Default: all
             are present. In self-attention, where queries and keys are the same tokens, pass the token mask here too.
-        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", the kernels where they can run
-            (an NVIDIA GPU with Triton, bfloat16, float16 or float32, heads of up to 128 channels), else the reference.
+        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", what `set_backend` says, and by
+            default the kernels where they can run (an NVIDIA GPU with Triton, bfloat16, float16 or float32, heads of up
+            to 128 channels), else the reference.
 
     Returns:
         (B, Nq, heads, d) in q's dtype.
@@ -415,7 +420,7 @@ def local_residual(
     v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens and, as
     queries and keys are the same tokens here, for absent ones
     """
-    _check_qkv(v, v, None, layout=ROWS)
+    _check_rows("v", v, layout=ROWS)
     _check_prefix(num_prefix_tokens)
     _check_grid(grid, tokens=v.shape[1], num_prefix_tokens=num_prefix_tokens)
     _check_local_weight(local_weight, v, images=v.shape[0])

@@ -180,6 +180,10 @@ def test_errors() -> None:
         InLineAttention(8, 3)
     with pytest.raises(ValueError, match=r"feature_map='gelu' is unknown; expected one of .*relu_affine"):
         InLineAttention(8, 2, feature_map="gelu")
+    with pytest.raises(ValueError, match=r"token_mask has shape \(2, 14\) .* expected bool \(B, N\) = \(2, 15\)"):
+        build(SoftmaxAttention)(tokens(), GRID, token_mask=torch.ones(2, 14, dtype=torch.bool))
+    with pytest.raises(ValueError, match="a mask over pairs of tokens is impossible"):
+        build()(tokens(), GRID, token_mask=torch.ones(2, 1, 15, 15, dtype=torch.bool))
     with pytest.raises(ValueError, match="grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 15"):
         build()(tokens(), (4, 4))
 

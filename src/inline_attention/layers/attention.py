@@ -18,6 +18,7 @@ from inline_attention.ops import (
     inline_attention_projected,
     local_residual,
 )
+from inline_attention.ops.attention import check_mask
 from inline_attention.ops.backends import check_backend
 from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.local import TAPS
@@ -99,6 +100,9 @@ class Attention(nn.Module):
     kind: str  # the name that models take
     # The model-wide choices (feature_map, local_residual) that reach this attention.
     follows: ClassVar[tuple[str, ...]] = ()
+    # Whether a token mask is all that an image in a padded batch needs. It is not if a term depends on how tokens are
+    # laid out, such as a learned position. Blocks then run images one by one.
+    masks_padding: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -214,6 +218,7 @@ class Attention(nn.Module):
         Returns:
             (B, N, C)
         """
+        check_mask("token_mask", token_mask, x)
         x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
         projections = self.project(x, grid)

@@ -102,6 +102,7 @@ class AngularAttention(Attention):
     """
 
     kind = "angular"
+    masks_padding = False  # the convolution runs from the end of one row of the map into the next
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -191,6 +192,7 @@ class FocusedAttention(Attention):
     """
 
     kind = "focused"
+    masks_padding = False  # learned positions are resized to the image's own map
 
     def __init__(self, dim: int, num_heads: int, *, grid: Grid | None = None, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from inline_attention.ops import Grid
 
 from .attention import Attention
+from .padding import Padding
 
 
 class Mlp(TimmMlp):
@@ -52,10 +53,23 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-    def attention_branch(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.attn(self.norm1(x), grid)
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        return self.attn(self.norm1(x), grid, token_mask=None if padding is None else padding.token_mask)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """x (B, N, C), prefix tokens and then a map of grid (height, width) → the same shape"""
-        x = x + self.drop_path1(self.attention_branch(x, grid))
+    def attention_branch_of_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        """`attention_branch`, where every image of a padded batch gets what it would get alone."""
+        if padding is None or self.attn.masks_padding:
+            return self.attention_branch(x, grid, padding)
+        out = torch.zeros_like(x)
+        for image, ((rows, columns), own) in enumerate(zip(padding.sizes.tolist(), padding.token_mask, strict=True)):
+            out[image, own] = self.attention_branch(x[image, own][None], (rows, columns))[0].to(out.dtype)
+        return out
+
+    def forward(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        """x (B, N, C), prefix tokens and then a map of grid (height, width) → the same shape
+
+        With `padding`, tokens beyond an image's border change nothing inside it. What they hold afterwards is not
+        defined.
+        """
+        x = x + self.drop_path1(self.attention_branch_of_each(x, grid, padding))
         return x + self.drop_path2(self.mlp(self.norm2(x)))

@@ -19,13 +19,16 @@ from inline_attention.layers.attention import (
     AttentionSpec,
     MappedSoftmaxAttention,
     build_attention,
+    masked_mean,
     parse_attention,
     softmax_feature_map,
     unstack,
 )
 from inline_attention.layers.embed import pad_image
-from inline_attention.layers.windows import WindowPlan, to_windows
+from inline_attention.layers.padding import Padding
+from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 from inline_attention.ops import Grid
+from inline_attention.ops.reference import zero_absent
 
 from . import registry
 from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
@@ -57,26 +60,36 @@ class StripeAttention(SoftmaxAttention):
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        assert token_mask is None
         assert local_weight is None
         windows: list[Grid | None] = [None]
         if self.stripe is not None:
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
-        branches = zip(
-            *(x.chunk(len(windows), dim=2) for x in unstack(projections)), windows, self.positions, strict=True
-        )
-        return torch.cat([self.attend_branch(*branch, grid=grid) for branch in branches], dim=2)
+        q, k, v = unstack(projections)
+        v = zero_absent(v, token_mask)  # the positional convolution reads beyond the border
+        branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
+        out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]
+        return torch.cat(out, dim=2)
 
     def attend_branch(
-        self, q: Tensor, k: Tensor, v: Tensor, window: Grid | None, position: nn.Module, *, grid: Grid
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Grid | None,
+        position: nn.Module,
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
     ) -> Tensor:
         """(B, N, branch heads, d) → the same"""
         heads = q.shape[2:]
         plan = WindowPlan.fit(grid, window, shifted=False)
         stripes = [to_windows(x.unflatten(1, grid).flatten(3), plan) for x in (q, k, v)]
-        token_mask = stripes[0].token_mask
+        present = stripes[0].token_mask  # of the padding that completes stripes
+        if token_mask is not None:
+            present = to_windows(token_mask.unflatten(1, grid)[..., None], plan).tokens[..., 0]
         rows = (x.tokens.unflatten(2, heads) for x in stripes)
-        mask = None if token_mask is None else token_mask[:, None, None, :]
+        mask = None if present is None else keys_to_attend(present)[:, None, None, :]
         out = self.softmax_rows(*rows, mask=mask).flatten(2)
         # Padding was added behind the projection, so it is zero here, as beyond a border.
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
@@ -91,10 +104,11 @@ class MappedStripeAttention(StripeAttention):
 
 
 class CSwinBlock(Block):
-    """A block whose local kernels are made from its input, before the norm."""
+    """A block whose local weight is made from the block's input, before the norm."""
 
-    def attention_branch(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.attn(self.norm1(x), grid, token_mean=x.mean(1))
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        token_mask = None if padding is None else padding.token_mask
+        return self.attn(self.norm1(x), grid, token_mean=masked_mean(x, token_mask), token_mask=token_mask)
 
 
 class ConvEmbed(nn.Module):

@@ -23,6 +23,7 @@ from inline_attention.layers.attention import (
     softmax_feature_map,
 )
 from inline_attention.layers.embed import resize_map
+from inline_attention.layers.padding import resize_map_for_each
 from inline_attention.ops import Grid
 
 from . import registry
@@ -65,6 +66,16 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
             x = self.norm(self.sr(x.unflatten(1, grid).permute(0, 3, 1, 2)).flatten(2).mT)
         return q, self.kv(x).unflatten(-1, (2, *heads))
 
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        if token_mask is None or self.reduction == 1:
+            return super().global_attention(q, k, v, grid=grid, token_mask=token_mask)
+        # A border that is no whole stride is dropped: a key is there where the last token of its patch is. An image
+        # smaller than one patch has the first key, completed with zeros.
+        last = self.reduction - 1
+        keys = token_mask.unflatten(1, grid)[:, last :: self.reduction, last :: self.reduction].flatten(1)
+        keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)
+        return self.softmax_rows(q, k, v, mask=keys[:, None, None, :])
+
 
 class MappedReducedSoftmaxAttention(ReducedSoftmaxAttention):
     """The same with φ applied to q and k before the softmax."""
@@ -90,9 +101,12 @@ class PVTStage(Stage):
         super().__init__(downsample, blocks)
         self.pos_embed = nn.Parameter(torch.empty(1, *grid, dim))
 
-    def embed(self, x: Tensor) -> Tensor:
+    def embed(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
         x = self.downsample(x)
-        return x + resize_map(self.pos_embed, (x.shape[1], x.shape[2]), mode="bilinear")
+        grid = (x.shape[1], x.shape[2])
+        if sizes is not None:
+            return x + resize_map_for_each(self.pos_embed, sizes, grid, mode="bilinear")
+        return x + resize_map(self.pos_embed, grid, mode="bilinear")
 
 
 class PVT(PyramidModel):

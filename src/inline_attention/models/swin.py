@@ -23,7 +23,15 @@ from inline_attention.layers.attention import (
     unstack,
 )
 from inline_attention.layers.embed import resize_map
-from inline_attention.layers.windows import WindowPlan, ceil_div, pad_to_multiple, to_windows, window_regions
+from inline_attention.layers.padding import Padding
+from inline_attention.layers.windows import (
+    WindowPlan,
+    ceil_div,
+    keys_to_attend,
+    pad_to_multiple,
+    to_windows,
+    window_regions,
+)
 from inline_attention.ops import Grid
 from inline_attention.ops.reference import zero_absent
 
@@ -76,7 +84,7 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         if regions is not None:
             mask = mask + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
         if token_mask is not None:
-            mask = mask.masked_fill(~token_mask[:, None, None, :], -torch.inf)
+            mask = mask.masked_fill(~keys_to_attend(token_mask)[:, None, None, :], -torch.inf)
         out = self.softmax_rows(q, k, v, mask=mask.to(q.dtype))
         return self.proj_drop(self.proj(out.flatten(2)))
 
@@ -112,15 +120,17 @@ class SwinBlock(Block):
         self.window = window
         self.shifted = shifted
 
-    def attention_branch(self, x: Tensor, grid: Grid) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         plan = WindowPlan.fit(grid, self.window, shifted=self.shifted)
-        windows = to_windows(self.norm1(x).unflatten(1, grid), plan)
+        windows = to_windows(self.norm1(x).unflatten(1, grid), plan, padding)
+        sizes = None if padding is None else padding.sizes
         options = {}
         # Linear attentions share one state a window and cannot keep regions apart; the published models do not either.
         if plan.shift != (0, 0) and isinstance(self.attn, WindowSoftmaxAttention):
-            options["regions"] = window_regions(plan, x.device).repeat(x.shape[0], 1)
+            regions = window_regions(plan, x.device, sizes)
+            options["regions"] = regions if sizes is not None else regions.repeat(x.shape[0], 1)
         out = self.attn(windows.tokens, plan.window, token_mask=windows.token_mask, **options)
-        return plan.merge(out, batch=x.shape[0]).flatten(1, 2)
+        return plan.merge(out, batch=x.shape[0], sizes=sizes).flatten(1, 2)
 
 
 class PatchMerging(nn.Module):

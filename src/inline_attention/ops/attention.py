@@ -80,11 +80,11 @@ def _warn_of_order() -> None:
 
 def _check_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(f"{name} is on {x.device} but q, k and v are on {device}; move it there")
+        raise ValueError(f"{name} is on {x.device} but the tokens are on {device}; move it there")
 
 
-def _check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
-    """A mask over the tokens of x (B, N, heads, d)"""
+def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
+    """Raises if a mask is not one over the tokens of x (B, N, …)."""
     if mask is None:
         return
     _check_device(name, mask, x.device)
@@ -322,8 +322,8 @@ def _inline_attention(
         bounds: of a packed batch, the first token of each image and the number of all.
     """
     q, k, v = qkv
-    _check_mask("token_mask", token_mask, k)
-    _check_mask("query_mask", query_mask, q)
+    check_mask("token_mask", token_mask, k)
+    check_mask("query_mask", query_mask, q)
     _check_prefix(num_prefix_tokens)
     lengths = [k.shape[1]] if bounds is None else [end - start for start, end in pairwise(bounds)]
     if grids is not None:
@@ -424,7 +424,7 @@ def local_residual(
     _check_prefix(num_prefix_tokens)
     _check_grid(grid, tokens=v.shape[1], num_prefix_tokens=num_prefix_tokens)
     _check_local_weight(local_weight, v, images=v.shape[0])
-    _check_mask("token_mask", token_mask, v)
+    check_mask("token_mask", token_mask, v)
     dtype = reference.accumulation_dtype(v.dtype)
     v_map = zero_absent(v.to(dtype), token_mask)[:, num_prefix_tokens:].unflatten(1, grid).flatten(3)
     out = local_sum(v_map, local_weight.to(dtype).flatten(1, 2)).flatten(1, 2).unflatten(2, _shape(v)[2:])
@@ -447,8 +447,8 @@ def linear_attention(
     the order of dimensions are those of `inline_attention`.
     """
     _check_qkv(q, k, v, layout=ROWS)
-    _check_mask("token_mask", token_mask, k)
-    _check_mask("query_mask", query_mask, q)
+    check_mask("token_mask", token_mask, k)
+    check_mask("query_mask", query_mask, q)
     _hint_at_order(q, k)
     return reference.linear_attention(q, k, v, token_mask, query_mask, feature_map=get_feature_map(feature_map))
 
@@ -483,8 +483,8 @@ def attention_matrix(
         (B, heads, Nq, N), at least float32. InLine's weights may be negative.
     """
     _check_qkv(q, k, None, layout=ROWS)
-    _check_mask("token_mask", token_mask, k)
-    _check_mask("query_mask", query_mask, q)
+    check_mask("token_mask", token_mask, k)
+    check_mask("query_mask", query_mask, q)
     phi = get_feature_map(feature_map).apply
     s = _default_scale(q, scale)
     dtype = reference.accumulation_dtype(q.dtype)

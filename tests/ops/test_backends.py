@@ -7,11 +7,13 @@ import pytest
 import torch
 from small import create_small, image
 
+pytest.importorskip("triton")
+
+from kernel_cases import DEVICE
+
 import inline_attention
 from inline_attention import InLineAttention, set_backend, use_backend
 from inline_attention.ops import backends, get_backend
-
-pytest.importorskip("triton")
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +24,7 @@ def _default() -> Iterator[None]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The backends chosen, in order. "auto" is decided as for tensors on a GPU."""
+    """The backends chosen, in order."""
     seen: list[str] = []
     choose = backends.choose
 
@@ -35,7 +37,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def call(backend: Any = "auto") -> torch.Tensor:
-    q = torch.ones(1, 2, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+    q = torch.ones(1, 2, 1, 16, device=DEVICE)
     return inline_attention.inline_attention(q, q, q, backend=backend)
 
 
@@ -58,18 +60,18 @@ def test_the_context_manager_restores_after_an_error() -> None:
 
 
 def test_a_module_has_its_own(ran: list[str]) -> None:
-    x = torch.ones(1, 4, 32)
+    x = torch.ones(1, 4, 32, device=DEVICE)
     with use_backend("reference"):
-        InLineAttention(32, 2, backend="triton")(x, (2, 2))
+        InLineAttention(32, 2, backend="triton").to(DEVICE)(x, (2, 2))
     assert ran == ["triton", "triton"]  # the local weight and the attention
 
 
 def test_a_model_follows_the_switch(ran: list[str]) -> None:
-    model = create_small("inline_deit_tiny", depth=1)
+    model, x = create_small("inline_deit_tiny", depth=1).to(DEVICE), image().to(DEVICE)
     with use_backend("triton"), torch.no_grad():
-        fast = model(image())
+        fast = model(x)
     with use_backend("reference"), torch.no_grad():
-        torch.testing.assert_close(fast, model(image()))
+        torch.testing.assert_close(fast, model(x))
     assert ran == ["triton", "triton", "reference", "reference"]
 
 
@@ -79,7 +81,7 @@ def test_a_compiled_call_follows_the_switch() -> None:
     counters = torch._dynamo.utils.counters
     counters.clear()
     compiled = torch.compile(lambda x: inline_attention.inline_attention(x, x, x), backend="aot_eager", fullgraph=True)
-    x = torch.randn(1, 4, 1, 16)
+    x = torch.randn(1, 4, 1, 16, device=DEVICE)
     expected = compiled(x)
     for backend in ("triton", "reference", "triton"):
         with use_backend(backend):

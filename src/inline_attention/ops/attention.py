@@ -370,14 +370,14 @@ def _inline_attention(
         )
     options: dict[str, Any] = dict(feature_map=phi, scale=scale, num_prefix_tokens=num_prefix_tokens)
     if bounds is None:
-        grid = None if grids is None else grids[0]
-        return reference.inline_attention(q, k, v, local_weight, token_mask, query_mask, grid=grid, **options)
+        options["grid"] = None if grids is None else grids[0]
+        return reference.inline_attention(q, k, v, local_weight, token_mask, query_mask, **options)
     outs = []
     for i, (start, end) in enumerate(pairwise(bounds)):
-        image = (x[:, start:end] for x in (q, k, v))
+        own = slice(start, end)
         weight = None if local_weight is None else local_weight[i : i + 1]
-        grid = None if grids is None else grids[i]
-        outs.append(reference.inline_attention(*image, weight, None, None, grid=grid, **options))
+        options["grid"] = None if grids is None else grids[i]
+        outs.append(reference.inline_attention(q[:, own], k[:, own], v[:, own], weight, None, None, **options))
     return torch.cat(outs, dim=1)
 
 

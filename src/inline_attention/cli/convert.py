@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> None:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from inline_attention.models.convert import convert
     from inline_attention.models.weights import architecture
@@ -49,5 +50,5 @@ def run(args: argparse.Namespace) -> None:
     }
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # file names may hold what rich takes for markup
     Console().print(table)

@@ -27,7 +27,7 @@ from inline_attention.layers.embed import pad_image
 from inline_attention.layers.windows import WindowPlan, to_windows
 
 from . import registry
-from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
 
 
 class StripeAttention(SoftmaxAttention):
@@ -136,6 +136,7 @@ class CSwin(PyramidModel):
         drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
+    checkpoint_names = r"stage1\.0\.|stages\.1\.downsample\.conv\."
     norm_eps = 1e-5
 
     def __init__(
@@ -190,7 +191,6 @@ class CSwin(PyramidModel):
         self.build_head(num_classes, drop_rate)
         self.init_weights()
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return set()
 
@@ -225,6 +225,7 @@ class CSwin(PyramidModel):
 
 
 default_cfgs = registry.default_cfgs(
+    CSwin,
     *(f"{kind}_cswin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_cswin_base_384",
     first_conv="patch_embed.conv",

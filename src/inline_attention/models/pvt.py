@@ -25,7 +25,7 @@ from inline_attention.layers.attention import (
 from inline_attention.layers.embed import resize_map
 
 from . import registry
-from ._base import (
+from .base import (
     PyramidModel,
     Stage,
     StateDict,
@@ -109,6 +109,7 @@ class PVT(PyramidModel):
         drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
+    checkpoint_names = r"block1\.0\.|stages\.0\.pos_embed"
     norm_eps = 1e-6
 
     def __init__(
@@ -162,7 +163,6 @@ class PVT(PyramidModel):
         self.build_head(num_classes, drop_rate)
         self.init_weights()
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return set()
 
@@ -202,7 +202,7 @@ class PVT(PyramidModel):
 
 
 default_cfgs = registry.default_cfgs(
-    *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
+    PVT, *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
 )
 
 _SOFTMAX = dict(attention="softmax", num_heads=(1, 2, 5, 8))

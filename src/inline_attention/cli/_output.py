@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from inline_attention.models.base import VisionModel
 
+NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are no UTF-8; in JSON, they read back as they were
+
 
 def open_model(name: str | None, weights: str | None, *, num_classes: int | None = None) -> "VisionModel":
     """The model of this library that a command names: by its name, by a weights file, or by both.
@@ -102,11 +104,12 @@ def check_writable(*paths: str | Path | None) -> None:
 
 
 def write_json(path: str, content: Any) -> None:
-    Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    Path(path).write_text(text, encoding="utf-8", errors=NOT_UTF8)
 
 
 def write_csv(path: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with open(path, "w", newline="", encoding="utf-8", errors=NOT_UTF8) as file:
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows(rows)

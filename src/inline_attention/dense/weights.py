@@ -61,8 +61,9 @@ def read_configuration(
         check_model(said.architecture, given.pop("kwargs", {}))
         plain = {name: value for name, value in given.items() if name != "head_kwargs" or name not in arguments}
         check_values(annotations_of(type(model), arguments), plain)
-        check_values(annotations_of(type(data), preparation), said.preprocessing)
-        data = replace(data, **said.preprocessing)
+        prepared = {key: said.preprocessing[key] for key in preparation if key in said.preprocessing}
+        check_values(annotations_of(type(data), preparation), prepared)
+        data = replace(data, **prepared)
         data.validate()
         return replace(model, name=said.architecture, **said.arguments), data
 

@@ -82,10 +82,7 @@ def download(url: str, *, filename: str, sha256: str = "", progress: bool = True
 
     folder.mkdir(parents=True, exist_ok=True)
     host = urlsplit(url).hostname or url
-    otherwise = (
-        f"put a copy that was downloaded by hand into {folder} as {filename}, "
-        "or build the model without weights (pretrained=False)"
-    )
+    otherwise = f"put a copy that was downloaded by hand into {folder} as {filename}"
     with atomic_path(path) as temporary:
         try:
             found = _fetch(url, temporary, label=filename, progress=progress)

@@ -91,14 +91,15 @@ def preprocessing(config: DataConfig) -> str:
     return json.dumps({key: getattr(config, key) for key in _PREPARATION})
 
 
-_PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct", "exif_rotation")
+_PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct")
 assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 
 def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> DataConfig:
     if saved:
-        check_values(annotations_of(DataConfig, _PREPARATION), saved)
-        config = DataConfig(**saved, in_chans=in_chans)
+        known = {key: saved[key] for key in _PREPARATION if key in saved}  # older files say more
+        check_values(annotations_of(DataConfig, _PREPARATION), known)
+        config = DataConfig(**known, in_chans=in_chans)
         config.validate()
         return config
     cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's description of the published model

@@ -7,10 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from inline_attention.models.base import PyramidModel, VisionModel
-from inline_attention.models.cswin import StripeAttention
-from inline_attention.models.pvt import ReducedSoftmaxAttention
-from inline_attention.models.swin import SwinBlock
+from inline_attention.models.base import VisionModel
 
 Format = Literal["onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("onnx", "pt2")
@@ -36,25 +33,6 @@ class Exported(NamedTuple):
     checks: list[Check]
 
 
-def minimum_size(model: VisionModel) -> int:
-    """The smallest side that a file with dynamic sizes covers.
-
-    A graph has one path. Where a model attends in windows or stripes it is that of maps with more than one of them a
-    side; where softmax attention reduces the map of its keys, that of maps with at least one key.
-    """
-    smallest = 32
-    for i, stage in enumerate(model.stages if isinstance(model, PyramidModel) else []):
-        stride = 4 * 2**i
-        for module in stage.modules():
-            if isinstance(module, SwinBlock) and module.window is not None:
-                smallest = max(smallest, max(module.window) * stride + 1)
-            elif isinstance(module, StripeAttention) and module.stripe is not None:
-                smallest = max(smallest, module.stripe * stride + 1)
-            elif isinstance(module, ReducedSoftmaxAttention):
-                smallest = max(smallest, module.reduction * stride)
-    return smallest
-
-
 def _example(model: VisionModel, img_size: tuple[int, int], *, batch: int) -> Tensor:
     reference = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
@@ -78,9 +56,9 @@ def export_model(
         path: of the file to write.
         format: "onnx" (needs the `export` extra) or "pt2", which `torch.export.load` reads.
         img_size: (height, width) of the input. Default: the model's. With `dynamic_size` it is the size that the graph
-            is traced at, and no side may be smaller than `minimum_size`.
+            is traced at, and no side may be smaller than the model's `minimum_size()`.
         dynamic_batch: any number of images.
-        dynamic_size: any height and width, from `minimum_size` on.
+        dynamic_size: any height and width, from the model's `minimum_size()` on.
 
     Returns:
         The path, the inputs it covers, and the largest difference from the model: at the exported size, and at another
@@ -97,7 +75,7 @@ def export_model(
     height, width = img_size or model.img_size
     covers = f"{'any number of' if dynamic_batch else '1'} × {model.in_chans} × "
     if dynamic_size:
-        smallest = minimum_size(model)
+        smallest = model.minimum_size()
         if img_size is not None and min(img_size) < smallest:
             raise ValueError(
                 f"img_size={img_size}: a graph of this model with dynamic sizes begins at {smallest}, where every map "

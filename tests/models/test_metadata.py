@@ -189,7 +189,7 @@ def test_what_cannot_be_is_one_error(tmp_path, good, changes):
     start = time.monotonic()
     with pytest.raises(WeightsError, match=r"altered\.safetensors") as caught:
         load_model(path)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 1000

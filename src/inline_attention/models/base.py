@@ -1,7 +1,8 @@
 """What all families share of timm's contract: classifier, pooling, checkpointing, intermediate features."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,6 +18,8 @@ from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, z
 from inline_attention.ops import Grid
 
 StateDict = dict[str, Tensor]
+# A step of a model for `profile`: its name, the modules and parameters it uses, and what it computes.
+Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
 
 
 def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
@@ -122,6 +125,17 @@ class VisionModel(nn.Module):
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Fits what depends on the input size, for good. Other sizes run without it, too."""
+        raise NotImplementedError
+
+    def minimum_size(self) -> int:
+        """The smallest side of an image that one exported graph with dynamic sizes serves.
+
+        A graph has one path. A family whose blocks take another path on small maps says from where on they do not.
+        """
+        return 32
+
+    def parts(self) -> Iterator[Part]:
+        """The model as steps that follow each other: run in order, they compute what `forward` does."""
         raise NotImplementedError
 
     def source_size(self, img_size: Grid | None) -> Grid:
@@ -244,6 +258,12 @@ class PyramidModel(VisionModel):
             stem=r"^patch_embed|^stages\.0\.pos_embed",
             blocks=r"^stages\.(\d+)" if coarse else [*blocks, (r"^norm", (99999,))],
         )
+
+    def parts(self) -> Iterator[Part]:
+        yield "stem", [self.patch_embed], self.patch_embed
+        for i, stage in enumerate(self.stages):
+            yield f"stage {i + 1}", [stage], functools.partial(self.forward_stage, i)
+        yield "head", [self.norm, self.head], lambda x: self.forward_head(self.norm(x))
 
     def forward_stage(self, index: int, x: Tensor, sizes: Tensor | None = None) -> Tensor:
         """The map of the stage before → that of this one; with the sizes of padded images, zero beyond their border"""

@@ -31,6 +31,7 @@ from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windo
 
 from . import registry
 from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .published import PUBLISHED, Published, share_link
 
 
 class StripeAttention(SoftmaxAttention):
@@ -216,6 +217,16 @@ class CSwin(PyramidModel):
     def no_weight_decay(self) -> set[str]:
         return set()
 
+    def minimum_size(self) -> int:
+        """Maps of more than one stripe a side are cut and padded; smaller ones are a stripe by themselves."""
+        sides = [
+            module.stripe * 4 * 2**i + 1
+            for i, stage in enumerate(self.stages)
+            for module in stage.modules()
+            if isinstance(module, StripeAttention) and module.stripe is not None
+        ]
+        return max([super().minimum_size(), *sides])
+
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Fits what an attention has learned of positions; stripes keep the widths they were built with."""
         self.img_size = to_pair(img_size)
@@ -245,6 +256,18 @@ class CSwin(PyramidModel):
             out[name] = value
         return out
 
+
+PUBLISHED.update(
+    {
+        "inline_cswin_tiny": Published(83.2, share_link("49fa2ecc543647c4b970")),
+        "inline_cswin_small": Published(83.8, share_link("59f4e65f776f4052b93c")),
+        "inline_cswin_base": Published(84.5, share_link("91e17121df284ae38521")),
+        "inline_cswin_base_384": Published(85.7),
+        "softmax_cswin_tiny": Published(82.7),
+        "softmax_cswin_small": Published(83.6),
+        "softmax_cswin_base": Published(84.2),
+    }
+)
 
 default_cfgs = registry.default_cfgs(
     CSwin,

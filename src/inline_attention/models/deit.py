@@ -4,7 +4,7 @@ InLine attention: "Bridging the Divide: Reconsidering Softmax and Linear Attenti
 DeiT: "Training data-efficient image transformers & distillation through attention", ICML 2021, arXiv 2012.12877.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from inline_attention.layers.padding import own_tokens, resize_map_for_each, siz
 from . import registry
 from .base import (
     Grid,
+    Part,
     StateDict,
     VisionModel,
     adapt_attention,
@@ -28,6 +29,7 @@ from .base import (
     to_pair,
     unflatten_positions,
 )
+from .published import PUBLISHED, Published, share_link
 from .shipped import SHIPPED
 
 
@@ -151,6 +153,23 @@ class DeiT(VisionModel):
             return x + self._own_pos_embed(sizes_on_map(sizes, self.patch_size), grid), grid
         return x + self._resized_pos_embed(self.pos_embed, self.grid, grid), grid
 
+    def parts(self) -> Iterator[Part]:
+        grid: Grid = (0, 0)
+
+        def embed(x: Tensor) -> Tensor:
+            nonlocal grid
+            x, grid = self.embed(x)
+            return x
+
+        def run_blocks(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.run_block(block, x, grid)
+            return x
+
+        yield "stem", [self.patch_embed, self.cls_token, self.pos_embed], embed
+        yield "blocks", [self.blocks], run_blocks
+        yield "head", [self.norm, self.head], lambda x: self.forward_head(self.norm(x))
+
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) → normed tokens (B, 1 + H·W / patch², C)"""
         x, grid = self.embed(x)
@@ -217,6 +236,17 @@ class DeiT(VisionModel):
             out[name] = value
         return out
 
+
+PUBLISHED.update(
+    {
+        "inline_deit_tiny": Published(74.5, share_link("1d6b8191ad6d4114b291")),
+        "inline_deit_small": Published(80.2, share_link("2f3898b07e9247f3beb3")),
+        "inline_deit_base": Published(82.3, share_link("10bdd726d4b0435eb34e")),
+        "softmax_deit_tiny": Published(72.2),
+        "softmax_deit_small": Published(79.8),
+        "softmax_deit_base": Published(81.8),
+    }
+)
 
 default_cfgs = registry.default_cfgs(
     DeiT, "inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base"

@@ -1,7 +1,6 @@
 """What a model costs: parameters, multiply-accumulates and activation memory by stage, counted without computing."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from inline_attention.layers import Attention
 from inline_attention.layers.local import TAPS
 
-from .base import Grid, PyramidModel, VisionModel
-from .deit import DeiT
+from .base import Grid, VisionModel
 
 
 class StageCost(NamedTuple):
@@ -42,7 +40,7 @@ def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCo
     height, width = img_size or model.img_size
     x = torch.empty(1, model.in_chans, height, width, device="meta")
     costs = []
-    for name, modules, run in _parts(model):
+    for name, modules, run in model.parts():
         with _counted(model) as counts:
             x = run(x)
         parameters = {p for m in modules for p in ([m] if isinstance(m, nn.Parameter) else m.parameters())}
@@ -69,34 +67,6 @@ def count_module_macs(module: nn.Module, *inputs: Any) -> int:
     return counts.macs
 
 
-Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
-
-
-def _parts(model: VisionModel) -> Iterator[Part]:
-    """A model as steps, each with the modules that it runs."""
-    if isinstance(model, PyramidModel):
-        yield "stem", [model.patch_embed], model.patch_embed
-        for i, stage in enumerate(model.stages):
-            yield f"stage {i + 1}", [stage], functools.partial(model.forward_stage, i)
-    else:
-        assert isinstance(model, DeiT)
-        grid: Grid = (0, 0)
-
-        def embed(x: Tensor) -> Tensor:
-            nonlocal grid
-            x, grid = model.embed(x)
-            return x
-
-        def blocks(x: Tensor) -> Tensor:
-            for block in model.blocks:
-                x = model.run_block(block, x, grid)
-            return x
-
-        yield "stem", [model.patch_embed, model.cls_token, model.pos_embed], embed
-        yield "blocks", [model.blocks], blocks
-    yield "head", [model.norm, model.head], lambda x: model.forward_head(model.norm(x))
-
-
 class _FusedSoftmax(TorchFunctionMode):
     """Softmax attention as devices run it: on the meta device PyTorch takes it apart and keeps the N×N weights."""
 
@@ -104,7 +74,9 @@ class _FusedSoftmax(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        options = {key: kwargs[key] for key in ("attn_mask", "scale") if key in kwargs}
+        options = {key: kwargs[key] for key in ("attn_mask", "scale") if kwargs.get(key) is not None}
+        if "attn_mask" in options:  # Swin's is learned, and this operator has no gradient of it
+            options["attn_mask"] = options["attn_mask"].detach()
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], **options)[0]
 
 

@@ -37,6 +37,7 @@ from .base import (
     to_pair,
     unflatten_positions,
 )
+from .published import PUBLISHED, Published, share_link
 
 
 class ReducedSoftmaxAttention(SoftmaxAttention):
@@ -195,6 +196,16 @@ class PVT(PyramidModel):
     def no_weight_decay(self) -> set[str]:
         return set()
 
+    def minimum_size(self) -> int:
+        """Softmax attention that reduces the map of its keys needs at least one key."""
+        reduced = [
+            module.reduction * 4 * 2**i
+            for i, stage in enumerate(self.stages)
+            for module in stage.modules()
+            if isinstance(module, ReducedSoftmaxAttention)
+        ]
+        return max([super().minimum_size(), *reduced])
+
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Resizes the position embeddings for good; other sizes run without it, resized at every call."""
         self.img_size = to_pair(img_size)
@@ -229,6 +240,19 @@ class PVT(PyramidModel):
             out[name] = value
         return out
 
+
+PUBLISHED.update(
+    {
+        "inline_pvt_tiny": Published(78.2, share_link("90ac52b1555b401eb5e6")),
+        "inline_pvt_small": Published(82.0, share_link("1ab953b2479d433080a3")),
+        "inline_pvt_medium": Published(83.2, share_link("a72aec31e6084bc0a280")),
+        "inline_pvt_large": Published(83.6, share_link("efd91318ba964f01b288")),
+        "softmax_pvt_tiny": Published(75.1),
+        "softmax_pvt_small": Published(79.8),
+        "softmax_pvt_medium": Published(81.2),
+        "softmax_pvt_large": Published(81.7),
+    }
+)
 
 default_cfgs = registry.default_cfgs(
     PVT, *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))

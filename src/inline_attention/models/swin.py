@@ -37,6 +37,7 @@ from inline_attention.ops.reference import zero_absent
 
 from . import registry
 from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .published import PUBLISHED, Published, share_link
 
 # What is added to the score of tokens that a cyclic shift brought into one window.
 OTHER_REGION = -100.0
@@ -261,6 +262,16 @@ class Swin(PyramidModel):
     def no_weight_decay(self) -> set[str]:
         return {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}
 
+    def minimum_size(self) -> int:
+        """Maps of more than one window a side are cut and padded; smaller ones are a window by themselves."""
+        sides = [
+            max(block.window) * 4 * 2**i + 1
+            for i, stage in enumerate(self.stages)
+            for block in stage.modules()
+            if isinstance(block, SwinBlock) and block.window is not None
+        ]
+        return max([super().minimum_size(), *sides])
+
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Fits softmax windows, their tables and learned positions for good; other sizes run without it, too."""
         self.img_size = to_pair(img_size)
@@ -303,6 +314,18 @@ def square_window(name: str, table: Tensor) -> Grid:
         "and softmax_window_size of these weights, load, then call set_input_size"
     )
 
+
+PUBLISHED.update(
+    {
+        "inline_swin_tiny": Published(82.4, share_link("32810869fcc34410966b")),
+        "inline_swin_small": Published(83.6, share_link("e9657fd247c04c7cb1a1")),
+        "inline_swin_base": Published(84.1, share_link("bf23564bb64c420aafe1")),
+        "inline_swin_base_384": Published(),
+        "softmax_swin_tiny": Published(81.3),
+        "softmax_swin_small": Published(83.0),
+        "softmax_swin_base": Published(83.5),
+    }
+)
 
 default_cfgs = registry.default_cfgs(
     Swin,

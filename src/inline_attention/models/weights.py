@@ -165,7 +165,7 @@ def build_fitting(build: Callable[[], ModuleT], checkpoint: Checkpoint, *, origi
 
 
 @contextmanager
-def _limited_parameters(limit: int = 20_000) -> Iterator[None]:
+def _limited_parameters(limit: int = 5_000) -> Iterator[None]:
     """Stops a constructor in this thread that makes more parameters: ten million blocks take hours, even on meta."""
     thread, count = threading.get_ident(), 0
 

@@ -1,4 +1,4 @@
-"""Models as files: `torch.export` programs (.pt2) and ONNX, each checked against the model it was made from."""
+"""Exports models as `torch.export` programs (.pt2) or ONNX, and compares each file with its model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,12 @@ from inline_attention.models.base import VisionModel
 Format = Literal["onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("onnx", "pt2")
 OPSET = 20
-# Another runtime sums in another order; more than this is a wrong graph.
+# Runtimes sum in different orders. A larger difference means that the graph is wrong.
 TOLERANCE = 1e-4
 
 
 class Check(NamedTuple):
-    """The file's output against the model's, for one input."""
+    """The difference between the file's and the model's output, for one input."""
 
     shape: tuple[int, ...]  # of the input
     difference: float  # largest, absolute
@@ -49,7 +49,7 @@ def export_model(
     dynamic_batch: bool = False,
     dynamic_size: bool = False,
 ) -> Exported:
-    """Writes a model to a file and checks what the file computes.
+    """Writes a model to a file and compares the file's output with the model's.
 
     Args:
         model: in eval mode.
@@ -85,7 +85,7 @@ def export_model(
         covers += f"any height and width of at least {smallest}"
     else:
         covers += f"{height} × {width}"
-    # A size of one is a constant to the tracer, and equal sizes are equal for ever.
+    # The tracer takes a size of one for a constant, and two equal sizes for one symbol.
     traced = (height, width + 32) if dynamic_size else (height, width)
     example = _example(model, traced, batch=2 if dynamic_batch else 1)
     dynamic: dict[int, Any] = {}
@@ -107,7 +107,7 @@ def export_model(
     if dynamic_batch:
         inputs.append(_example(model, (height, width), batch=3))
     if dynamic_size:
-        # No multiple of any stride, and neither side that of the trace.
+        # Not a multiple of any stride, and different from the traced size on both sides.
         inputs.append(_example(model, (height + 37, width + 75), batch=1))
     checks = []
     for x in inputs:

@@ -275,6 +275,7 @@ def _check_pickle(file: io.BytesIO) -> None:
     stack: list[_Item] = []
     memo: dict[int, _Item] = {}
     texts: list[str] = []  # the last two strings
+    argument: Any
     for opcode, argument, _ in pickletools.genops(file):
         name = opcode.name
         if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):

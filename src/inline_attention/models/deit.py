@@ -46,12 +46,12 @@ class DeiT(VisionModel):
         depth: blocks.
         num_heads: heads.
         mlp_ratio: hidden channels of every block's MLP, as a multiple of embed_dim.
-        attention: what the blocks attend with; see `parse_attention`. The model is one stage.
-        feature_map: φ of InLine and linear attention; None for each one's default.
-        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
+        attention: the attention of the blocks; see `parse_attention`. The model is one stage.
+        feature_map: φ of InLine and linear attention; None for the default of each.
+        local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
+        drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
     """
 
     checkpoint_names = r"cls_token|blocks\.0\."
@@ -124,7 +124,7 @@ class DeiT(VisionModel):
         )
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Resizes position embeddings for good; other sizes run without it, resized at every call."""
+        """Resizes the position embeddings once. Without this call they are resized at every other size."""
         self.img_size = to_pair(img_size)
         grid = ceil_grid(self.img_size, self.patch_size)
         with torch.no_grad():
@@ -139,7 +139,7 @@ class DeiT(VisionModel):
         return torch.cat([prefix, resize_map(rest.unflatten(1, old), new, mode="bicubic").flatten(1, 2)], dim=1)
 
     def _own_pos_embed(self, sizes: Tensor, grid: Grid) -> Tensor:
-        """Of padded images (B, 1 + H·W, C): each has its own size"""
+        """Position embeddings of padded images (B, 1 + H·W, C), each at the size of its image"""
         prefix, rest = self.pos_embed.split([self.num_prefix_tokens, self.grid[0] * self.grid[1]], dim=1)
         own = resize_map_for_each(rest.unflatten(1, self.grid), sizes, grid, mode="bicubic").flatten(1, 2)
         return torch.cat([prefix.expand(len(sizes), -1, -1), own], dim=1)
@@ -188,7 +188,7 @@ class DeiT(VisionModel):
         intermediates_only: bool = False,
         sizes: Tensor | None = None,
     ) -> Any:
-        """Features behind chosen blocks (all, the last n, or the given indices), and the final ones unless told not to.
+        """Returns the features after chosen blocks (all, the last n, or by index) and, by default, the final ones.
 
         With `return_prefix_tokens` each is a pair (map, prefix tokens). `sizes` (B, 2) are the true heights and widths
         of images that were padded at the bottom and right: each then gets the features that it would get alone. What
@@ -254,8 +254,8 @@ default_cfgs = registry.default_cfgs(
 default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_small", input_size=288)
 default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_base", input_size=448)
 
-# The small models whose weights come with the package; what they are is said here alone. Their MLP ratios make up for
-# the parameters of the local residual.
+# The small models whose weights come with the package. Their MLP ratios differ so that all have the same number of
+# parameters with and without the local residual.
 STUDY: dict[str, Any] = dict(img_size=64, num_classes=100, patch_size=4, embed_dim=160, depth=7, num_heads=5)
 default_cfgs |= registry.default_cfgs(
     DeiT,
@@ -312,7 +312,7 @@ def softmax_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
 
 
 def _study(variant: str, pretrained: bool, kwargs: dict[str, Any], *, attention: str, mlp_ratio: float) -> DeiT:
-    # Image size and class count are in the configuration, where timm's own ways of setting them find them.
+    # Image size and class count are part of the configuration, from which timm passes them on.
     architecture = {key: value for key, value in STUDY.items() if key not in ("img_size", "num_classes")}
     return _deit(variant, pretrained, kwargs, **architecture, attention=attention, mlp_ratio=mlp_ratio)
 

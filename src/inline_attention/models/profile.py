@@ -1,4 +1,4 @@
-"""What a model costs: parameters, multiply-accumulates and activation memory by stage, counted without computing."""
+"""The cost of a model by stage: parameters, multiply-accumulates and activation memory, counted from shapes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,10 +29,13 @@ class StageCost(NamedTuple):
 def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCost]:
     """The cost of each stage for one image.
 
-    The model must be on the meta device (build it under `torch.device("meta")`): shapes alone are run. MACs are half of
-    what `torch.utils.flop_counter` counts, matrix products and convolutions, plus nine per channel and position for the
-    3×3 local residual, which is elementwise and so unseen by that counter. Norms, softmax and activations count
-    nothing. Activation memory is what autograd keeps of plain PyTorch, parameters apart, without checkpointing. Softmax
+    The model must be on the meta device (build it under `torch.device("meta")`), where only shapes are computed.
+
+    MACs are half of what `torch.utils.flop_counter` counts for matrix products and convolutions. The 3×3 local residual
+    is elementwise, which that counter does not see; nine MACs per channel and position are added for it. Norms, softmax
+    and activations are not counted.
+
+    Activation memory is what autograd keeps for the backward pass without checkpointing, parameters excluded. Softmax
     attention keeps no N×N weights, because PyTorch's scaled_dot_product_attention does not on any device.
     """
     if next(model.parameters()).device.type != "meta":
@@ -58,7 +61,7 @@ def count_macs(model: VisionModel, *, img_size: Grid | None = None) -> int:
 
 
 def count_module_macs(module: nn.Module, *inputs: Any) -> int:
-    """Multiply-accumulates of one call of any module that holds models of this library, counted as in `profile`.
+    """Multiply-accumulates of one call of a module that contains models of this library, counted as in `profile`.
 
     Module and inputs must be on the meta device.
     """
@@ -68,7 +71,7 @@ def count_module_macs(module: nn.Module, *inputs: Any) -> int:
 
 
 class _FusedSoftmax(TorchFunctionMode):
-    """Softmax attention as devices run it: on the meta device PyTorch takes it apart and keeps the N×N weights."""
+    """Runs softmax attention as devices do. On the meta device PyTorch decomposes it and would keep the N×N weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,7 +97,7 @@ def _counted(model: nn.Module) -> Iterator[_Counts]:
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in own:
-            kept[storage._cdata] = storage  # held, so that no later storage takes its place
+            kept[storage._cdata] = storage  # keeps it alive, so that no later storage gets its address
         return x
 
     def count_local(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

@@ -76,7 +76,7 @@ def check_model(architecture: str, arguments: Mapping[str, Any]) -> type[VisionM
 
 def check_arguments(build: Callable[..., object], arguments: Mapping[str, Any]) -> None:
     """WeightsError unless `arguments` have names of parameters of `build` and values of the annotated types."""
-    function = build.__init__ if inspect.isclass(build) else build  # type: ignore[misc]  # of a class, not an instance
+    function = build.__init__ if inspect.isclass(build) else build
     types_of = typing.get_type_hints(function)
     known = [name for name in inspect.signature(build).parameters if name in types_of]
     check_values({name: types_of[name] for name in known}, arguments)
@@ -118,7 +118,7 @@ def _has_type(value: Any, expected: Any, largest: int) -> bool:
 
 
 def _name(expected: Any) -> str:
-    return getattr(expected, "__name__", None) if inspect.isclass(expected) else str(expected).replace("typing.", "")
+    return expected.__name__ if inspect.isclass(expected) else str(expected).replace("typing.", "")
 
 
 def _read_json(info: Mapping[str, Any], key: str, default: Any) -> Any:

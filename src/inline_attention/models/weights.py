@@ -51,8 +51,6 @@ HEAD_NAMES = ("head.weight", "head.bias")
 _MAX_LISTED = 8
 _MISFITS = (ValueError, IndexError, RuntimeError)  # what adapting weights of another model may raise
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# What a file may say about a model of timm that the user named: how large its input and output are.
-_FOREIGN_ARGUMENTS = {"num_classes": int, "in_chans": int, "img_size": int | list[int], "drop_path_rate": float}
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -112,6 +110,8 @@ def restore(
     """
     if name is not None:
         check_name(name)
+        base, _, _ = name.partition(".")
+        name = base if find_family(base) else name  # without timm's tag of the weights
     with errors_name(origin):
         said = schema.read_description(checkpoint.info)
         if said is not None and said.task != schema.CLASSIFICATION:
@@ -122,7 +122,7 @@ def restore(
             name = name or identify(checkpoint, filename=Path(origin).name)
             options = _fitting_options(name, checkpoint)
         elif name is not None and find_family(name) is None:  # a model of timm, which the user named
-            schema.check_values(_FOREIGN_ARGUMENTS, said.arguments)
+            schema.check_foreign_arguments(said.arguments)
             options = dict(said.arguments)
         else:
             name, options = said.architecture, dict(said.arguments)

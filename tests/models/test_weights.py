@@ -1,5 +1,6 @@
 """Weights in and out of models, with real models made small."""
 
+import argparse
 import contextlib
 import functools
 import http.server
@@ -11,12 +12,20 @@ from collections import OrderedDict
 
 import pytest
 import timm
+import timm.utils
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inline_attention import create_model
-from inline_attention.models.weights import load_model, load_weights, read_checkpoint, read_metadata, save_weights
+from inline_attention.models.weights import (
+    WeightsError,
+    load_model,
+    load_weights,
+    read_checkpoint,
+    read_metadata,
+    save_weights,
+)
 
 SMALL = {
     "inline_deit_tiny": dict(depth=2, img_size=64),
@@ -104,6 +113,38 @@ def test_official_checkpoint_with_a_yacs_configuration(tmp_path, monkeypatch):
     expected = small(seed=1)
     expected.set_input_size(96)
     assert equal(larger, expected.state_dict())
+
+
+@pytest.mark.parametrize("size", [dict(img_size=64), dict(img_size=None, input_size=[3, 64, 64])])
+def test_checkpoint_of_timms_script(tmp_path, size):
+    """Its command line says which model it is, where shapes alone fit two."""
+    torch.manual_seed(1)
+    model = create_model("softmax_deit_study", num_classes=10, img_size=64)
+    args = argparse.Namespace(model="softmax_deit_study", num_classes=10, lr=0.1, mean=(0.5, 0.5, 0.5), **size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saver = timm.utils.CheckpointSaver(model, optimizer, args=args, checkpoint_dir=tmp_path, recovery_dir=tmp_path)
+    saver.save_checkpoint(0, metric=50.0)
+    loaded = load_model(tmp_path / "checkpoint-0.pth.tar")
+    assert loaded.attention[0][0] == "softmax"
+    assert equal(loaded, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"config": {"DATA": 3}},
+        {"config": {"DATA": {"IMG_SIZE": 1.5}}},
+        {"config": {"DATA": {"IMG_SIZE": "64"}}},
+        {"args": argparse.Namespace(input_size=3)},
+        {"args": argparse.Namespace(img_size={"a": 1})},
+    ],
+    ids=str,
+)
+def test_sizes_that_are_none(tmp_path, info):
+    torch.save({"model": other_state(), **info}, tmp_path / "file.pth")
+    for load in (load_model, functools.partial(load_weights, small())):
+        with pytest.raises(WeightsError, match="size"):
+            load(tmp_path / "file.pth")
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])

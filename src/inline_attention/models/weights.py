@@ -281,17 +281,21 @@ def first_conv_name(model: nn.Module) -> str:
 def source_size(checkpoint: Checkpoint) -> Grid | None:
     """The image size that weights were made at, if the file says so: our metadata or a training configuration."""
     said = schema.read_description(checkpoint.info)
-    size: Any
-    if said is not None:
-        size = said.changes.get("img_size", said.arguments.get("img_size"))
-    else:
-        official = checkpoint.info.get("config")
-        data = official.get("DATA") if isinstance(official, Mapping) else None
-        size = data.get("IMG_SIZE") if isinstance(data, Mapping) else _training_arguments(checkpoint).get("img_size")
+    official = checkpoint.info.get("config")
+    args = _training_arguments(checkpoint)
+    size: Any = None
     try:
+        if said is not None:
+            size = said.changes.get("img_size", said.arguments.get("img_size"))
+        elif isinstance(official, Mapping):
+            size = official.get("DATA", {}).get("IMG_SIZE")
+        elif args.get("img_size") is not None:
+            size = args["img_size"]
+        elif args.get("input_size") is not None:
+            size = args["input_size"][1:]  # (channels, height, width)
         return None if size is None else to_pair(size)
-    except TypeError as error:
-        raise WeightsError(f"gives the image size {one_line(size)}") from error
+    except (TypeError, AttributeError) as error:
+        raise WeightsError(f"has no usable image size in its configuration: {one_line(size)}") from error
 
 
 def _training_arguments(checkpoint: Checkpoint) -> dict[str, Any]:

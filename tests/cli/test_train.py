@@ -31,6 +31,18 @@ def test_settings_without_a_recipe_are_those_of_the_quickstart(capsys: pytest.Ca
     assert (config["recipe"], config["schedule"]["epochs"], config["data"]["path"]) == ("quickstart", 7, "digits")
 
 
+def test_a_recipe_file_may_have_an_equals_sign_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=0.1.yaml").write_text("optim: {lr: 0.1}\n")
+    assert main(["train", "lr=0.1.yaml", "--print-config"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["recipe"], config["optim"]["lr"]) == ("lr=0.1", 0.1)
+    assert main(["train", "data.path=list.yaml", "--print-config"]) == 0  # no such file: a setting
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["path"] == "list.yaml"
+
+
 def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
     orders = [
         ["inline_deit_tiny", "optim.lr=1e-3", "--seed", "3", "schedule.epochs=40", "--print-config", "model.freeze=1"],
@@ -47,16 +59,23 @@ def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -
         main(["train", "--sed", "3"])
 
 
-def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--list-recipes"]) == 0
-    assert capsys.readouterr().out.split() == recipe_names()
+@pytest.mark.parametrize(
+    ("command", "folder"), [("train", ""), ("segment train", "segment"), ("detect train", "detect")]
+)
+def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--list-recipes"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == recipe_names(folder)
+    descriptions = [description for _, description in lines]
+    assert all(len(description.split()) >= 4 for description in descriptions)
+    assert len(set(descriptions)) == len(descriptions)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["optim.lrr=1"], "unknown setting optim.lrr; did you mean optim.lr?"),
-        (["schedule.epochs=many"], "schedule.epochs='many': expected int"),
+        (["schedule.epochs=many"], "schedule.epochs=many: expected int"),
         (["inline_diet_tiny"], "unknown recipe 'inline_diet_tiny'; did you mean inline_deit_tiny?"),
         (["inline_deit_tiny"], "no data: give --data FOLDER"),
         (["inline_deit_tiny", "--data", "nowhere"], "nowhere"),

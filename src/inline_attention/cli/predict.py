@@ -7,7 +7,8 @@ both, the InLine model that comes with the package looks at the images.
 import argparse
 from pathlib import Path
 
-HELP = "name what is in images"
+from inline_attention.printing import say
+
 DEFAULT_MODEL = "inline_deit_study"
 
 
@@ -62,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
             on_images(1)
 
     for path, guesses in found:
-        print(path)
+        say(path)
         for guess in guesses:
-            print(f"  {guess.probability:7.2%}  {guess.description or guess.name}")
+            say(f"  {guess.probability:7.2%}  {guess.description or guess.name}")
     if args.csv:
         header = ("image", "rank", *Guess._fields)
         rows = ((path, rank, *guess) for path, guesses in found for rank, guess in enumerate(guesses, start=1))

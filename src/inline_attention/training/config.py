@@ -266,6 +266,12 @@ def recipe_names(folder: str = "") -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in (_RECIPES / folder).iterdir() if file.is_file())
 
 
+def describe_recipe(name: str, folder: str = "") -> str:
+    """What the first line of a recipe, a comment, says about it."""
+    with (_RECIPES / folder / f"{name}.yaml").open(encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()
+
+
 def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
     """Of classification: a recipe's name (or a YAML file of the user's), then `flags` (nested), then `key=value`."""
     return load_recipe(recipe, defaults=TrainConfig(), overrides=overrides, flags=flags)
@@ -306,7 +312,7 @@ def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str,
 
 def read_yaml(text: str, name: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(text) or {}
+        values = settings.parse_yaml(text) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

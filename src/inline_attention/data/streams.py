@@ -85,8 +85,9 @@ class ShardReader:
         samples = wds.tarfile_to_samples(handler=record_damage)(islice(shards, part, None, parts))
         if self._shuffle_seed is not None:
             samples = _shuffled(samples, _IMAGE_BUFFER, rng)
-        for sample in samples:
-            yield self._item(sample)
+        for item in map(self._item, samples):
+            if not self._alt_label or item.damage or item.label >= 0:  # -1: the image has no such label
+                yield item
         yield from damages
 
     def _item(self, sample: dict[str, Any]) -> Item:

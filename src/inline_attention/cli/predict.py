@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         write_json,
     )
     from inline_attention.data import open_files
-    from inline_attention.data.sources import printable
+    from inline_attention.data.sources import utf8_name
     from inline_attention.training.classifier import Guess, load_classifier, model_name, predict
 
     name, images = split_model(args.arguments)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     found = []
     with image_progress("predicting", total=len(paths)) as on_images:
         for prediction in predict(classifier, loader, device=device, topk=args.topk):
-            found.append((printable(paths[prediction.sample]), prediction.guesses))
+            found.append((utf8_name(paths[prediction.sample]), prediction.guesses))
             on_images(1)
 
     for path, guesses in found:

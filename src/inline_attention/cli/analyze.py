@@ -116,7 +116,7 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
     from inline_attention.data import open_eval_data, open_files
     from inline_attention.data.samples import sample_photographs
     from inline_attention.models.shipped import shipped_models
-    from inline_attention.training.classifier import load_classifier, model_name
+    from inline_attention.tasks.classification.classifier import load_classifier, model_name
 
     weights: list[str | None] = [None if file == "none" else file for file in args.weights]
     models: list[str | None] = [*args.models]

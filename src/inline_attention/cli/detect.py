@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     from inline_attention.dense.detection.task import Detection
 
-    return run_training(args, task=Detection, farewell=_farewell)
+    return run_training(args, task=Detection, describe_outcome=_describe_outcome)
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"
     lines = [

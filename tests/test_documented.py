@@ -67,9 +67,9 @@ SHORTER: dict[str, list[str]] = {
     "analyze": ["--max-images", "2", "--batch-size", "2", "--workers", "0", "--device", "cpu"],
     "bench op": [*TIMED, "--case", "1,4,1x8"],
     "bench table": [],
-    "bench dense": [*TIMED, "--size", "64", "64", "--batch", "1", "--infer", "--modes", "eager"],
-    "bench profile": ["--img-size", "32", "--batch", "1", "--mode", "eager", "--device", "cpu"],
-    "bench": [*TIMED, "--img-size", "32", "--batch", "1", "--modes", "eager"],
+    "bench dense": [*TIMED, "--img-size", "64", "--batch-size", "1", "--infer", "--modes", "eager"],
+    "bench profile": ["--img-sizes", "32", "--batch-sizes", "1", "--mode", "eager", "--device", "cpu"],
+    "bench": [*TIMED, "--img-sizes", "32", "--batch-sizes", "1", "--modes", "eager"],
     "study probes": ["--steps", "20", "--seeds", "1"],
     "study train": ["--list"],
 }  # fmt: skip

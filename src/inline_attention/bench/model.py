@@ -401,7 +401,7 @@ def make_settings(
     batches = list(batches) * len(img_sizes) if len(batches) == 1 else list(batches)
     if len(batches) != len(img_sizes):
         raise ValueError(f"{len(img_sizes)} sizes and {len(batches)} batches; give one batch, or one for each size")
-    for option, values in {"--img-size": img_sizes, "--batch": batches}.items():
+    for option, values in {"--img-sizes": img_sizes, "--batch-sizes": batches}.items():
         if min(values) < 1:
             raise ValueError(f"{option} {' '.join(map(str, values))}: expected 1 or more")
     settings = []

@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tomllib
+from packaging.requirements import Requirement
 from soak.record import write_into_page
 
 ROOT = Path(__file__).parents[1]
@@ -56,10 +58,12 @@ def requirements(*extras: str) -> list[str]:
     return [*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name])]
 
 
-def at_floor(requirement: str) -> str:
-    """torch>=2.9 → torch==2.9.*; its bugfix releases are taken for the same version."""
-    name, _, floor = requirement.partition(">=")
-    return f"{name}=={floor}" if floor.count(".") > 1 else f"{name}=={floor}.*"
+def at_floor(line: str) -> str:
+    """numpy>=1.26 → numpy==1.26, and torch>=2.9 → torch==2.9.*: torch's bugfix releases count as one version."""
+    requirement = Requirement(line)
+    (floor,) = (entry.version for entry in requirement.specifier if entry.operator == ">=")
+    version = f"{floor}.*" if requirement.name in ("torch", "torchvision") else floor
+    return f"{requirement.name}=={version}{f'; {requirement.marker}' if requirement.marker else ''}"
 
 
 def installed(name: str) -> list[str]:
@@ -69,7 +73,7 @@ def installed(name: str) -> list[str]:
     if name == "floors":
         return [at_floor(line) for line in wanted]
     if name == "oldest":
-        held = [at_floor(line) for line in wanted if line.partition(">=")[0] in RELEASED_TOGETHER]
+        held = [at_floor(line) for line in wanted if Requirement(line).name in RELEASED_TOGETHER]
         return [*held, *wanted, *tools]
     return [*wanted, *tools]
 
@@ -117,7 +121,10 @@ def run_tests(interpreter: Path, scratch: Path) -> tuple[int, int, int, list[str
 
 
 def run_smoke(interpreter: Path, scratch: Path) -> tuple[int, int, int, list[str]]:
-    train = ["-m", "inline_attention", "train", "schedule.epochs=1", f"--output={scratch / 'run'}", "--device=cpu"]
+    output = scratch / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    epoch = ["schedule.epochs=1", "schedule.warmup_epochs=0"]
+    train = ["-m", "inline_attention", "train", *epoch, f"--output={output}", "--device=cpu"]
     failures = []
     for arguments in (["-c", SMOKE], train):
         done = subprocess.run([interpreter, *arguments], cwd=scratch, env=environment(), capture_output=True, text=True)

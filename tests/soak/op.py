@@ -73,6 +73,7 @@ def batch_case(draw: random.Random, dtype: torch.dtype) -> str:
     # Rows of absent queries hold whatever the op defines for them; the written-out form has no opinion.
     rows = present if queries == tokens else torch.ones(batch, queries, dtype=torch.bool)
     are_views = queries == tokens and draw.random() < 0.5
+    hidden = draw.choice([0.0, math.nan, math.inf])  # what absent tokens hold must not matter
 
     def written_out(q: Tensor, k: Tensor, v: Tensor, kernels: Tensor | None = None) -> Tensor:
         weights = matrix(q, k, feature_map=options["feature_map"], scale=scale, present=present)
@@ -82,6 +83,7 @@ def batch_case(draw: random.Random, dtype: torch.dtype) -> str:
         return out * rows[:, :, None, None]
 
     def fused(q: Tensor, k: Tensor, v: Tensor, kernels: Tensor | None = None) -> Tensor:
+        k, v = (x.masked_fill(~present[:, :, None, None], hidden) for x in (k, v))
         q, k, v = _as_views(q, k, v) if are_views else (q, k, v)
         return inline_attention(q, k, v, local_weight=kernels, **options) * rows[:, :, None, None]
 

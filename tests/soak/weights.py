@@ -59,7 +59,7 @@ class Weights(Part):
         kind = draw.choices(list(KINDS), weights=[weight for _, weight in KINDS.values()])[0]
         content = KINDS[kind][0](self, draw)
         # Loaders tell files apart by their content; the name must not matter.
-        path = self.folder / draw.choice(["file.safetensors", "file.pth", "file.pth.tar", "file"])
+        path = self.folder / draw.choice(["mutant.safetensors", "mutant.pth", "mutant.pth.tar", "mutant"])
         path.write_bytes(content)
         model = self.models[draw.choice(MODELS)]
         outcomes = [

@@ -10,13 +10,13 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from inline_attention.printing import printable, say
 from inline_command import COMMANDS, main
 
-__all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "parse", "run_command"]
+__all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "parse", "run_command", "run_parser"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
 
-class _LogHandler(logging.StreamHandler[Any]):
+class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # takes arguments from Python 3.11 on
     """What the library logs, such as the names of unreadable images, on standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -44,21 +44,25 @@ def build_parser(command: str) -> CommandParser:
 
 
 def run_command(command: str, argv: Sequence[str]) -> int:
-    """Exit status as for `main`. `INLINE_TRACEBACK=1` shows where an error came from."""
+    return run_parser(lambda: build_parser(command), argv, name=f"inline {command}")
+
+
+def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name: str) -> int:
+    """Parse and run. Exit status as for `main`. `INLINE_TRACEBACK=1` shows where an error came from."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks ends no command
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(handlers=[_LogHandler()])
     try:
-        args = parse(build_parser(command), argv)
+        args = parse(build(), argv)
         return args.run(args) or 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("INLINE_TRACEBACK"):
             raise
-        say(*f"inline {command}: {error}".split("\n"), file=sys.stderr)
+        say(*f"{name}: {error}".split("\n"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        say(f"inline {command}: interrupted", file=sys.stderr)
+        say(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 

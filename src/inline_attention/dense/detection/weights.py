@@ -21,8 +21,8 @@ def arguments_of(config: DetectorConfig) -> dict[str, Any]:
 
 
 def preparation(config: DetectionDataConfig) -> str:
-    """What a weights file should say about its images, under the key "preprocessing"."""
-    return json.dumps({"short_side": config.short_side, "max_side": config.max_side})
+    """What a weights file should say about its images and where they were evaluated, under "preprocessing"."""
+    return json.dumps({"short_side": config.short_side, "max_side": config.max_side, "val_split": config.val_split})
 
 
 def build(config: DetectorConfig, *, num_classes: int) -> Detector:

@@ -9,8 +9,12 @@ from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_s
 from inline_attention.dense.weights import find_weights, load_whole, task_file
 
 TASK = "segmentation"  # in the metadata of a file
-# What of the data configuration belongs to the weights: how their images are prepared and segmented.
-_PREPARATION = ("short_side", "max_long_side", "window", "window_stride", "eval_scales", "eval_flip")
+# What of the data configuration belongs to the weights: how their images are prepared and segmented, and how the data
+# that they were evaluated on are laid out.
+_PREPARATION = (
+    *("short_side", "max_long_side", "window", "window_stride", "eval_scales", "eval_flip"),
+    *("layout", "val_split", "ignore_index"),
+)
 
 
 def title(config: SegmenterConfig) -> str:

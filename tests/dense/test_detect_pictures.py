@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from inline_attention.dense.colours import class_colour, ink_on
+from inline_attention.dense.colours import class_colour
 from inline_attention.dense.detection.average_precision import ImageResult, as_records
 from inline_attention.dense.detection.pictures import draw
 
@@ -30,21 +30,30 @@ def test_the_sure_object_is_drawn() -> None:
     assert (everything[109, 109] > 0).any()
 
 
-@pytest.mark.parametrize("corner", [(40.0, 50.0), (100.0, 0.0)], ids=["above", "in the corner"])
-def test_text_stands_on_a_plate_inside_the_picture(corner: tuple[float, float]) -> None:
-    """Whole letters, with a margin of the class's colour around them, also for a box at the border."""
-    x, y = corner
+def plate(box: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and columns that the text of a box stands on, outside of the box, and the pixels there"""
     found = result()
-    found.boxes[0] = [x, y, x + 20, y + 20]
-    picture = draw(Image.new("RGB", (120, 120), (90, 90, 90)), found, class_names=["cat", "dog"], min_score=0.5)
-    pixels = np.asarray(picture)
-    ink = (pixels == ink_on(class_colour(2))).all(2)
-    rows, columns = np.flatnonzero(ink.any(1)), np.flatnonzero(ink.any(0))
-    assert columns[-1] - columns[0] > 35  # "dog 0.90", nothing of it cut off
-    ring = pixels[rows[0] - 2 : rows[-1] + 3, columns[0] - 2 : columns[-1] + 3].copy()
-    assert ring.shape[:2] == (rows[-1] - rows[0] + 5, columns[-1] - columns[0] + 5)
-    ring[2:-2, 2:-2] = class_colour(2)
-    assert (ring == class_colour(2)).all()
+    found.boxes[0] = box
+    picture = np.asarray(draw(Image.new("RGB", (120, 120)), found, class_names=["cat", "dog"], min_score=0.5))
+    painted = (picture == class_colour(2)).all(2)
+    painted[int(box[1]) : int(box[3]) + 1, int(box[0]) : int(box[2]) + 1] = False
+    rows, columns = np.flatnonzero(painted.any(1)), np.flatnonzero(painted.any(0))
+    return np.array([columns[0], rows[0], columns[-1], rows[-1]]), picture
+
+
+def test_text_stands_on_a_plate_with_a_margin() -> None:
+    (left, top, right, bottom), picture = plate([40, 50, 80, 90])
+    assert right - left > 35  # "dog 0.90"
+    text = picture[top : bottom + 1, left : right + 1].copy()
+    assert (text != class_colour(2)).any()
+    text[2:-2, 2:-2] = class_colour(2)
+    assert (text == class_colour(2)).all()
+
+
+def test_text_at_the_border_stays_inside_the_picture() -> None:
+    (left, top, _, _), _ = plate([100, 0, 119, 20])
+    assert left < 80  # of the 120 columns the text takes 40 or more
+    assert top == 0
 
 
 def test_records_for_json() -> None:

@@ -24,6 +24,7 @@ TINY = (
     "model.regions=16",
     "model.weights=null",
     "model.drop_path=0.3",
+    "data.val_split=val",  # which evaluating the weights must not need to be told
     "data.short_side=64",
     "data.train_short_sides=[48, 64]",
     "data.batch_size=4",
@@ -45,7 +46,7 @@ TINY = (
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shapes")
     draw_shapes(root, split="train2017", images=17, seed=1)
-    draw_shapes(root, split="val2017", images=5, seed=2)
+    draw_shapes(root, split="val", images=5, seed=2)
     return root
 
 
@@ -145,7 +146,7 @@ def test_eval_and_predict(shapes: Path, undisturbed: Path, tmp_path: Path, capsy
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
     pictures = tmp_path / "pictures"
-    command = ["detect", "predict", weights, str(shapes / "val2017"), str(broken), "--min-score=0", "--device=cpu"]
+    command = ["detect", "predict", weights, str(shapes / "val"), str(broken), "--min-score=0", "--device=cpu"]
     assert main([*command, f"--output={pictures}"]) == 0
     content = json.loads((pictures / "objects.json").read_text())
     assert [Path(entry["image"]).name for entry in content["images"]] == [f"{n:04d}.png" for n in range(5)]
@@ -166,7 +167,7 @@ def test_the_command_says_what_is_wrong(
     assert main(["detect", "train", "mask_rcnn_inline_pvt_tny_1x", f"--data={shapes}"]) == 2
     assert "did you mean mask_rcnn_inline_pvt_tiny_1x?" in capsys.readouterr().err
     weights = f"--weights={undisturbed / 'checkpoints' / 'last.safetensors'}"
-    assert main(["detect", "predict", weights, str(shapes / "val2017"), "--min-score=50"]) == 2
+    assert main(["detect", "predict", weights, str(shapes / "val"), "--min-score=50"]) == 2
     assert "--min-score is 50; expected a score from 0 to 1" in capsys.readouterr().err
     other = tmp_path / "other.safetensors"
     from safetensors.torch import save_file
@@ -174,8 +175,8 @@ def test_the_command_says_what_is_wrong(
     save_file({"x": torch.zeros(1)}, other)
     assert main(["detect", "eval", f"--weights={other}", f"--data={shapes}"]) == 2
     assert "is no weights file of `inline detect train`" in capsys.readouterr().err
-    draw_shapes(tmp_path, split="val2017", images=1)
-    annotations = tmp_path / "annotations" / "instances_val2017.json"
+    draw_shapes(tmp_path, split="val", images=1)
+    annotations = tmp_path / "annotations" / "instances_val.json"
     annotations.write_text(annotations.read_text().replace('"disc"', '"ring"'))
     assert main(["detect", "eval", weights, f"--data={tmp_path}"]) == 2
     assert "has classes that the model does not know: ring" in capsys.readouterr().err

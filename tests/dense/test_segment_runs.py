@@ -13,9 +13,11 @@ import shapes
 import torch
 import training_runs as _runs
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from inline_attention.dense.segmentation.task import Segmentation
 from inline_attention.dense.segmentation.weights import load_segmenter
+from inline_attention.models.weights import read_metadata
 from inline_attention.training.config import load_recipe, recipe_names
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.run_folder import plan_run
@@ -146,6 +148,44 @@ def test_evaluating_and_predicting(undisturbed: Path, tmp_path: Path, capsys: py
     mask = Image.open(masks[0])
     assert mask.size == (61, 37)
     assert np.asarray(mask).max() < len(shapes.CLASSES)
+
+
+def test_the_weights_know_the_split_and_the_layout_of_their_run(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = undisturbed / "checkpoints" / "last.safetensors"
+    metadata = read_metadata(weights)
+    prepared = json.loads(metadata["preprocessing"])
+    assert (prepared["layout"], prepared["val_split"], prepared["ignore_index"]) == ("folders", "val", 255)
+    metadata["preprocessing"] = json.dumps(prepared | {"layout": "ade20k", "val_split": "holdout"})
+    save_file(load_file(weights), tmp_path / "ade.safetensors", metadata=metadata)
+    data = shapes.write(tmp_path / "shapes", train=1, val=2)
+    (data / "masks").rename(data / "annotations")
+    for kind in ("images", "annotations"):
+        (data / kind / "val").rename(data / kind / "holdout")
+    command = ["segment", "eval", f"--weights={tmp_path / 'ade.safetensors'}", f"--data={data}", "--workers=0"]
+    assert _runs.inline([*command, "--device=cpu"]) == 0
+    assert f"on {data} [holdout]" in capsys.readouterr().out
+    assert _runs.inline([*command, "--split=val"]) == 2
+    assert f"no folder {data / 'images' / 'validation'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "accumulate", "warns"), [(40_000, 1, True), (1000, 2, False), (1100, 2, True)])
+def test_a_recipe_for_large_data_warns_on_small_ones(
+    steps: int, accumulate: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = shapes.write(tmp_path / "shapes", train=18, val=1)
+    overrides = [f"data.path={data}", "data.batch_size=8", "data.layout=folders", "data.workers=0"]
+    overrides += [f"schedule.steps={steps}", f"optim.accumulate={accumulate}"]
+    recipe = dict(defaults=Segmentation.defaults(), folder="segment", overrides=overrides)
+    task = Segmentation(load_recipe("fpn_inline_pvt_tiny", **recipe))
+    with caplog.at_level("WARNING"):
+        task.open_data(Ranks(torch.device("cpu")))
+    said = [record.message for record in caplog.records if "schedule.steps" in record.message]
+    assert len(said) == warns
+    if steps == 40_000:
+        assert "schedule.steps=40000 shows each of the 18 training images 20,000 times" in said[0]
+        assert "give schedule.steps=200 for 100 times" in said[0]
 
 
 def test_data_that_do_not_name_their_classes(

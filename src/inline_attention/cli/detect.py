@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     evaluate = actions.add_parser("eval", parents=[trained], help="average precision on images with annotations")
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
-    evaluate.add_argument("--split", default="val2017", help="split to evaluate on (default: val2017)")
+    evaluate.add_argument("--split", help="split to evaluate on (default: the run's data.val_split)")
     evaluate.add_argument("--csv", metavar="FILE", type=Path, help="write average precision per class")
     evaluate.add_argument("--json", metavar="FILE", help="write the result")
 
@@ -138,7 +138,8 @@ def _eval(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data
-    loader = DetectionEvalLoader(with_classes(read_coco(args.data, args.split), trained.class_names), config=config)
+    split = config.val_split if args.split is None else args.split
+    loader = DetectionEvalLoader(with_classes(read_coco(args.data, split), trained.class_names), config=config)
     with image_progress("evaluating", total=loader.num_images) as on_images:
         result = evaluate(
             trained.model.to(device),
@@ -148,7 +149,7 @@ def _eval(args: argparse.Namespace) -> int:
             on_images=on_images,
         )
     precision = result.precision
-    print(f"{trained.title} on {args.data} [{args.split}], short side {config.short_side}")
+    print(f"{trained.title} on {args.data} [{split}], short side {config.short_side}")
     print("      " + "".join(f"{name:>7}" for name in METRICS))
     for kind, figures in (("box", precision.box), ("mask", precision.mask)):
         print(f"{kind:6}" + "".join(f"{'–' if value is None else f'{value:.2f}':>7}" for value in figures.values()))
@@ -161,7 +162,7 @@ def _eval(args: argparse.Namespace) -> int:
             "model": trained.title,
             "weights": args.weights,
             "data": args.data,
-            "split": args.split,
+            "split": split,
             "short_side": config.short_side,
             "max_side": config.max_side,
             "box": precision.box,

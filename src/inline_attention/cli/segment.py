@@ -39,9 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     evaluate = actions.add_parser("eval", parents=[trained], help="mIoU and accuracy on images with masks")
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
-    evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), default="folders")
-    evaluate.add_argument("--split", default="val", help="split to evaluate on (default: val)")
-    evaluate.add_argument("--ignore-index", type=int, default=255, help="number that counts for nothing (default: 255)")
+    own = "default: as in the run that made the weights"
+    evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), help=f"of the data ({own})")
+    evaluate.add_argument("--split", help=f"split to evaluate on ({own})")
+    evaluate.add_argument("--ignore-index", type=int, help=f"number that counts for nothing ({own})")
     evaluate.add_argument("--csv", metavar="FILE", type=Path, help="write IoU and accuracy per class")
     evaluate.add_argument("--json", metavar="FILE", help="write the result")
     evaluate.add_argument("--examples", metavar="FILE", type=Path, help="draw the first images with their predictions")
@@ -133,9 +134,13 @@ def _eval(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data
-    config.path, config.layout, config.val_split, config.ignore_index = (
-        args.data, args.layout, args.split, args.ignore_index,
-    )  # fmt: skip
+    config.path = args.data
+    if args.layout is not None:
+        config.layout = args.layout
+    if args.split is not None:
+        config.val_split = args.split
+    if args.ignore_index is not None:
+        config.ignore_index = args.ignore_index
     if not lists_classes(config):
         config.classes = trained.class_names
     images = open_eval_images(config)
@@ -155,7 +160,7 @@ def _eval(args: argparse.Namespace) -> int:
             on_images=on_images,
         )
     scores = result.scores
-    print(f"{trained.title} on {args.data} [{args.split}]")
+    print(f"{trained.title} on {args.data} [{config.val_split}]")
     print(f"mIoU {scores.miou:.3f}%  mAcc {scores.macc:.3f}%  pixels {scores.pixel_accuracy:.3f}%")
     for name, *values in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
         iou, accuracy = ("–".rjust(7) if math.isnan(value) else f"{value:6.2f}%" for value in values)
@@ -171,7 +176,7 @@ def _eval(args: argparse.Namespace) -> int:
             "model": trained.title,
             "weights": args.weights,
             "data": args.data,
-            "split": args.split,
+            "split": config.val_split,
             "miou": scores.miou,
             "macc": scores.macc,
             "pixel_accuracy": scores.pixel_accuracy,

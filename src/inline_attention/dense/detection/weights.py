@@ -9,7 +9,7 @@ from inline_attention.dense.detection.model import HEADS, Detector, create_detec
 from inline_attention.dense.weights import find_weights, load_whole, read_configuration, restore_whole, task_file
 
 TASK = "detection"  # in the metadata of a file
-_PREPARATION = ("short_side", "max_side")  # what of the data configuration belongs to the weights
+_PREPARATION = ("short_side", "max_side", "val_split")  # what of the data configuration belongs to the weights
 
 
 def title(config: DetectorConfig) -> str:
@@ -22,7 +22,7 @@ def arguments_of(config: DetectorConfig) -> dict[str, Any]:
 
 
 def preparation(config: DetectionDataConfig) -> str:
-    """What a weights file should say about its images, under the key "preprocessing"."""
+    """What a weights file should say about its images and where they were evaluated, under "preprocessing"."""
     return json.dumps({key: getattr(config, key) for key in _PREPARATION})
 
 

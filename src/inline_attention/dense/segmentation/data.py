@@ -195,6 +195,7 @@ class SegmentData:
     train: TrainLoader[RawCrops, SegmentBatch]
     val: EvalImages
     class_names: list[str]
+    num_train_images: int
 
 
 class DecodedSource:
@@ -241,7 +242,7 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
         exact_resume=True,
     )
     val = open_eval_images(config, rank=rank, world_size=world_size)
-    return SegmentData(train, val, source.class_names)
+    return SegmentData(train, val, source.class_names, len(source))
 
 
 def open_eval_images(config: SegmentDataConfig, *, rank: int = 0, world_size: int = 1) -> EvalImages:

@@ -1,6 +1,7 @@
 """Segmentation as a task of the training loop."""
 
 import csv
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,9 @@ from inline_attention.training.task import Evaluation, Headline, Task, Writer, d
 
 EXAMPLES, PER_CLASS = "examples.png", "per_class.csv"
 _NUM_EXAMPLES = 8
+_MANY_EPOCHS, _ENOUGH_EPOCHS = 1000, 100  # ADE20K's 160,000 updates are 127 epochs
+
+_logger = logging.getLogger(__name__)
 
 
 class Segmentation(Task):
@@ -54,7 +58,23 @@ class Segmentation(Task):
         if config.model.head == "upernet" and self.data.train.batch_size * ranks.world_size == 1:
             raise ValueError("data.batch_size=1: UperNet's batch norm over a mean of the image needs 2 images or more")
         self.data.train.to(ranks.device)
+        if ranks.is_first:
+            self._warn_of_many_epochs()
         return self.data
+
+    def _warn_of_many_epochs(self) -> None:
+        """The published recipes count updates, of data sets with thousands of images."""
+        steps, train = self.config.schedule.steps, self.data.train
+        epochs = 0 if steps is None else steps * self.config.optim.accumulate / train.steps_per_epoch
+        if epochs > _MANY_EPOCHS:
+            _logger.warning(
+                "schedule.steps=%d shows each of the %d training images %s times; give schedule.steps=%d for %d times",
+                steps,
+                self.data.num_train_images,
+                f"{epochs:,.0f}",
+                _ENOUGH_EPOCHS * train.steps_per_epoch // self.config.optim.accumulate,
+                _ENOUGH_EPOCHS,
+            )
 
     def build_model(self) -> nn.Module:
         wanted = self.config.model

@@ -11,8 +11,12 @@ from inline_attention.models._checkpoint import errors_name
 from inline_attention.models.schema import check_arguments
 
 TASK = "segmentation"  # in the metadata of a file
-# What of the data configuration belongs to the weights: how their images are prepared and segmented.
-_PREPARATION = ("short_side", "max_long_side", "window", "window_stride", "eval_scales", "eval_flip")
+# What of the data configuration belongs to the weights: how their images are prepared and segmented, and how the data
+# that they were evaluated on are laid out.
+_PREPARATION = (
+    *("short_side", "max_long_side", "window", "window_stride", "eval_scales", "eval_flip"),
+    *("layout", "val_split", "ignore_index"),
+)
 
 
 def title(config: SegmenterConfig) -> str:

@@ -177,9 +177,7 @@ def finished_run(task: str, runs: dict[str, Path]) -> Path:
 def prepare(words: list[str], folder: Path, runs: dict[str, Path]) -> None:
     """Make what the command reads, below `folder`."""
     task = task_of(words)
-    outputs = {
-        words[i + 1] for i, word in enumerate(words) if word in ("--output", "--out", "--json", "--csv", "--picture")
-    }
+    outputs = {words[i + 1] for i, word in enumerate(words) if word in ("--output", "--json", "--csv", "--picture")}
     if words[0] == "convert":
         outputs.add(words[2])
     for before, word in zip(["", *words], words, strict=False):

@@ -106,7 +106,7 @@ def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
     """As under nohup."""
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + START
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-c", ignoring, "models", "inline_deit_tiny", "--json"],
+        [sys.executable, "-X", "importtime", "-c", ignoring, "models", "inline_deit_tiny", "--json", "-"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -265,7 +265,7 @@ def test_the_command_line_prints_one_line(tmp_path, good, capsys):
         ["export", "--weights", path, "--output", str(tmp_path / "x.onnx")],
         ["info", "--weights", path],
         ["convert", path, str(tmp_path / "y.safetensors")],
-        ["analyze", "maps", "--weights", path, "--out", str(tmp_path / "out")],
+        ["analyze", "maps", "--weights", path, "--output", str(tmp_path / "out")],
     ):
         assert main(command) == 2, command
         printed = capsys.readouterr()

@@ -5,8 +5,8 @@ import argparse
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: the best there is)")
+def add_device(parser: argparse.ArgumentParser, *, default: str = "the best there is") -> None:
+    parser.add_argument("--device", metavar="D", help=f"cpu, cuda, cuda:N or mps (default: {default})")
 
 
 def add_precision(parser: argparse.ArgumentParser, *, default: str) -> None:

@@ -1,11 +1,11 @@
-"""Speed and memory of the operation, of whole models and of dense prediction, against peers in the same run."""
+"""Speed and memory of the operation, of whole models and of dense prediction, compared with peers in one run."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._options import add_device, add_img_size, add_precision
-from inline_attention.printing import say
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ def _names(text: str) -> list[str]:
 def configure(parser: argparse.ArgumentParser) -> None:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", metavar="FILE", type=Path, help="write every measurement there as it is made")
-    add_device(common)
+    add_device(common, default="cuda where there is one, else cpu")
     add_precision(common, default="bf16 on a GPU, fp32 on a CPU")
     common.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: PyTorch's choice)")
     timed = argparse.ArgumentParser(add_help=False, parents=[common])
@@ -161,7 +161,7 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     for case in cases:
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             record.add(results)
-            _say_table(op.op_table([asdict(r) for r in results]))
+            say_text(op.op_table([asdict(r) for r in results]))
     return record
 
 
@@ -188,7 +188,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
         record.add(results)
-        _say_table(kernels.kernel_table([asdict(r) for r in results]))
+        say_text(kernels.kernel_table([asdict(r) for r in results]))
     return record
 
 
@@ -213,10 +213,10 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
         record.add(results)
-        _say_table(model.model_table([asdict(r) for r in results]))
+        say_text(model.model_table([asdict(r) for r in results]))
     everything = [asdict(r) for r in record.results]
     say("")
-    _say_table(model.ratio_table(everything))
+    say_text(model.ratio_table(everything))
     if args.picture is not None:
         draw_sweep(everything, args.picture)
     return record
@@ -250,7 +250,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
             setting, contenders=contenders, mode=mode, device=device, dtype=options["dtype"], log=say
         )
         record.add(results)
-        _say_table(profile.profile_table([asdict(r) for r in results]))
+        say_text(profile.profile_table([asdict(r) for r in results]))
     return record
 
 
@@ -278,14 +278,10 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
     for setting in settings:
         results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
         record.add(results)
-        _say_table(dense.dense_table([asdict(r) for r in results]))
+        say_text(dense.dense_table([asdict(r) for r in results]))
     if args.picture is not None:
         dense.draw_dense([asdict(r) for r in record.results], args.picture)
     return record
-
-
-def _say_table(text: str) -> None:
-    say(*text.split("\n"))
 
 
 def _print_records(paths: list[Path], picture: Path | None) -> None:
@@ -308,7 +304,7 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
     for path in paths:
         kind, facts, results = read_record(path, kinds=tables)
         say(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}", "")
-        _say_table(tables[kind](results) + "\n")
+        say_text(tables[kind](results) + "\n")
         if kind == "model":
             of_models += results
     if picture is not None:

@@ -9,12 +9,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inline_attention.cli._options import add_device, add_loading, add_output, add_precision, add_results
 from inline_attention.cli._training import configure_training, run_training
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
-
-HELP = "detection and instance segmentation: train, eval, predict, models"
+    from inline_attention.training.task import Task
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,32 +24,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_training(
         train,
         data="folder with annotations/instances_SPLIT.json and the images in SPLIT/",
-        recipe="name of a recipe or a .yaml file; --list-recipes shows them",
+        recipe="name of a recipe or a .yaml file (--list-recipes shows them)",
+        task=_task,
     )
 
     actions.add_parser("models", help="published models: parameters, cost, results")
 
     trained = argparse.ArgumentParser(add_help=False)
-    trained.add_argument("--weights", required=True, help="file that `inline detect train` wrote")
+    trained.add_argument("--weights", required=True, metavar="W", help="file that `inline detect train` wrote")
     trained.add_argument(
         "--short-side", type=int, metavar="N", help="resize images to this (default: the weights' own)"
     )
     trained.add_argument(
         "--max-side", type=int, metavar="N", help="and no longer than this (default: the weights' own)"
     )
-    trained.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
-    trained.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
-    trained.add_argument("--amp", choices=("bfloat16", "float16"), help="compute in this precision (autocast)")
+    add_loading(trained)
+    add_device(trained)
+    add_precision(trained, default="fp32")
 
     evaluate = actions.add_parser("eval", parents=[trained], help="average precision on images with annotations")
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
     evaluate.add_argument("--split", help="split to evaluate on (default: the run's data.val_split)")
-    evaluate.add_argument("--csv", metavar="FILE", type=Path, help="write average precision per class")
-    evaluate.add_argument("--json", metavar="FILE", help="write the result")
+    add_results(evaluate, csv="average precision per class")
 
     predict = actions.add_parser("predict", parents=[trained], help="find objects in images")
     predict.add_argument("images", nargs="+", metavar="IMAGE|FOLDER", help="files, or folders (searched to any depth)")
-    predict.add_argument("--output", metavar="DIR", type=Path, default=Path("detected"), help="default: detected")
+    add_output(predict, default="detected")
     predict.add_argument("--min-score", type=float, default=0.5, help="leave out what is less sure (default: 0.5)")
 
 
@@ -57,9 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    return run_training(args, task=_task(), farewell=_farewell)
+
+
+def _task() -> "type[Task]":
     from inline_attention.dense.detection.task import Detection
 
-    return run_training(args, task=Detection, farewell=_farewell)
+    return Detection
 
 
 def _farewell(outcome: "Outcome") -> str:
@@ -102,9 +107,9 @@ def _models(args: argparse.Namespace) -> int:
             known = ("–" if value is None else f"{value:g}" for value in published)
             rows.append([recipe.replace("softmax", kind), *ours, *known])
     header = ["recipe", "params, M", "MACs, G", "of them backbone", "published params", "MACs", "box AP", "mask AP"]
-    print(table(header, rows))
+    say_text(table(header, rows))
     height, width = DETECTOR_COST_SIZE
-    print(
+    say(
         f"MACs of one {height}×{width} image with {DETECTOR_COST_CLASSES} classes, {DETECTOR_COST_BOXES} boxes and "
         f"{DETECTOR_COST_MASKS} masks; AP on COCO's val2017."
     )
@@ -125,9 +130,14 @@ def _load(args: argparse.Namespace) -> Any:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    import torch
-
-    from inline_attention.cli._output import check_writable, choose_device, image_progress, write_json
+    from inline_attention.cli._output import (
+        STANDARD_OUTPUT,
+        autocast_dtype,
+        check_writable,
+        choose_device,
+        image_progress,
+        write_json,
+    )
     from inline_attention.dense.detection.average_precision import METRICS
     from inline_attention.dense.detection.coco import read_coco
     from inline_attention.dense.detection.data import DetectionEvalLoader, with_classes
@@ -145,18 +155,19 @@ def _eval(args: argparse.Namespace) -> int:
             trained.model.to(device),
             loader,
             device=device,
-            amp_dtype=getattr(torch, args.amp) if args.amp else None,
+            amp_dtype=autocast_dtype(args.precision),
             on_images=on_images,
         )
     precision = result.precision
-    print(f"{trained.title} on {args.data} [{split}], short side {config.short_side}")
-    print("      " + "".join(f"{name:>7}" for name in METRICS))
-    for kind, figures in (("box", precision.box), ("mask", precision.mask)):
-        print(f"{kind:6}" + "".join(f"{'–' if value is None else f'{value:.2f}':>7}" for value in figures.values()))
-    speed = precision.images / result.seconds
-    print(f"{precision.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
+    if args.json != STANDARD_OUTPUT:
+        say(f"{trained.title} on {args.data} [{split}], short side {config.short_side}")
+        say("      " + "".join(f"{name:>7}" for name in METRICS))
+        for kind, figures in (("box", precision.box), ("mask", precision.mask)):
+            say(f"{kind:6}" + "".join(f"{'–' if value is None else f'{value:.2f}':>7}" for value in figures.values()))
+        speed = precision.images / result.seconds
+        say(f"{precision.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
-        write_per_class(precision, args.csv)
+        write_per_class(precision, Path(args.csv))
     if args.json:
         facts = {
             "model": trained.title,
@@ -177,11 +188,8 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    import torch
-
-    from inline_attention.cli._output import choose_device, free_name, image_progress, write_json
-    from inline_attention.cli.predict import find_images
-    from inline_attention.data.sources import printable
+    from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress, write_json
+    from inline_attention.data.sources import find_images
     from inline_attention.dense.detection.average_precision import as_records
     from inline_attention.dense.detection.data import DetectionEvalLoader, without_annotations
     from inline_attention.dense.detection.evaluate import detect
@@ -198,23 +206,22 @@ def _predict(args: argparse.Namespace) -> int:
     if args.workers is None and len(paths) < 16:
         config.workers = 0
     loader = DetectionEvalLoader(without_annotations(paths, trained.class_names), config=config)
-    args.output.mkdir(parents=True, exist_ok=True)
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []
     with image_progress("looking", total=len(paths)) as on_images:
-        amp_dtype = getattr(torch, args.amp) if args.amp else None
+        amp_dtype = autocast_dtype(args.precision)
         for result in detect(trained.model.to(device), loader, device=device, amp_dtype=amp_dtype):
             path = paths[result.image_id]
-            picture = args.output / f"{free_name(paths, result.image_id)}.jpg"
+            picture = output / f"{free_name(paths, result.image_id)}.jpg"
             drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=args.min_score)
             drawn.save(picture, quality=92)
             objects = as_records(result, trained.class_names, min_score=args.min_score)
-            found.append({"image": printable(path), "picture": printable(picture), "objects": objects})
+            found.append({"image": str(path), "picture": str(picture), "objects": objects})
             counts = Counter(record["class"] for record in objects)
-            print(
-                f"{printable(path)}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing")
-            )
+            say(f"{path}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing"))
             on_images(1)
     skipped = [image._asdict() for image in loader.skipped]
-    write_json(str(args.output / "objects.json"), {"model": trained.title, "images": found, "skipped_images": skipped})
-    print(f"{len(found)} pictures and objects.json in {args.output}")
+    write_json(str(output / "objects.json"), {"model": trained.title, "images": found, "skipped_images": skipped})
+    say(f"{len(found)} pictures and objects.json in {output}")
     return 0 if found else 1

@@ -8,12 +8,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inline_attention.cli._options import add_device, add_loading, add_output, add_precision, add_results
 from inline_attention.cli._training import configure_training, run_training
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
-
-HELP = "semantic segmentation: train, eval, predict, models"
+    from inline_attention.training.task import Task
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,20 +23,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_training(
         train,
         data="folder with images/SPLIT, masks/SPLIT and classes.txt, or what data.layout says",
-        recipe="name of a recipe or a .yaml file; --list-recipes shows them",
+        recipe="name of a recipe or a .yaml file (--list-recipes shows them)",
+        task=_task,
     )
 
     actions.add_parser("models", help="published models: parameters, cost, results")
 
     trained = argparse.ArgumentParser(add_help=False)
-    trained.add_argument("--weights", required=True, help="file that `inline segment train` wrote")
+    trained.add_argument("--weights", required=True, metavar="W", help="file that `inline segment train` wrote")
     trained.add_argument("--window", type=int, nargs="+", metavar="N", help="in windows: side, or height and width")
     trained.add_argument("--scales", type=float, nargs="+", metavar="S", help="average over them, as 0.75 1 1.25")
     trained.add_argument("--flip", action="store_true", help="average over the image and its mirror image")
     trained.add_argument("--short-side", type=int, metavar="N", help="resize images to this; 0: leave them")
-    trained.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
-    trained.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
-    trained.add_argument("--amp", choices=("bfloat16", "float16"), help="compute in this precision (autocast)")
+    add_loading(trained)
+    add_device(trained)
+    add_precision(trained, default="fp32")
 
     evaluate = actions.add_parser("eval", parents=[trained], help="mIoU and accuracy on images with masks")
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
@@ -43,13 +45,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), help=f"of the data ({own})")
     evaluate.add_argument("--split", help=f"split to evaluate on ({own})")
     evaluate.add_argument("--ignore-index", type=int, help=f"number that counts for nothing ({own})")
-    evaluate.add_argument("--csv", metavar="FILE", type=Path, help="write IoU and accuracy per class")
-    evaluate.add_argument("--json", metavar="FILE", help="write the result")
+    add_results(evaluate, csv="IoU and accuracy per class")
     evaluate.add_argument("--examples", metavar="FILE", type=Path, help="draw the first images with their predictions")
 
     predict = actions.add_parser("predict", parents=[trained], help="segment images")
     predict.add_argument("images", nargs="+", metavar="IMAGE|FOLDER", help="files, or folders (searched to any depth)")
-    predict.add_argument("--output", metavar="DIR", type=Path, default=Path("segmented"), help="default: segmented")
+    add_output(predict, default="segmented")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,9 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    return run_training(args, task=_task(), farewell=_farewell)
+
+
+def _task() -> "type[Task]":
     from inline_attention.dense.segmentation.task import Segmentation
 
-    return run_training(args, task=Segmentation, farewell=_farewell)
+    return Segmentation
 
 
 def _farewell(outcome: "Outcome") -> str:
@@ -94,8 +99,8 @@ def _models(args: argparse.Namespace) -> int:
         counted = (f"{cost.params / 1e6:.2f}", f"{cost.macs / 1e9:.1f}")
         published = map(known, (facts.params, facts.macs, facts.miou, facts.macc))
         rows.append([f"{facts.head}_{backbone}", HEADS[facts.head][0], *counted, *published])
-    print(table(["recipe", "head", "params, M", "MACs, G", "published params", "MACs", "mIoU", "mAcc"], rows))
-    print(f"MACs of one {COST_SIZE[0]}×{COST_SIZE[1]} image with {COST_CLASSES} classes; mIoU and mAcc on ADE20K.")
+    say_text(table(["recipe", "head", "params, M", "MACs, G", "published params", "MACs", "mIoU", "mAcc"], rows))
+    say(f"MACs of one {COST_SIZE[0]}×{COST_SIZE[1]} image with {COST_CLASSES} classes; mIoU and mAcc on ADE20K.")
     return 0
 
 
@@ -121,9 +126,14 @@ def _load(args: argparse.Namespace) -> Any:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    import torch
-
-    from inline_attention.cli._output import check_writable, choose_device, image_progress, write_json
+    from inline_attention.cli._output import (
+        STANDARD_OUTPUT,
+        autocast_dtype,
+        check_writable,
+        choose_device,
+        image_progress,
+        write_json,
+    )
     from inline_attention.dense.segmentation.data import open_eval_images
     from inline_attention.dense.segmentation.evaluate import evaluate
     from inline_attention.dense.segmentation.pictures import draw_examples
@@ -155,20 +165,21 @@ def _eval(args: argparse.Namespace) -> int:
             images,
             config=config,
             device=device,
-            amp_dtype=getattr(torch, args.amp) if args.amp else None,
+            amp_dtype=autocast_dtype(args.precision),
             examples=8 if args.examples else 0,
             on_images=on_images,
         )
     scores = result.scores
-    print(f"{trained.title} on {args.data} [{config.val_split}]")
-    print(f"mIoU {scores.miou:.3f}%  mAcc {scores.macc:.3f}%  pixels {scores.pixel_accuracy:.3f}%")
-    for name, *values in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
-        iou, accuracy = ("–".rjust(7) if math.isnan(value) else f"{value:6.2f}%" for value in values)
-        print(f"  {name:<20} IoU {iou}  accuracy {accuracy}")
-    speed = result.images / result.seconds
-    print(f"{result.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
+    if args.json != STANDARD_OUTPUT:
+        say(f"{trained.title} on {args.data} [{config.val_split}]")
+        say(f"mIoU {scores.miou:.3f}%  mAcc {scores.macc:.3f}%  pixels {scores.pixel_accuracy:.3f}%")
+        for name, *values in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
+            iou, accuracy = ("–".rjust(7) if math.isnan(value) else f"{value:6.2f}%" for value in values)
+            say(f"  {name:<20} IoU {iou}  accuracy {accuracy}")
+        speed = result.images / result.seconds
+        say(f"{result.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
-        write_per_class(scores, trained.class_names, args.csv)
+        write_per_class(scores, trained.class_names, Path(args.csv))
     if args.examples:
         draw_examples(result.examples, trained.class_names, args.examples)
     if args.json:
@@ -190,12 +201,10 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     import numpy as np
-    import torch
     from PIL import Image
 
-    from inline_attention.cli._output import choose_device, free_name, image_progress
-    from inline_attention.cli.predict import find_images
-    from inline_attention.data.sources import printable
+    from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress
+    from inline_attention.data.sources import find_images
     from inline_attention.dense.segmentation.data import open_image_files
     from inline_attention.dense.segmentation.evaluate import Predictor
     from inline_attention.dense.segmentation.pictures import overlay, save_mask
@@ -211,9 +220,10 @@ def _predict(args: argparse.Namespace) -> int:
         trained.model.to(device),
         config=config,
         device=device,
-        amp_dtype=getattr(torch, args.amp) if args.amp else None,
+        amp_dtype=autocast_dtype(args.precision),
     )
-    args.output.mkdir(parents=True, exist_ok=True)
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
     written = 0
     with image_progress("segmenting", total=len(paths)) as on_images:
         for batch in open_image_files(paths, config=config):
@@ -221,14 +231,14 @@ def _predict(args: argparse.Namespace) -> int:
                 (classes,) = predictor([image.pixels], [image.size])
                 found = classes.cpu().numpy().astype(np.uint8)
                 name = free_name(paths, image.sample_id)
-                save_mask(found, args.output / f"{name}.png")
+                save_mask(found, output / f"{name}.png")
                 pixels = image.pixels.permute(1, 2, 0).numpy()
-                Image.fromarray(overlay(pixels, found)).save(args.output / f"{name}.overlay.jpg", quality=92)
+                Image.fromarray(overlay(pixels, found)).save(output / f"{name}.overlay.jpg", quality=92)
                 shares = np.bincount(found.ravel(), minlength=len(trained.class_names)) / found.size
                 largest = [c for c in np.argsort(-shares)[:4] if shares[c] >= 0.005]
                 listed = ", ".join(f"{trained.class_names[c]} {shares[c]:.0%}" for c in largest)
-                print(f"{printable(paths[image.sample_id])}: {listed}")
+                say(f"{paths[image.sample_id]}: {listed}")
                 written += 1
                 on_images(1)
-    print(f"{written} masks and overlays in {args.output}")
+    say(f"{written} masks and overlays in {output}")
     return 0 if written else 1

@@ -103,7 +103,7 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
         current = waiting.pop()
         status = os.stat(current)
         if (status.st_dev, status.st_ino) in visited:
-            _logger.warning("%s links to a folder that is searched already; it is left out", printable(current))
+            _logger.warning("%s links to a folder that is searched already; it is left out", as_utf8(current))
             continue
         visited.add((status.st_dev, status.st_ino))
         with os.scandir(current) as entries:
@@ -114,8 +114,24 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
     return [os.path.join(parent, name) for parent, names in sorted(found) for name in names]
 
 
-def printable(path: str | Path) -> str:
-    """A file name that can be printed and written as UTF-8, whatever bytes it holds."""
+def find_images(names: Iterable[str | Path]) -> list[Path]:
+    """Files as they are named, and the images below folders, in order."""
+    paths: list[Path] = []
+    for name in map(Path, names):
+        if name.is_dir():
+            below = sorted(map(Path, find_files(name, IMAGE_EXTENSIONS)))
+            if not below:
+                raise ValueError(f"no images in folder {str(name)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
+            paths.extend(below)
+        elif name.is_file():
+            paths.append(name)
+        else:
+            raise ValueError(f"image {str(name)!r} does not exist or is no regular file")
+    return paths
+
+
+def as_utf8(path: str | Path) -> str:
+    """A file name that can be written as UTF-8, whatever bytes it holds."""
     return os.fspath(path).encode("utf-8", "backslashreplace").decode()
 
 
@@ -145,7 +161,7 @@ class FolderSource:
             (entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")),
             key=natural_key,
         )
-        self.class_names = [printable(name) for name in names]
+        self.class_names = [as_utf8(name) for name in names]
         if not names:
             raise ValueError(f"no images in {str(folder)!r}: expected one folder a class with images in it")
         self._root = folder

@@ -188,7 +188,7 @@ def run_folders(out: Path) -> list[tuple[Run, Path]]:
 def collect(out: Path) -> Results:
     """Finished runs of a folder; ValueError where there is nothing at all."""
     if not out.is_dir():
-        raise ValueError(f"there is no folder {str(out)!r}; `inline study train --out {out}` makes it")
+        raise ValueError(f"there is no folder {str(out)!r}; `inline study train --output {out}` makes it")
     folders = run_folders(out)
     runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}

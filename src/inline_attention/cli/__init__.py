@@ -24,7 +24,8 @@ class CommandParser(argparse.ArgumentParser):
     show the usage of the command it is about."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)  # docstrings keep their lines
+        super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
         self.more_help: Callable[[], str] | None = None  # stands at the end of the help, made when it is asked for
 
@@ -34,7 +35,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
 
-class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # takes arguments from Python 3.11 on
+class _LogHandler(logging.StreamHandler):  # without a type argument, which Python 3.10 does not take
     """What the library logs, such as the names of unreadable images, on standard error."""
 
     def format(self, record: logging.LogRecord) -> str:

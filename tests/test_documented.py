@@ -231,7 +231,7 @@ def test_every_command_can_be_parsed(
         elif words[0] in COMMANDS and "|" not in str(command):
             args = parse(build_parser(words[0]), words[1:])  # exits where it cannot
             if "train" in words[:2] and words[0] != "study" and args.resume is None and not args.list_recipes:
-                if args.recipe and args.recipe.endswith(".yaml"):
+                if any(word.endswith(".yaml") for word in words):
                     prepare(words, tmp_path, runs)
                 assert main([*words, "--print-config"]) == 0, capsys.readouterr().err
 

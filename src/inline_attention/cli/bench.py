@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "profile", parents=[common, tasks], help="where the time goes in whole models, by kernel"
     )
     for sub in (model, profile):
-        sub.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
+        sub.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny, or a weights file")
     for sub in (model, sweep, profile):
         sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
         batches = "256 128 64 32 8, on a CPU 4 2 1" if sub is sweep else "64, on a CPU 2"

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from inline_attention.dense.backbone import STRIDES, Backbone
 from inline_attention.dense.detection.model import Detector
+from inline_attention.dense.detection.roi_heads import Detections
 from inline_attention.dense.norm import BatchNorm
 from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_segmenter
 from inline_attention.dense.segmentation.task import pixel_loss
@@ -161,11 +162,18 @@ def test_detections_in_padded_images_are_those_in_cropped_ones(name: str) -> Non
     with torch.no_grad():
         for image, (size, padded) in enumerate(zip(sizes, model(x, sizes), strict=True)):
             (alone,) = model(cropped(x, image, size))
-            assert len(alone.scores) > 0
-            assert torch.equal(padded.labels, alone.labels)
-            torch.testing.assert_close(padded.scores, alone.scores, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(padded.masks, alone.masks, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(padded.boxes, alone.boxes, rtol=1e-5, atol=1e-5 * max(CANVAS))
+            assert len(padded.scores) == len(alone.scores) > 0
+            # Rounding may change the order of two that are equally sure, so each is compared with its nearest.
+            distances = torch.cdist(rows(padded), rows(alone), p=torch.inf)
+            assert distances.amin(0).max() < 5e-5  # float32, and 1e-2 with padding that leaks
+            assert distances.amin(1).max() < 5e-5
+
+
+def rows(found: Detections) -> Tensor:
+    """Everything of each detection; coordinates relative to the canvas"""
+    return torch.cat(
+        [found.boxes / max(CANVAS), found.scores[:, None], found.labels[:, None], found.masks.flatten(1)], 1
+    )
 
 
 @pytest.mark.parametrize("head", ["mask_rcnn", "cascade_mask_rcnn"])

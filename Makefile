@@ -6,12 +6,14 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all bench docs lint clean
+.PHONY: help quickstart test test-all test-versions soak bench docs lint clean
 
 help:
 	@echo "make quickstart   trains a small model on handwritten digits, about a minute"
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
+	@echo "make test-versions  ops, layers and models with the oldest and the newest supported versions; downloads gigabytes"
+	@echo "make soak         tries to break the package thousands of times, about 20 minutes; PART=weights for one part"
 	@echo "make bench        the operation against its peers on the CPU, under a minute"
 	@echo "make docs         the site in build/site: every page of docs/, and the API from docstrings"
 	@echo "make lint         ruff and mypy"
@@ -35,6 +37,14 @@ test: lint
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+# Interrupted, it goes on where it stopped. ARGS='--share 0.05' makes a short one, ARGS=--record the figures of docs/.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m soak $(PART) $(ARGS)
+
+# ARGS names the sets of versions and the folder of their environments: ARGS='oldest --folder /tmp/versions'.
+test-versions: $(STAMP)
+	$(BIN)/python tests/versions.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/inline bench op --device cpu --quick

@@ -47,8 +47,10 @@ def analysis(
     outcomes += [outcome("random", "kept", 0.5 - random), outcome("random", "zeroed", 0.4)]
     return {
         "images": 200,
-        "confusion": {"share_of_pairs": strict, "by_layer": [strict], "tau": 1e-3},
-        "loose_confusion": {"share_of_pairs": loose, "by_layer": [loose], "tau": 1e-2},
+        "confused": [
+            {"share_of_pairs": strict, "by_layer": [strict], "tau": 0.1, "rho": 0.3},
+            {"share_of_pairs": loose, "by_layer": [loose], "tau": 0.3, "rho": 1.0},
+        ],
         "locality": {
             "by_layer": [0.1 * x for x in layers],
             "chance": [0.1] * len(layers),

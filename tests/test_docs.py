@@ -1,6 +1,7 @@
 """The documentation hangs together, in the repository as well as on the site that `make docs` builds."""
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN = sorted([*ROOT.glob("*.md"), *(p for top in ("docs", "src", "tests") for p in (ROOT / top).rglob("*.md"))])
-GENERATED = {"index.md", "contributing.md", "changelog.md"}  # docs/site/hooks.py makes them of the repository's own
+GENERATED = {
+    "index.md",
+    "contributing.md",
+    "security.md",
+    "changelog.md",
+}  # docs/site/hooks.py makes them of the repository's own
 
 
 def prose(path: Path) -> str:
@@ -54,6 +60,17 @@ def test_links_lead_somewhere(path: Path) -> None:
         file = (path.parent / target).resolve() if target else path
         assert file.exists(), link
         assert not anchor or anchor in anchors(file), link
+
+
+def test_every_photograph_is_in_the_notice() -> None:
+    """Photographs are JPEG files here; drawings, which are ours, are PNG files."""
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.jpg", "*.jpeg"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    photographs = tracked.stdout.split()
+    assert "docs/images/camvid.jpg" in photographs
+    assert [path for path in photographs if path not in notice] == []
 
 
 def test_links_are_found() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import inline_attention
 
@@ -31,7 +33,7 @@ def test_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = {name.partition("/licenses/")[2]: archive.read(name) for name in archive.namelist()}
-    assert packed == expected
+    assert packed == expected | {"inline_command.py"}
     for name in ("LICENSE", "NOTICE", "src/inline_attention/data/photos/README.md"):
         assert licences[name] == (ROOT / name).read_bytes()
 
@@ -55,6 +57,23 @@ def test_wheel(tmp_path: Path) -> None:
     (photo, *_) = sorted((site / "inline_attention" / "data" / "photos").glob("*.jpg"))
     named = run(str(site / "bin" / "inline"), "predict", str(photo), cwd=tmp_path, PYTHONPATH=str(site))
     assert named.count("%") == 5  # by the weights in the package
+
+
+def test_the_tested_versions_are_allowed_ones() -> None:
+    """constraints.txt holds what the tests passed with; the floors in pyproject.toml must let it in."""
+    tomllib = pytest.importorskip("tomllib", reason="part of Python since 3.11")
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    requirements = [Requirement(text) for group in groups for text in group]
+    checked = 0
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        if name != "inline-attention" and (requirement.marker is None or requirement.marker.evaluate()):
+            assert requirement.specifier.contains(pinned[name]), requirement
+            checked += 1
+    assert checked > 15
 
 
 def test_torch_hub() -> None:

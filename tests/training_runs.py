@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -91,10 +91,23 @@ def run(argv: Sequence[str], *, log: Path | None = None) -> int:
 
 
 def start_ranks(argv: Sequence[str], world_size: int, *, log: Path | None = None) -> list[BaseProcess]:
-    """What torchrun does for the processes of one machine."""
+    """The command on several ranks of one machine, as torchrun starts it."""
+    return _start_on_ranks(_run, world_size, list(argv), log)
+
+
+def run_ranks(argv: Sequence[str], world_size: int, *, log: Path | None = None) -> list[int | None]:
+    return _join(start_ranks(argv, world_size, log=log))
+
+
+def run_on_ranks(function: Callable[..., object], world_size: int, *arguments: object) -> list[int | None]:
+    """A function of a test module on several ranks; their exit statuses."""
+    return _join(_start_on_ranks(function, world_size, *arguments))
+
+
+def _start_on_ranks(function: Callable[..., object], world_size: int, *arguments: object) -> list[BaseProcess]:
     port = free_port()
     ranks = [
-        processes.Process(target=_run_rank, args=(list(argv), log, rank, world_size, port))
+        processes.Process(target=_run_rank, args=(function, rank, world_size, port, arguments))
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -102,8 +115,7 @@ def start_ranks(argv: Sequence[str], world_size: int, *, log: Path | None = None
     return ranks
 
 
-def run_ranks(argv: Sequence[str], world_size: int, *, log: Path | None = None) -> list[int | None]:
-    ranks = start_ranks(argv, world_size, log=log)
+def _join(ranks: Sequence[BaseProcess]) -> list[int | None]:
     for process in ranks:
         process.join()
     return [process.exitcode for process in ranks]
@@ -166,7 +178,9 @@ def _run(argv: list[str], log: Path | None) -> None:
         sys.exit(inline(argv, log=log))
 
 
-def _run_rank(argv: list[str], log: Path | None, rank: int, world_size: int, port: int) -> None:
+def _run_rank(
+    function: Callable[..., object], rank: int, world_size: int, port: int, arguments: tuple[object, ...]
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -174,7 +188,7 @@ def _run_rank(argv: list[str], log: Path | None, rank: int, world_size: int, por
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    _run(argv, log)
+    function(*arguments)
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """The site's pages that are files of the repository outside docs/, and links to such files.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md become pages; any other file that a page links to is published under
-repository/. Links are written for the repository, where they work as they are, and changed for the site.
+README.md, CONTRIBUTING.md, SECURITY.md and CHANGELOG.md become pages; any other file that a page links to is published
+under repository/. Links are written for the repository, where they work as they are, and changed for the site.
 """
 
 import posixpath
@@ -13,7 +13,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+}
 LINK = re.compile(r"(\]\()([^)#\s:]+)([)#])")  # of this repository: no scheme, not only an anchor
 
 

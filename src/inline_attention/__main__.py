@@ -2,6 +2,6 @@
 
 import sys
 
-from inline_attention.cli import main
+from inline_command import main
 
 sys.exit(main())

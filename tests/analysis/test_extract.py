@@ -134,6 +134,22 @@ def test_the_model_is_left_alone() -> None:
     assert not torch.allclose(replaced, unchanged)
 
 
+def test_every_module_keeps_its_mode() -> None:
+    """A frozen norm stays in evaluation mode, also after an error."""
+    model: Any = create_small("inline_deit_tiny").train()
+    model.blocks[0].norm1.eval()
+    modes = [module.training for module in model.modules()]
+    capture(model, image())
+    assert [module.training for module in model.modules()] == modes
+
+    def fail(record: Any) -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        observe(model, image(), fail)
+    assert [module.training for module in model.modules()] == modes
+
+
 def test_which_layers() -> None:
     model = create_small("inline_deit_tiny")
     assert layer_names(model) == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]

@@ -3,18 +3,22 @@
 import os
 import subprocess
 import sys
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from small import create_small, image
 from torch import Tensor, nn
 
-from inline_attention import inline_attention, linear_attention
+from inline_attention import create_model, inline_attention, linear_attention
 from inline_attention.analysis import (
     attention_maps,
     capture,
+    confusion,
     measure_confusion,
     measure_injectivity,
     measure_locality,
@@ -25,6 +29,7 @@ from inline_attention.analysis import (
 )
 from inline_attention.analysis.divergence import Divergence
 from inline_attention.analysis.masking import random_mask, window_mask
+from inline_attention.data.samples import sample_photographs
 
 KINDS = ("softmax", "linear", "inline")
 
@@ -80,59 +85,100 @@ def test_some_rows_may_be_equal() -> None:
 # Confusion
 
 
+def lower_median(values: list[float]) -> float:
+    """The lower of the two in the middle, as torch takes it."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
 def confused_by_hand(weights: Tensor, q: Tensor, present: Tensor, *, tau: float, rho: float) -> int:
     """One head of one sample: weights (N, N), q (N, d)"""
     tokens = present.nonzero()[:, 0].tolist()
     weights, q = weights.double(), q.double()
-    norm = float(np.mean([float(weights[i].norm()) for i in tokens]))
     pairs = [(i, j) for i in tokens for j in tokens if i < j]
     if not pairs:
         return 0
-    distances = sorted(float((q[i] - q[j]).norm()) for i, j in pairs)
-    median = distances[(len(distances) - 1) // 2]  # the lower of the two in the middle, as torch takes it
-    return sum(
-        float((weights[i] - weights[j]).norm()) < tau * norm and float((q[i] - q[j]).norm()) > rho * median
-        for i, j in pairs
-    )
+    rows = [float((weights[i] - weights[j]).norm()) for i, j in pairs]
+    queries = [float((q[i] - q[j]).norm()) for i, j in pairs]
+    row_limit, query_limit = tau * lower_median(rows), rho * lower_median(queries)
+    return sum(row < row_limit and query > query_limit for row, query in zip(rows, queries, strict=True))
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "softmax_swin_tiny", "softmax_pvt_tiny"])
-def test_confusion_by_definition(name: str) -> None:
+def test_confusion_by_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Class tokens, padded windows, reduced keys; thresholds that some pairs pass and others do not."""
-    model, images, tau, rho = create_small(name), image(32, 80), 0.3, 0.7
-    expected = np.zeros(2, dtype=int)
+    model, images, taus, rhos = create_small(name), image(32, 80), (0.5, 0.8), (0.5, 0.9)
+    expected = np.zeros((2, 2, 2), dtype=int)
     for record in capture(model, images):
         per_image = record.q.shape[0] // 2
         weights = record.weights()
         for sample in range(record.q.shape[0]):
             present = torch.ones(record.q.shape[1]) > 0 if record.token_mask is None else record.token_mask[sample]
-            for head in range(record.num_heads):
+            for head, (t, tau), (r, rho) in product(range(record.num_heads), enumerate(taus), enumerate(rhos)):
                 count = confused_by_hand(weights[sample, head], record.q[sample, :, head], present, tau=tau, rho=rho)
-                expected[sample // per_image] += count
-    result = measure_confusion(model, [images], tau=tau, rho=rho)
+                expected[sample // per_image, t, r] += count
+    result = measure_confusion(model, [images], taus=taus, rhos=rhos)
     assert result.by_image.tolist() == expected.tolist()
-    assert 0 < expected.sum() < result.summary()["pairs"]
+    assert expected.sum(0).min() > 0
+    assert expected.sum(0).max() < result.summary()["pairs"]
     # The same in blocks of few rows, and image by image.
-    blocks = measure_confusion(model, [images[:1], images[1:]], tau=tau, rho=rho, max_bytes=20_000)
+    blocks = measure_confusion(model, [images[:1], images[1:]], taus=taus, rhos=rhos, max_bytes=20_000)
     assert blocks.by_image.tolist() == expected.tolist()
-    assert [h.tolist() for h in blocks.by_head] == [h.tolist() for h in result.by_head]
+    np.testing.assert_array_equal(blocks.by_layer, result.by_layer)
     np.testing.assert_array_equal(blocks.pairs, result.pairs)
+    # Medians over some of the tokens: the pairs are still all counted.
+    monkeypatch.setattr(confusion, "MEDIAN_TOKENS", 5)
+    sampled = measure_confusion(model, [images], taus=taus, rhos=rhos, max_bytes=20_000)
+    np.testing.assert_array_equal(sampled.pairs, result.pairs)
+    assert sampled.by_image.sum() == pytest.approx(expected.sum(), rel=0.5)
 
 
-def test_collinear_queries_confuse_linear_attention_alone() -> None:
-    """Queries of one direction and different lengths: every pair is confused in linear attention, none elsewhere."""
-    for kind, confused in (("linear", True), ("inline", False), ("softmax", False)):
-        model = deit(kind, depth=1, num_heads=1, local_residual=False)
-        attn = model.blocks[0].attn
-        with torch.no_grad():
-            # Queries: a positive vector times 2 + the first channel, which a layer norm keeps within ±4.
-            attn.qkv.weight[:16] = 0
-            attn.qkv.weight[:16, 0] = torch.linspace(0.5, 1, 16)
-            attn.qkv.bias[:16] = 5 * torch.linspace(0.5, 1, 16)
-        result = measure_confusion(model, [image()], tau=1e-3, rho=0)
-        total = result.summary()["pairs"]
-        assert result.by_image.sum() == (total if confused else 0), kind
-        assert result.summary()["share_of_images_with_any"] == float(confused)
+def test_bins_of_the_histogram() -> None:
+    """As its labels say them: 0, 1–3, 4–9, 10–31, 32–99."""
+    plots = pytest.importorskip("inline_attention.analysis.plots")
+    assert plots.histogram_edges(50).tolist() == [0, 1, 4, 10, 32, 100]
+    assert plots.histogram_edges(0).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["softmax", "inline"])
+def test_flat_attention_is_not_confused(kind: str) -> None:
+    """Rows of an untrained model differ little, but as much as its queries do: an injective attention confuses none."""
+    torch.manual_seed(0)
+    model = create_model("inline_deit_tiny", attention=kind, img_size=64, patch_size=8, depth=2, num_classes=2)
+    photographs = torch.stack([photograph(path, 64) for path in sample_photographs()])
+    result = measure_confusion(model, [photographs], rhos=(1.0,))
+    assert result.per_million.max() < 100
+    # By the norm of a row, which ignores how flat the rows are, they all look alike.
+    record = capture(model, photographs, layers=[0])[0]
+    rows = record.weights()
+    assert (torch.cdist(rows, rows).median() < 0.2 * rows.norm(dim=-1).mean()).all()
+
+
+def photograph(path: Path, size: int) -> Tensor:
+    with Image.open(path) as file:
+        pixels = np.asarray(file.convert("RGB").resize((size, size)), dtype=np.float32)
+    return torch.from_numpy(pixels / 128 - 1).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_collinear_queries_confuse_linear_attention_alone(share: float) -> None:
+    """Queries of one direction and different lengths: linear attention cannot tell them apart, whether half of the
+    queries are such, or all of them and no two rows differ."""
+    model = deit("linear", depth=1, num_heads=1, local_residual=False)
+    record = capture(model, image())[0]
+    tokens, d = record.q.shape[1], record.q.shape[3]
+    collinear = int(share * tokens)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(1, 3, collinear)[:, None] * torch.linspace(0.5, 1, d)
+    queries = torch.cat([lengths, torch.rand(tokens - collinear, d, generator=generator) * 3])
+    for kind in KINDS:
+        other = capture(deit(kind, depth=1, num_heads=1, local_residual=False), image())[0]
+        other.q.copy_(queries[None, :, None])
+        confused, pairs = confusion.confused_pairs(other, taus=(0.03,), rhos=(0.1,))
+        found = int(confused.sum()) / pairs
+        if kind == "linear":
+            assert found > 0.6 * share**2
+        else:
+            assert found == 0, kind
 
 
 @pytest.mark.parametrize(
@@ -329,15 +375,35 @@ def test_masks() -> None:
     local = window_mask(record, 3)(slice(None))
     assert local[0].all()
     assert local[:, 0].all()
-    assert (~local[1:]).sum(1).tolist() == [4, 6, 4, 6, 9, 6, 6, 9, 6, 4, 6, 4]
+    hidden = [4, 6, 4, 6, 9, 6, 6, 9, 6, 4, 6, 4]
+    assert (~local[1:]).sum(1).tolist() == hidden
     assert not local.diagonal()[1:].any()
-    random = random_mask(record, 5, torch.Generator().manual_seed(0))(slice(None))
+    (random,) = random_mask(record, 3, torch.Generator().manual_seed(0))(slice(None))
     assert random[0].all()
     assert random[:, 0].all()
-    assert (~random[1:]).sum(1).tolist() == [5] * 12
+    assert (~random[1:]).sum(1).tolist() == hidden  # as many, query by query
     assert len({tuple(row) for row in random[1:].tolist()}) > 6  # drawn anew for each query
-    again = random_mask(record, 5, torch.Generator().manual_seed(0))(slice(None))
-    assert torch.equal(random, again)
+    again = random_mask(record, 3, torch.Generator().manual_seed(0))(slice(None))
+    assert torch.equal(random[None], again)
+
+
+def test_random_masks_hide_as_many_present_tokens_as_local_ones() -> None:
+    """Windows with padding: tokens that are absent anyway do not count."""
+    model = create_small("inline_swin_tiny", window_size=3)
+    record = capture(model, image(32, 80), layers=[0])[0]
+    assert record.token_mask is not None
+    assert not record.token_mask.all()
+    rows = slice(0, 9)
+    present = record.token_mask[:, None, :]
+    local = (~window_mask(record, 3)(rows)[None] & present).sum(-1)
+    seen = random_mask(record, 3, torch.Generator().manual_seed(0))(rows)
+    assert torch.equal((~seen & present).sum(-1), local)
+    # Each sample has its own mask, for the weights and for the taps.
+    each = random_mask(record, 1, torch.Generator().manual_seed(0))
+    out = record.attend(mask=each)
+    masks = random_mask(record, 1, torch.Generator().manual_seed(0))(slice(None))
+    alone = record.attend(mask=lambda rows: masks[1, rows])
+    torch.testing.assert_close(out[1], alone[1])
 
 
 def test_masking_conditions_and_small_maps() -> None:

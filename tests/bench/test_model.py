@@ -1,6 +1,7 @@
 """Models against counterparts: what is built, what is written down, and how ratios are formed."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -158,6 +159,45 @@ def test_settings_pair_sizes_with_batches() -> None:
     assert [s.is_latency for s in settings] == [False, False, True] * 2
     with pytest.raises(ValueError, match="2 sizes and 3 batches"):
         bench.make_settings(["inline_deit_tiny"], batches=[8, 4, 2], **options)
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("kind", ["model", "sweep"])
+def test_a_cpu_is_given_what_it_can_do(kind: str) -> None:
+    """In images of 224 pixels: a minute's work for two cores, where the GPU's share would take hours."""
+
+    def work(device: torch.device) -> float:
+        sizes, batches = bench.default_sizes(kind, device, img_sizes=None, batches=None)
+        return sum((size / 224) ** 2 * batch for size, batch in zip(sizes, batches, strict=True))
+
+    assert work(CPU) <= 8
+    assert work(GPU) >= 64
+    assert bench.default_modes(CPU) == [bench.EAGER]
+    assert bench.default_modes(GPU) == list(bench.COMPILE_MODES)
+
+
+def test_sizes_and_batches_that_are_given_are_used() -> None:
+    both = dict(img_sizes=[96, 64], batches=[3, 5])
+    assert bench.default_sizes("sweep", CPU, **both) == ([96, 64], [3, 5])
+    sizes, batches = bench.default_sizes("sweep", GPU, img_sizes=[96, 64, 32], batches=None)
+    assert (sizes, len(batches)) == ([96, 64, 32], 1)
+    sizes, batches = bench.default_sizes("sweep", GPU, img_sizes=None, batches=[7])
+    assert (len(sizes), batches) == (5, [7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["model", "inline_deit_tiny"], ["sweep"]], ids=["model", "sweep"])
+def test_the_defaults_end_on_a_cpu(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments, "--device", "cpu", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "compile modes: eager" in out
+    plan = re.search(r"(\d+) measurements of 4 contenders: inline_deit_tiny", out)
+    assert plan is not None
+    assert re.findall(r"^\[(\d+)/(\d+)\] inline_deit_tiny", out, re.MULTILINE) == [
+        (str(number), plan[1]) for number in range(1, int(plan[1]) + 1)
+    ]
 
 
 def test_any_mode_can_be_asked_for() -> None:

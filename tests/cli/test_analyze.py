@@ -70,12 +70,15 @@ def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys
     none = masking["models"][0]["result"]["outcomes"][0]
     assert (none["condition"]["what"], none["agreement"], none["top1"]) == ("none", 1.0, None)
     confusion = read(tmp_path / "out" / "confusion.json")
-    assert confusion["parameters"] == {"tau": 0.001, "rho": 0.1, "layers": None}
+    assert confusion["parameters"] == {"taus": [0.03, 0.1, 0.3], "rhos": [0.3, 1.0], "layers": None}
     assert len(confusion["models"][0]["result"]["by_image"]) == 2
-    assert "report.html" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "report.html" in printed.out
+    assert "warning: 2 images are too few for masking (each is 50 points): give at least 100" in printed.err
+    assert "2 images are too few for confusion" in page
 
 
-def test_data_with_labels(weights: Path, tmp_path: Path) -> None:
+def test_data_with_labels(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The accuracy under a mask of nothing is that of `inline eval`."""
     common = ("--weights", weights, "--data", "digits", "--workers", 0)
     assert analyze("masking", *common, "--batch-size", 100, "--sides", 1, "--out", tmp_path) == 0
@@ -83,6 +86,7 @@ def test_data_with_labels(weights: Path, tmp_path: Path) -> None:
     assert main(["eval", "inline_deit_tiny", *map(str, common), "--json", str(tmp_path / "eval.json")]) == 0
     top1 = read(tmp_path / "eval.json")["top1"] / 100
     assert result["images"] == 450
+    assert "too few" not in capsys.readouterr().err
     assert result["top1"] == pytest.approx(top1)
     assert result["outcomes"][0]["top1"] == pytest.approx(top1)
 
@@ -113,9 +117,9 @@ def test_weights_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_parameters_and_limits(weights: Path, tmp_path: Path) -> None:
     common = ("--weights", weights, "--data", "digits", "--workers", 0, "--max-images", 5, "--batch-size", 3)
-    assert analyze("confusion", *common, "--tau", 0.5, "--rho", 0, "--layers", -1, "--out", tmp_path) == 0
+    assert analyze("confusion", *common, "--taus", 0.2, 0.5, "--rhos", 0, "--layers", -1, "--out", tmp_path) == 0
     content = read(tmp_path / "confusion.json")
-    assert content["parameters"] == {"tau": 0.5, "rho": 0, "layers": [-1]}
+    assert content["parameters"] == {"taus": [0.2, 0.5], "rhos": [0], "layers": [-1]}
     assert len(content["models"][0]["result"]["by_image"]) == 5
     assert analyze("maps", *common, "--query", 0.1, 0.9, "--head", 1, "--out", tmp_path) == 0
     assert read(tmp_path / "maps.json")["models"][0]["result"][0]["query"] == [0.1, 0.9]

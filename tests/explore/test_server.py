@@ -1,6 +1,5 @@
 """Requests over a real connection: whose are answered, how large they may be, and that visitors do not meet."""
 
-import http.client
 import json
 import signal
 import socket
@@ -9,18 +8,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
-from explored import huge_png, picture_file, serve
+from explored import ask, huge_png, picture_file, serve
 
 from inline_attention.cli import main
-from inline_attention.explore import ExploreServer, Subject, open_server
+from inline_attention.explore import ExploreServer, Subject, messages, open_server
 from inline_attention.explore import cost as cost_module
+from inline_attention.explore import server as server_module
 from inline_attention.explore.gate import Busy, Gate
 from inline_attention.explore.pictures import MAX_BYTES
-from inline_attention.explore.server import names_this_machine
+from inline_attention.explore.server import MAX_CONNECTIONS, names_this_machine
 
 QUERY = dict(picture="china", model=2, layer=1, head=0, x=0.4, y=0.6)
 
@@ -28,26 +28,6 @@ QUERY = dict(picture="china", model=2, layer=1, head=0, x=0.4, y=0.6)
 @pytest.fixture(scope="module")
 def server(subjects: list[Subject]) -> Iterator[ExploreServer]:
     yield from serve(subjects)
-
-
-def ask(
-    server: ExploreServer, method: str, path: str, body: Any = None, **headers: str
-) -> tuple[int, Any, http.client.HTTPResponse]:
-    """Status, content (JSON decoded), response. Names of headers are written with underscores."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
-    sent = {name.replace("_", "-"): value for name, value in headers.items()}
-    if isinstance(body, dict):
-        body = json.dumps(body)
-        sent.setdefault("Content-Type", "application/json")
-    try:
-        connection.request(method, path, body=body, headers=sent)
-        response = connection.getresponse()
-        content: Any = response.read()
-    finally:
-        connection.close()
-    if response.headers.get_content_type() == "application/json":
-        content = json.loads(content)
-    return response.status, content, response
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: ExploreServer) -> None:
@@ -231,6 +211,39 @@ def test_lengths(server: ExploreServer, headers: str, status: int) -> None:
     answer = exchange(server, request.encode())
     assert answer.startswith(f"HTTP/1.0 {status} ".encode())
     assert b'{"error":' in answer
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"GET / HTTP/1.0\r\nX: ", b"POST /api/map HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+     b"Content-Length: 4000\r\n\r\n"],
+    ids=["headers", "body"],
+)  # fmt: skip
+def test_dripping_connections_do_not_block_the_page(
+    server: ExploreServer, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    """As many as the server takes, each sending a byte now and then for as long as it may."""
+    monkeypatch.setattr(server_module, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(messages, "JSON_SECONDS", 1.0)
+    over = threading.Event()
+    with ExitStack() as stack:
+        address = ("127.0.0.1", server.server_address[1])
+        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(MAX_CONNECTIONS)]
+
+        def drip() -> None:
+            for connection in connections:
+                connection.sendall(start)
+            while not over.wait(0.1):
+                for connection in connections:
+                    with suppress(OSError):  # closed by the server
+                        connection.sendall(b" ")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(over.set)
+        over.wait(0.3)  # all of them are being served
+        assert ask(server, "GET", "/")[0] == 200
 
 
 def test_malformed_requests_get_a_message(server: ExploreServer) -> None:

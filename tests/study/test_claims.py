@@ -111,7 +111,10 @@ def test_windows(tmp_path: Path, largest: float, expected: str) -> None:
     write_runs(tmp_path, dict.fromkeys(MAIN, LINEAR))
     names = {f"swin_window{window}_residual": [30.0] for window in (2, 4, 8)}
     write_runs(tmp_path, {**names, "swin_window16_residual": [largest]}, epochs=20)
-    assert verdict(tmp_path, "InLine attention gains from larger windows") == expected
+    start = "InLine attention gains from larger windows"
+    assert verdict(tmp_path, start) == expected
+    (claim,) = (claim for claim in judge(collect(tmp_path)) if claim.claim.startswith(start))
+    assert "64 px, 256 tokens, 20 epochs" in claim.measured  # a Swin has no class token
 
 
 # Analyses and probes
@@ -128,9 +131,11 @@ def test_confusion_at_both_thresholds(tmp_path: Path, loose: float, expected: st
     assert verdict(tmp_path, "In trained models linear attention confuses") == expected
 
 
-def test_early_analyses_without_the_loose_threshold_decide_nothing(tmp_path: Path) -> None:
+def test_confusion_of_early_analyses_decides_nothing(tmp_path: Path) -> None:
+    """They compared rows with the norm of a row, which counts flat attention as confused."""
     early = analysis(local=0.0, random=0.0)
-    del early["loose_confusion"]
+    early["confusion"] = {"share_of_pairs": 1e-6, "by_layer": [1e-6], "tau": 1e-3}
+    del early["confused"]
     analysed(tmp_path, softmax=early)
     assert verdict(tmp_path, "In trained models linear attention confuses") == NOT_MEASURED
 

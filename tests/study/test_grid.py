@@ -59,6 +59,23 @@ def test_the_main_rows_have_three_seeds() -> None:
     assert {run.epochs for run in runs} == {40}
 
 
+def test_shared_maps_cross_attention_map_and_residual() -> None:
+    runs = build_runs(["shared_maps"])
+    cells = {}
+    for run in runs:
+        model = run.config().model.kwargs
+        cell = (model["attention"], model.get("feature_map", "relu"), model["local_residual"])
+        cells.setdefault(cell, []).append(run.seed)
+    assert cells == {
+        (attention, name, residual): [0, 1, 2]
+        for attention in ("linear", "inline")
+        for name in ("relu", "relu_affine")
+        for residual in (False, True)
+    }
+    assert {run.epochs for run in runs} == {MAIN_EPOCHS}
+    assert len(set(build_runs(["shared_maps"])) - set(build_runs(["main"]))) == 18
+
+
 def test_variants_and_main_rows_have_lengths_of_the_pilot() -> None:
     """So that variants stand beside the main rows of their length, and the pilot's runs are the first seed's."""
     assert {MAIN_EPOCHS, VARIANT_EPOCHS} <= set(PILOT_EPOCHS)

@@ -80,7 +80,9 @@ def test_report(grid: Path, tmp_path: Path) -> None:
         assert line["top1"] == [summary["val_top1"]]
         assert line["std"] is None
         assert line["command"].startswith("inline train study --data DIGITS --seed 0")
-        assert 0 <= line["analysis"]["confusion"]["share_of_pairs"] <= 1
+        thresholds = [(found["tau"], found["rho"]) for found in line["analysis"]["confused"]]
+        assert thresholds == [(0.1, 0.3), (0.3, 1.0)]
+        assert all(0 <= found["share_of_pairs"] <= 1 for found in line["analysis"]["confused"])
         assert results["speed"]["rows"][f"digits-p2-{run.row}"]["train"] > 0
     # Digits are for trying the study out: no verdict rests on them.
     assert {claim["verdict"] for claim in results["claims"]} == {NOT_MEASURED, NOT_TESTABLE}

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import training_runs as _runs
 
-from inline_attention.training.checkpoint import Checkpoints, Progress, find_damage, restore
+from inline_attention.training.checkpoint import Checkpoints, Progress, find_damage, newest_checkpoint, restore
 from inline_attention.training.config import OptimConfig
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.ema import WeightAverage
@@ -46,24 +46,127 @@ class Subject:
 
 def checkpoints(folder: Path, *, keep: int = 2) -> tuple[Checkpoints, list[str]]:
     notes: list[str] = []
-    about = {"architecture": "linear", "class_names": "[]"}
+    about = {"architecture": "linear", "class_names": "[]", "config": "{}"}
     return Checkpoints(folder, keep=keep, ranks=Ranks(torch.device("cpu")), about=about, notify=notes.append), notes
 
 
 def progress(step: int) -> Progress:
-    return Progress(epoch=2, step=step, steps_per_epoch=100, images=64 * step, seconds=1.5, best=12.5, best_epoch=1)
+    return Progress(
+        updates=200 + step,
+        epoch=2,
+        step=step,
+        steps_per_epoch=100,
+        images=64 * step,
+        seconds=1.5,
+        best=12.5,
+        best_epoch=1,
+    )
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     subject, other = Subject(), Subject(steps=1, seed=1)
     store, _ = checkpoints(tmp_path)
     store.save(progress(7), **subject.saved())
-    assert restore(tmp_path / "step-00000207", **other.saved()) == progress(7)
+    assert restore(tmp_path / "step-00000207", **other.saved()) == (progress(7), [])
     assert other.optimizer.scaler.state_dict() == subject.optimizer.scaler.state_dict()
     for _ in range(2):  # and goes on alike
         assert all(torch.equal(a, b) for a, b in zip(subject.tensors(), other.tensors(), strict=True))
         subject.step()
         other.step()
+
+
+def test_a_checkpoint_of_version_0_1_is_understood(tmp_path: Path) -> None:
+    """It has no count of updates: the position in the schedule was the count."""
+    subject, other = Subject(), Subject(steps=1, seed=1)
+    store, _ = checkpoints(tmp_path)
+    store.save(progress(7), **subject.saved())
+    path = tmp_path / "step-00000207" / "state.pt"
+    state = torch.load(path, weights_only=True)
+    del state["progress"]["updates"]
+    torch.save(state, path)
+    assert restore(tmp_path / "step-00000207", **other.saved()) == (progress(7), [])
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_progress_with_other_epochs(in_steps: bool) -> None:
+    """The count of updates stays; a schedule in epochs keeps its epoch, one in steps its step."""
+    moved = progress(50).with_epochs_of(40, length_in_steps=in_steps)
+    assert (moved.updates, moved.steps_per_epoch) == (250, 40)
+    assert (moved.epoch, moved.step) == ((6, 10) if in_steps else (2, 20))
+    done = progress(100).with_epochs_of(40, length_in_steps=in_steps)  # at the end of epoch 2, before its evaluation
+    assert done.position == (300 if in_steps else 120)
+
+
+def test_unfrozen_parameters_start_fresh(tmp_path: Path) -> None:
+    """What was trained before keeps its moments; what is frozen now loses them."""
+    subject = Subject()
+    subject.model[0].requires_grad_(False)
+    subject.optimizer = Optimizer(subject.model, OptimConfig())
+    subject.step()
+    store, _ = checkpoints(tmp_path)
+    store.save(progress(1), **subject.saved())
+    other = Subject(steps=0, seed=1)
+    other.optimizer = Optimizer(other.model, OptimConfig())
+    _, fresh = restore(tmp_path / "step-00000201", **other.saved())
+    assert sorted(fresh) == ["0.bias", "0.weight"]
+    state = other.optimizer.adamw.state
+    assert (state[other.model[0].weight]["step"], state[other.model[2].weight]["step"]) == (0, 1)
+    assert not state[other.model[0].weight]["exp_avg"].any()
+    moments = subject.optimizer.adamw.state[subject.model[2].weight]["exp_avg"]
+    assert torch.equal(state[other.model[2].weight]["exp_avg"], moments)
+    other.step()
+    store.save(progress(2), **other.saved())
+    again = Subject(steps=0)
+    again.model[0].requires_grad_(False)
+    again.optimizer = Optimizer(again.model, OptimConfig(layer_decay=None))
+    assert restore(tmp_path / "step-00000202", **again.saved())[1] == []
+    assert again.optimizer.adamw.state[again.model[2].weight]["step"] == 2
+
+
+def test_the_average_has_every_tensor_of_the_model(tmp_path: Path) -> None:
+    """Batch norm counts its batches in an integer, which is not averaged."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+    optimizer, average = Optimizer(model, OptimConfig()), WeightAverage(model, decay=0.9)
+    optimizer.backward(model(torch.randn(4, 6)).square().sum())
+    optimizer.step(rate=1e-2)
+    store, _ = checkpoints(tmp_path)
+    store.save(progress(1), model=model, optimizer=optimizer, average=average)
+    saved = safetensors.torch.load_file(tmp_path / "ema.safetensors")
+    torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)).load_state_dict(saved)
+    assert saved["1.num_batches_tracked"] == 1
+    assert torch.equal(saved["0.weight"], average.average["0.weight"])
+
+
+def test_only_older_checkpoints_are_removed(tmp_path: Path) -> None:
+    """Whatever their numbers: what is newer than the one just saved stays."""
+    subject = Subject()
+    store, _ = checkpoints(tmp_path, keep=1)
+    store.save(progress(50), **subject.saved())
+    store.save(progress(5), **subject.saved())
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000205", "step-00000250"]
+
+
+def test_going_back_twice_loses_nothing(tmp_path: Path) -> None:
+    subject = Subject()
+    store, _ = checkpoints(tmp_path, keep=5)
+    for _ in range(2):
+        store.saved_updates = None
+        for step in (1, 2):
+            if not (tmp_path / f"step-{200 + step:08d}").exists():
+                store.save(progress(step), **subject.saved())
+        store.set_aside_after(tmp_path / "step-00000201")
+    assert sorted(path.name for path in tmp_path.glob("aside-*")) == ["aside-step-00000202", "aside-step-00000202.2"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"files": [], "about": {}}', '{"files": {"state.pt": 3}, "about": {}}', "[" * 100_000, "null"],
+)
+def test_a_manifest_of_another_shape_is_damage(content: str, tmp_path: Path) -> None:
+    store, _ = checkpoints(tmp_path)
+    store.save(progress(1), **Subject().saved())
+    (tmp_path / "step-00000201" / "manifest.json").write_text(content)
+    assert find_damage(tmp_path / "step-00000201") is not None
 
 
 def test_the_configuration_decides_on_settings_the_checkpoint_on_state(tmp_path: Path) -> None:
@@ -113,19 +216,23 @@ def test_every_harm_to_every_file_is_found(name: str, harm: str, tmp_path: Path)
     else:
         file.write_bytes(content[: len(content) // 2 if harm == "cut" else 0])
     assert find_damage(file.parent) is not None
-    assert store.newest() == tmp_path / "step-00000201"
+    assert newest_checkpoint(tmp_path, notify=notes.append) == tmp_path / "step-00000201"
     assert len(notes) == 1
     assert "step-00000202 is damaged" in notes[0]
 
 
 def test_what_a_kill_left_behind_is_cleared(tmp_path: Path) -> None:
     store, notes = checkpoints(tmp_path)
-    assert store.newest() is None
+    assert newest_checkpoint(tmp_path, notify=notes.append) is None
     half = tmp_path / ".step-00000201.saving"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".best.saving").write_bytes(b"half")
-    assert store.newest() is None
+    assert newest_checkpoint(tmp_path, notify=notes.append) is None
+    assert (
+        len(list(tmp_path.iterdir())) == 2
+    )  # looking for a checkpoint changes nothing: the folder may be another run's
+    store.clear_unfinished()
     assert list(tmp_path.iterdir()) == []
     assert notes == []
 
@@ -148,8 +255,9 @@ def test_a_kill_amid_the_removal_of_an_old_one_leaves_no_half(tmp_path: Path, mo
             store.save(progress(2), **subject.saved())
     assert [find_damage(path) for path in tmp_path.glob("step-*")] == [None]
     store, notes = checkpoints(tmp_path, keep=1)
-    assert store.newest() == tmp_path / "step-00000202"
+    assert newest_checkpoint(tmp_path, notify=notes.append) == tmp_path / "step-00000202"
     assert notes == []
+    store.clear_unfinished()
     assert not list(tmp_path.glob(".*"))
 
 
@@ -160,6 +268,16 @@ def test_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
     before = (tmp_path / "step-00000201" / "state.pt").stat().st_ino
     store.save(progress(1), **subject.saved())
     assert (tmp_path / "step-00000201" / "state.pt").stat().st_ino == before
+
+
+def test_a_deleted_run_folder_does_not_come_back(tmp_path: Path) -> None:
+    subject = Subject()
+    store, notes = checkpoints(tmp_path / "run" / "checkpoints")
+    store.save(progress(1), **subject.saved())
+    store.save_best(subject.model, about={})
+    assert not (tmp_path / "run").exists()
+    assert store.failing == {"checkpoint", "best weights"}
+    assert len(notes) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import yaml
 
 from inline_attention.models.published import PUBLISHED
 from inline_attention.training import settings
-from inline_attention.training.config import TrainConfig, load_config, recipe_names
+from inline_attention.training.config import TrainConfig, load_config, read_yaml, recipe_names
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,13 @@ class Outer:
         ("inner.sides=16", {"sides": 16}),
         ("inner.note=2024", {"note": "2024"}),
         ("inner.note=null", {"note": None}),
+        ("inner.note=", {"note": None}),
+        ("inner.note='null'", {"note": "null"}),
+        ("inner.note=[draft]", {"note": "[draft]"}),
+        ("inner.count=010", {"count": 10}),
+        ("inner.count=1e3", {"count": 1000}),
+        ("inner.on=off", {"on": False}),
+        ("inner.extra.rate=0.5", {"extra": {"rate": 0.5}}),
         ("inner.extra.depth=4", {"extra": {"depth": 4}}),
         ("inner.extra={depth: 4, name: x}", {"extra": {"depth": 4, "name": "x"}}),
     ],
@@ -53,13 +60,39 @@ def test_values_become_the_declared_types(override: str, expected: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["0123", "12:30", "1_000", "0x10", "1e3", "2024-01-01", "yes", "null", "~", ".5", "1.10", "a: b", "{x}", "#1"],
+)
+def test_names_stay_as_they_are_written(name: str, tmp_path: Path) -> None:
+    """YAML reads these as numbers, dates, booleans or structures: 0123 as 83, 12:30 as 750."""
+    assert load_config("inline_deit_tiny", overrides=[f"data.path={name}"]).data.path == name
+    # Through config.yaml and back, and unquoted in a recipe where YAML's syntax allows it.
+    config = load_config("inline_deit_tiny", flags={"data": {"path": name}})
+    assert settings.update(TrainConfig(), read_yaml(settings.to_yaml(config), "config.yaml")).data.path == name
+    if not set(name) & set("{#") and ": " not in name:
+        recipe = tmp_path / "mine.yaml"
+        recipe.write_text(f"data: {{path: {name}}}\n")
+        assert load_config(str(recipe)).data.path == name
+
+
+def test_merge_keys_of_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("optim: &rates {lr: 1e-4, clip_norm: null}\nschedule: {epochs: 30}\n")
+    config = load_config(str(recipe))
+    assert (config.optim.lr, config.optim.clip_norm) == (1e-4, None)
+    recipe.write_text("optim:\n  <<: {lr: 1e-4, betas: [0.8, 0.9]}\n  weight_decay: 0.1\n")
+    config = load_config(str(recipe))
+    assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (1e-4, (0.8, 0.9), 0.1)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("inner.rate=fast", "inner.rate='fast': expected float"),
-        ("inner.rate=true", "inner.rate=True: expected float"),
+        ("inner.rate=fast", "inner.rate=fast: expected float"),
+        ("inner.rate=true", "inner.rate=true: expected float"),
         ("inner.count=2.5", "inner.count=2.5: expected int"),
         ("inner.on=1", "inner.on=1: expected bool"),
-        ("inner.kind=c", "inner.kind='c': expected one of a, b"),
+        ("inner.kind=c", "inner.kind=c: expected one of a, b"),
         ("inner.pair=[1]", r"inner.pair=\[1\]: expected 2 values"),
         ("inner.sides=wide", "inner.sides"),
         ("inner=3", "inner is a section"),
@@ -76,12 +109,15 @@ def test_wrong_values_are_told(override: str, message: str) -> None:
 
 
 def test_the_last_of_two_overrides_wins() -> None:
-    assert settings.parse_overrides(["a.b=1", "a.c=2", "a.b=3"]) == {"a": {"b": 3, "c": 2}}
+    assert settings.parse_overrides(["a.b=1", "a.c=2", "a.b=3"]) == {"a": {"b": "3", "c": "2"}}
+    overrides = settings.parse_overrides(["inner.extra={depth: 3}", "inner.extra.width=4", "inner.extra.depth=5"])
+    assert settings.update(Outer(), overrides).inner.extra == {"depth": 5, "width": 4}
 
 
 def test_yaml_and_back() -> None:
     config = load_config("inline_cswin_base", overrides=["model.kwargs.head_drop=0.1", "optim.betas=[0.9, 0.98]"])
-    assert settings.update(TrainConfig(), yaml.safe_load(settings.to_yaml(config))) == config
+    for values in (yaml.safe_load(settings.to_yaml(config)), read_yaml(settings.to_yaml(config), "config.yaml")):
+        assert settings.update(TrainConfig(), values) == config
 
 
 def test_there_is_a_recipe_for_every_published_model() -> None:
@@ -136,10 +172,10 @@ def test_own_recipe_file(tmp_path: Path) -> None:
         ("model.drop_path=1", r"model.drop_path=1.0: expected a rate in \[0, 1\)"),
         ("checkpoint.keep=0", "checkpoint.keep=0"),
         ("log.every_steps=0", "log.every_steps=0"),
-        ("run.strategy=zero", "run.strategy='zero': expected one of ddp, fsdp"),
+        ("run.strategy=zero", "run.strategy=zero: expected one of ddp, fsdp"),
         ("data.batch_size=0", "data.batch_size is 0"),
         ("optim.lr=nan", "optim.lr=nan: expected a finite number"),
-        ("optim.lr=.inf", "optim.lr=inf: expected a finite number"),
+        ("optim.lr=inf", "optim.lr=inf: expected a finite number"),
         ("optim.rate_batch=0", "optim.rate_batch=0: expected 1 or more"),
         ("optim.weight_decay=-1", "optim.weight_decay=-1.0: expected 0 or more"),
         ("optim.betas=[0.9, 1]", r"optim.betas=\[0.9, 1.0\]: expected two numbers in \[0, 1\)"),

@@ -1,5 +1,6 @@
 """Two gloo ranks on one machine against one, sharded against replicated, and ranks that are stopped or killed."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,7 +16,8 @@ import torch.distributed as dist
 import training_runs as _runs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from inline_attention.training.distributed import choose_device, unused_part
+from inline_attention.models import create_model
+from inline_attention.training.distributed import choose_device, gathered, join_ranks, spread, unused_part
 
 SETTINGS = ("log.every_steps=1", "schedule.epochs=1")  # 10 updates of 16 images
 TWO = (*SETTINGS, "data.batch_size=8")
@@ -104,6 +106,62 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_update(runs: Path, tmp_p
         rank.join()
     assert [rank.exitcode for rank in ranks] == [143, 143], log.read_text()
     assert len(list((output / "checkpoints").glob("step-*"))) == 1
+
+
+def test_sharded_ranks_agree_that_a_folder_cannot_be_written(tmp_path: Path) -> None:
+    """The run goes on without checkpoints, as it does on one rank, and ends with an error."""
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    output.mkdir()
+    (output / "checkpoints").write_text("a file where a folder should be")
+    assert _runs.run_ranks(_runs.arguments(output, *SHARDED, "checkpoint.every_steps=4"), 2, log=log) == [2, 2]
+    text = log.read_text()
+    assert text.count("could not save the checkpoint") == 1
+    assert "the run is over, but its last state could not be saved" in text
+    assert [record["update"] for record in _runs.metrics(output)] == list(range(1, 11))
+
+
+def test_sharded_weights_are_gathered_in_bf16(tmp_path: Path) -> None:
+    """Where the run is bf16. The weights themselves, and the sum of their gradients, stay float32."""
+    settings = (*TWO, "run.precision=bf16", "optim.accumulate=2")
+    for strategy in ("ddp", "fsdp"):
+        log, more = tmp_path / f"{strategy}.txt", (*settings, f"run.strategy={strategy}")
+        assert _runs.run_ranks(_runs.arguments(tmp_path / strategy, *more), 2, log=log) == [0, 0], log.read_text()
+    replicated, sharded = ([r["loss"] for r in _runs.metrics(tmp_path / name)] for name in ("ddp", "fsdp"))
+    assert sharded == pytest.approx(replicated, rel=2e-3)
+    assert all(value.dtype == torch.float32 for value in _runs.weights(tmp_path / "fsdp").values())
+    for param_dtype in (torch.bfloat16, None):
+        log = tmp_path / f"{param_dtype}.txt"
+        assert _runs.run_on_ranks(check_types, 2, param_dtype, log) == [0, 0], log.read_text()
+
+
+def check_types(param_dtype: torch.dtype | None, log: Path) -> None:
+    with open(log, "a") as file, contextlib.redirect_stderr(file), join_ranks("cpu") as ranks:
+        model = create_model("inline_deit_tiny", img_size=32, embed_dim=16, depth=2, num_heads=2, num_classes=4)
+        spread(model, strategy="fsdp", ranks=ranks, param_dtype=param_dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=param_dtype is not None):
+            model(torch.randn(2, 3, 32, 32)).float().square().mean().backward()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        with gathered(model):
+            assert {p.dtype for p in model.parameters()} == {param_dtype or torch.float32}
+        # The statistics of batch norm are buffers, which are not cast: its parameters are not either.
+        normed = spread(
+            torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)),
+            strategy="fsdp",
+            ranks=ranks,
+            param_dtype=param_dtype,
+        )
+        for mode in (True, False):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=param_dtype is not None):
+                normed.train(mode)(torch.randn(2, 3, 8, 8))
+
+
+def test_unfreezing_in_a_sharded_run(tmp_path: Path) -> None:
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    assert _runs.run_ranks(_runs.arguments(output, *SHARDED, "model.freeze=1"), 2, log=log) == [0, 0], log.read_text()
+    again = ["train", f"--output={output}", "--resume=auto", "model.freeze=0", "schedule.epochs=2"]
+    assert _runs.run_ranks(again, 2, log=log) == [0, 0], log.read_text()
+    assert log.read_text().count("parameters were frozen before") == 1
 
 
 def test_a_wrong_setting_ends_every_rank_with_one_message(tmp_path: Path) -> None:

@@ -62,9 +62,11 @@ def test_result(images: Path) -> None:
     logits, targets = expected(model, images)
     model.shapes.clear()
     model.train()
+    model.head.eval()  # frozen
     heard: list[int] = []
     result = evaluate(model, open_eval_data(config(images)), device="cpu", on_images=heard.append)
     assert model.training  # put back, and dropout did not act
+    assert not model.head.training
     assert result.images == sum(heard) == 101
     predicted = logits.argmax(1)
     assert result.top1 == pytest.approx(100 * (predicted == targets).float().mean().item())

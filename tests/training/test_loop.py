@@ -4,7 +4,9 @@ import contextlib
 import importlib.util
 import json
 import multiprocessing
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +23,10 @@ from inline_attention.data import Data
 from inline_attention.models.weights import load_model
 from inline_attention.training.classification import Classification
 from inline_attention.training.distributed import Ranks
+from inline_attention.training.lock import FileLock
 from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, choose_compile_mode, train
 from inline_attention.training.report import Reporter
-from inline_attention.training.run_folder import plan_run
+from inline_attention.training.run_folder import plan_run, take_folder
 from inline_attention.training.signals import StopRequest
 
 CALM = ("data.augment=false", "data.mixup=0", "data.cutmix=0", "data.batch_size=32", "log.every_steps=1")
@@ -313,8 +316,19 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
         run(tmp_path / "run", *small, "model.kwargs.depth=2", data=str(folder_of_images), resume="auto")
     with pytest.raises(ValueError, match=r"optim.accumulate=4: an epoch has 3 batches"):
         run(tmp_path / "new", *small, "optim.accumulate=4", data=str(folder_of_images))
-    with pytest.raises(ValueError, match=r"a batch of 64 on 1 rank.* lower data.batch_size"):
-        run(tmp_path / "new", "data.batch_size=64", data=str(folder_of_images))
+
+
+def test_a_folder_with_fewer_images_than_a_batch(
+    folder_of_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if the lower batch had been asked for: the same rates, the same weights, and a line that says so."""
+    run(tmp_path / "lowered", "data.batch_size=64", data=str(folder_of_images))
+    assert "data.batch_size=64 lowered to 24" in capsys.readouterr().out
+    run(tmp_path / "asked", "data.batch_size=24", data=str(folder_of_images))
+    assert "lowered" not in capsys.readouterr().out
+    _runs.assert_same_weights(tmp_path / "lowered", tmp_path / "asked")
+    rates = [[record["lr"] for record in _runs.metrics(tmp_path / name)] for name in ("lowered", "asked")]
+    assert rates[0] == rates[1]
 
 
 def test_unreadable_images_are_counted_once(folder_of_images: Path, tmp_path: Path) -> None:
@@ -376,6 +390,104 @@ def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     run(tmp_path / "run", *three, resume=str(older))
     assert (tmp_path / "run" / "checkpoints" / f"aside-{newer.name}").exists()
     assert newer.exists()
+
+
+def test_a_larger_batch_after_a_pause_keeps_what_was_done(tmp_path: Path) -> None:
+    """An epoch has 10 updates, then 2. Checkpoints and records are ordered by updates, not by place in the schedule."""
+    folder = tmp_path / "run"
+    run(folder, "schedule.epochs=2", "data.batch_size=16")
+    outcome = run(folder, "schedule.epochs=4", "data.batch_size=64", resume="auto")
+    assert (outcome.summary["updates"], outcome.summary["epochs"]) == (24, 4)
+    assert [path.name for path in sorted((folder / "checkpoints").glob("step-*"))] == ["step-00000022", "step-00000024"]
+    assert [record["update"] for record in _runs.metrics(folder)] == list(range(1, 25))
+    assert [record["epoch"] for record in _runs.metrics(folder, "eval")] == [1, 2, 3, 4]
+    # Resumed again, it goes on from there.
+    outcome = run(folder, "schedule.epochs=5", "data.batch_size=64", resume="auto")
+    assert (outcome.summary["updates"], outcome.summary["epochs"]) == (26, 5)
+
+
+def test_a_schedule_in_steps_keeps_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """6 of 12 updates are done; with a smaller batch the other 6 follow, however short that is in epochs."""
+    steps = ("schedule.warmup_steps=2", "schedule.cooldown_epochs=1")
+    run(tmp_path / "run", *steps, "schedule.steps=6", "schedule.cooldown_epochs=0", "data.batch_size=32")
+    outcome = run(tmp_path / "run", *steps, "schedule.steps=12", "data.batch_size=16", resume="auto")
+    assert outcome.summary["updates"] == 12 + 10  # and a cool-down of an epoch
+    assert [record["update"] for record in _runs.metrics(tmp_path / "run")] == list(range(1, 23))
+    assert "\nupdate 22/22 " in capsys.readouterr().out
+
+
+def test_unfreezing_when_a_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", "schedule.epochs=1", "model.freeze=1", "optim.layer_decay=0.8")
+    before = _runs.weights(tmp_path / "run")["patch_embed.proj.weight"]
+    run(tmp_path / "run", "schedule.epochs=2", "model.freeze=0", "optim.layer_decay=0.8", resume="auto")
+    assert "parameters were frozen before: they start without moments in the optimizer" in capsys.readouterr().out
+    assert not torch.equal(_runs.weights(tmp_path / "run")["patch_embed.proj.weight"], before)
+    run(tmp_path / "run", "schedule.epochs=3", "model.freeze=2", resume="auto")
+    assert "were frozen before" not in capsys.readouterr().out
+
+
+def test_a_run_that_continues_and_is_stopped_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job scripts look for summary.json to see whether a run is complete."""
+    run(tmp_path / "run", "schedule.epochs=1")
+    assert (tmp_path / "run" / "summary.json").exists()
+    monkeypatch.setattr(Trainer, "update", lambda trainer, batches: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = run(tmp_path / "run", "schedule.epochs=2", resume="auto")
+    assert outcome.signal == signal.SIGTERM
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_branch_reads_the_other_run_and_changes_nothing_there(tmp_path: Path) -> None:
+    run(tmp_path / "run", "schedule.epochs=1")
+    saving = tmp_path / "run" / "checkpoints" / ".step-00000007.saving"  # the run goes on elsewhere, and is saving
+    saving.mkdir()
+    (saving / "model.safetensors").write_bytes(b"half")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    run(tmp_path / "branch", "schedule.epochs=2", resume=str(tmp_path / "run"))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize("content", [b"", b"[{", b"{}", b"\xff\xfe", b"[" * 100_000], ids=len)
+def test_a_damaged_environment_file_does_not_stop_a_resume(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "environment.json"
+    path.write_bytes(content)
+    overrides = (*_runs.TINY, "data.path=digits")
+    plan = plan_run("inline_deit_tiny", overrides=overrides, output=str(tmp_path), resume="auto")
+    with FileLock(tmp_path / ".lock") as lock:
+        take_folder(plan, Ranks(torch.device("cpu")), lock, notify=print)
+    assert len(json.loads(path.read_text())) == 1
+    assert (tmp_path / "environment.json.damaged").read_bytes() == content
+    assert f"{path} is damaged" in capsys.readouterr().out
+
+
+def test_a_damaged_configuration_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"model: {name: \xff\xfe")
+    with pytest.raises(ValueError, match=r"config.yaml is not YAML"):
+        plan_run(resume=str(tmp_path))
+
+
+@pytest.mark.parametrize("end", ["complete", "stopped"])
+def test_a_run_folder_deleted_meanwhile_is_an_error(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Trainer.update
+
+    def delete_folder(trainer: Trainer, batches: Any) -> None:
+        shutil.rmtree(trainer.folder, ignore_errors=True)
+        update(trainer, batches)
+        if end == "stopped":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "update", delete_folder)
+    message = "the run is over, but its last state could not be saved" if end == "complete" else "stopped by signal 15"
+    with pytest.raises(OSError, match=message):
+        run(tmp_path / "run", "schedule.epochs=1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_without_a_configuration_are_a_run_too(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    with pytest.raises(ValueError, match="already holds a run"):
+        run(tmp_path / "run", "schedule.epochs=1")
 
 
 @pytest.mark.parametrize(

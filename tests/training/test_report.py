@@ -15,7 +15,7 @@ from PIL import Image
 from inline_attention.training import plots
 from inline_attention.training.classification import Classification
 from inline_attention.training.config import load_config
-from inline_attention.training.report import Reporter
+from inline_attention.training.report import Reporter, wandb_id
 
 
 def reporter(folder: Path, *overrides: str, active: bool = True) -> Reporter:
@@ -39,6 +39,52 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         report.record(record(3, loss=float("nan")))
         assert [r["update"] for r in report.records()] == [1, 2, 3]
         assert report.records()[-1]["loss"] is None
+    # They are repeated from there on, but nothing that was recorded is thrown away.
+    aside = (tmp_path / "metrics-aside.jsonl").read_text().splitlines()
+    assert json.loads(aside[0]) == record(3)
+    assert aside[1:] == ['{"kind": "tra']
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe\n", b"[1]\n", b"3\n", b'{"loss": 1}\n', b'{"kind": "train", "update": "x"}\n']
+)
+def test_damaged_metrics_do_not_stop_a_resume(
+    damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [json.dumps(record(update)).encode() + b"\n" for update in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(good[0] + damage + good[1])
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.start(total_updates=10, done_updates=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(good)
+    assert (tmp_path / "metrics-aside.jsonl").read_bytes() == damage
+    assert f"{tmp_path / 'metrics.jsonl'} has 1 damaged lines" in capsys.readouterr().out
+
+
+def test_a_run_that_continues_has_no_summary(tmp_path: Path) -> None:
+    """A job script asks the summary whether the run is complete."""
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.summarise({"epochs": 1})
+        report.start(total_updates=10, done_updates=10)
+        assert (tmp_path / "summary.json").exists()
+        report.start(total_updates=20, done_updates=10)
+        assert not (tmp_path / "summary.json").exists()
+
+
+def test_runs_of_equal_names_are_two_at_wandb(tmp_path: Path) -> None:
+    one, other, old = (tmp_path / name / "seed0" for name in ("exp1", "exp2", "exp3"))
+    for folder in (one, other, old / "wandb"):
+        folder.mkdir(parents=True)
+    assert wandb_id(one) != wandb_id(other)
+    assert wandb_id(one) == wandb_id(one)
+    assert wandb_id(old) == "seed0"  # of a run that version 0.1 began
+
+
+def test_lines_of_a_schedule_in_steps_count_its_cool_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("schedule.steps=30", "schedule.cooldown_epochs=2", "schedule.warmup_steps=0", "log.tensorboard=false")
+    with reporter(tmp_path, *overrides) as report:
+        report.start(total_updates=50, done_updates=0)
+        report.record(record(50))
+    assert capsys.readouterr().out.startswith("update 50/50 ")
 
 
 def test_tensorboard_holds_the_curves(tmp_path: Path) -> None:
@@ -73,14 +119,13 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
         values = {"images_per_second": 1234.5, "waiting": 0.25, "memory": 2**31, "grad_norm": 1.5}
         report.record(record(1, **values), eta_seconds=3725)
         report.record({"kind": "eval", "update": 1, "epoch": 1, "val_top1": 61.5, "val_top5": 90.0})
-        report.note("[once]")
-        report.note("[once]")
+        report.note("[bold]")
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "epoch 0.1/300  loss 2.0000  lr 1.00e-03  gradient 1.50  1,234 images/s  waiting 25%  2.00 GiB  left 1:02:05",
         "epoch 1/300  loss 2.0000  val top-1 61.50%  lr 1.00e-03  gradient 1.50  1,234 images/s  waiting 25%  2.00 GiB"
         "  left 1:02:05",
-        "[once]",
+        "[bold]",
     ]
 
 
@@ -122,7 +167,8 @@ def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pyt
     assert (tmp_path / "curves.png").exists()
     assert not list(tmp_path.glob(".*.saving"))
     shown = capsys.readouterr()
-    assert "could not write to" in shown.out
+    assert "could not write metrics.jsonl to" in shown.out
+    assert "could not write summary.json to" in shown.out
     assert "Traceback" not in shown.err
 
 
@@ -139,11 +185,18 @@ def test_a_log_on_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
+    """Each time that writing begins to fail is said once, and so is its end."""
     with reporter(tmp_path, "log.tensorboard=false") as report:
-        report.record(record(1))
-        report.record(record(2))
-    assert capsys.readouterr().out.count("could not write to") == 1
+        for _ in range(2):
+            (tmp_path / "metrics.jsonl").mkdir()
+            report.record(record(1))
+            report.record(record(2))
+            (tmp_path / "metrics.jsonl").rmdir()
+            report.record(record(3))
+            (tmp_path / "metrics.jsonl").unlink()
+    shown = capsys.readouterr().out
+    assert shown.count("could not write metrics.jsonl to") == 2
+    assert shown.count("metrics.jsonl can be written to") == 2
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -164,3 +217,26 @@ def test_summary_is_json(tmp_path: Path) -> None:
     with reporter(tmp_path, "log.tensorboard=false") as report:
         report.summarise({"val_top1": 98.5})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"val_top1": 98.5}
+
+
+@pytest.mark.parametrize("classes", [2, 10, 30])
+@pytest.mark.parametrize(
+    "name", ["{}", "golden retriever {}", "brown bear, bruin, Ursus arctos {}", "${} \\frac_^\x1b[1m"]
+)
+def test_names_in_the_confusion_matrix_stay_apart(
+    name: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their length, and whatever they hold: dollar signs would be read as mathematics."""
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    names = [name.format(label) for label in range(classes)]
+    plots.draw_confusion(torch.eye(classes), names, tmp_path / "confusion.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    for labels, low, high in ((axes.get_xticklabels(), "x0", "x1"), (axes.get_yticklabels(), "y0", "y1")):
+        boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: getattr(box, low))
+        gaps = [getattr(right, low) - getattr(left, high) for left, right in itertools.pairwise(boxes)]
+        assert min(gaps) > 0
+    side = axes.get_window_extent().height / figure.dpi
+    assert side > 0.15 * classes + 0.5  # the names leave room for the matrix (inches)

@@ -11,45 +11,72 @@ from torch import Tensor, nn
 from .divergence import Divergence
 from .extract import LayerAttention, observe
 
-TAU, RHO = 1e-3, 0.1
+# τ of ρ's size would find pairs that are near in both respects, which every attention has.
+TAUS, RHOS = (0.03, 0.1, 0.3), (0.3, 1.0)
 MAX_BYTES = 256 * 2**20
-MEDIAN_QUERIES = 1024
+MEDIAN_TOKENS = 512
+# Weights are computed in float32. Rows closer than this share of a row's norm differ by rounding alone.
+ROUNDING = 1e-6
 # What a row costs while two blocks of it are compared: scores, mask and result in float32, and the result in float64.
 _BYTES_PER_WEIGHT = 2 * (4 * 4 + 8)
+# What a pair of tokens costs: its distances, a masked copy and the copy that is sorted for the median; then masks.
+_BYTES_PER_DISTANCE = 6 * 4
+_BlockPair = tuple[slice, slice, Tensor, Tensor]  # rows i, rows j, their distances (…, i, j), norms of rows i (…, i)
 
 
 @dataclass(frozen=True)
 class ConfusionResult:
-    """Confused pairs: rows of one head and layer that differ by less than τ times the mean row norm, while their
-    queries differ by more than ρ times the median distance of queries."""
+    """Confused pairs of queries of one image, head and layer.
+
+    A pair is confused where its rows are closer than τ times the median distance of two rows, while its queries are
+    further apart than ρ times the median distance of two queries. Both distances are relative, so attention that is
+    nearly uniform does not count as confused. The counts are given for every τ and ρ.
+    """
 
     layers: list[str]
     kinds: list[str]
-    by_image: np.ndarray  # (images,) confused pairs of all layers and heads
-    by_head: list[np.ndarray]  # for each layer (heads,), of all images
-    pairs: np.ndarray  # (layers,) pairs of each head, of all images
-    tau: float
-    rho: float
+    taus: tuple[float, ...]
+    rhos: tuple[float, ...]
+    by_image: np.ndarray  # (images, taus, rhos) confused pairs of all layers and heads
+    by_layer: np.ndarray  # (layers, taus, rhos) confused pairs of all images and heads
+    pairs: np.ndarray  # (layers,) all pairs of all images and heads
     rows: int
     diverged_rows: int
 
     @property
-    def share_by_layer(self) -> np.ndarray:
-        """(layers,) confused pairs of all pairs"""
-        heads = np.array([len(counts) for counts in self.by_head])
-        return np.array([counts.sum() for counts in self.by_head]) / np.maximum(self.pairs * heads, 1)
+    def tau(self) -> float:
+        """The largest, at which images and layers are compared."""
+        return max(self.taus)
+
+    @property
+    def rho(self) -> float:
+        """The largest, at which images and layers are compared."""
+        return max(self.rhos)
+
+    def count_by_image(self) -> np.ndarray:
+        """(images,) confused pairs at `tau` and `rho`"""
+        return self.by_image[:, self.taus.index(self.tau), self.rhos.index(self.rho)]
+
+    def share_by_layer(self, tau: float, rho: float) -> np.ndarray:
+        """(layers,) confused pairs of all pairs at two of the thresholds"""
+        return self.by_layer[:, self.taus.index(tau), self.rhos.index(rho)] / np.maximum(self.pairs, 1)
+
+    @property
+    def per_million(self) -> np.ndarray:
+        """(taus, rhos) confused pairs in a million"""
+        return 1e6 * self.by_layer.sum(0) / max(int(self.pairs.sum()), 1)
 
     def summary(self) -> dict[str, Any]:
-        counts = self.by_image
-        total = int(sum(p * len(h) for p, h in zip(self.pairs, self.by_head, strict=True)))
+        per_million = {
+            f"rows < {tau:g}, queries > {rho:g}": float(self.per_million[t, r])
+            for t, tau in enumerate(self.taus)
+            for r, rho in enumerate(self.rhos)
+        }
         return dict(
-            images=len(counts),
-            occurrences=int(counts.sum()),
-            pairs=total,
-            share_of_pairs=float(counts.sum() / max(total, 1)),
-            mean_per_image=float(counts.mean()),
-            median_per_image=float(np.median(counts)),
-            share_of_images_with_any=float((counts > 0).mean()),
+            images=len(self.by_image),
+            pairs=int(self.pairs.sum()),
+            pairs_in_a_million=per_million,
+            share_of_images_with_any=float((self.count_by_image() > 0).mean()),
             diverged_rows=self.diverged_rows,
             rows=self.rows,
         )
@@ -58,7 +85,7 @@ class ConfusionResult:
 @dataclass
 class _Layer:
     kind: str
-    by_head: np.ndarray
+    confused: np.ndarray  # (taus, rhos)
     pairs: int = 0
 
 
@@ -73,33 +100,35 @@ def measure_confusion(
     model: nn.Module,
     images: Iterable[Tensor],
     *,
-    tau: float = TAU,
-    rho: float = RHO,
+    taus: Sequence[float] = TAUS,
+    rhos: Sequence[float] = RHOS,
     layers: Sequence[str | int] | None = None,
     max_bytes: int = MAX_BYTES,
     on_images: Callable[[int], None] | None = None,
 ) -> ConfusionResult:
     """Counts confused pairs over batches of images.
 
-    Memory: besides the model's own and the q, k, v of one layer, about `max_bytes`, whatever the number of images and
-    tokens (but not less than two rows of every head and image of a batch).
+    Args:
+        taus: thresholds of the rows, relative to the median distance of two rows.
+        rhos: thresholds of the queries, relative to the median distance of two queries.
+        max_bytes: memory besides the model's own and the q, k, v of one layer. It does not grow with the number of
+            images or tokens, but two rows of every head of an image must fit.
     """
-    if tau <= 0 or rho < 0:
-        raise ValueError(f"tau={tau}, rho={rho}; expected tau above 0 and rho of 0 or more")
+    if not taus or not rhos or min(taus) <= 0 or min(rhos) < 0:
+        raise ValueError(f"taus={tuple(taus)}, rhos={tuple(rhos)}; expected taus above 0 and rhos of 0 or more")
     counts = _Counts()
     for batch in images:
-        total = np.zeros(len(batch), dtype=np.int64)
+        total = np.zeros((len(batch), len(taus), len(rhos)), dtype=np.int64)
 
         def on_layer(record: LayerAttention, total: np.ndarray = total) -> None:
-            confused, pairs = confused_pairs(
-                record, tau=tau, rho=rho, max_bytes=max_bytes, divergence=counts.divergence
-            )
-            by_sample = confused.cpu().numpy().reshape(len(total), -1, record.num_heads).sum(1)  # (B, heads)
-            total += by_sample.sum(1)
-            empty = np.zeros(record.num_heads, dtype=np.int64)
-            layer = counts.layers.setdefault(record.name, _Layer(record.kind, empty))
-            layer.by_head = layer.by_head + by_sample.sum(0)
-            layer.pairs += pairs
+            for rows in record.row_chunks(max_bytes // 4):
+                counts.divergence.add(record.weights(rows))
+            confused, pairs = confused_pairs(record, taus=taus, rhos=rhos, max_bytes=max_bytes)
+            of_images = confused.cpu().numpy().reshape(len(total), -1, len(taus), len(rhos)).sum(1)
+            total += of_images
+            layer = counts.layers.setdefault(record.name, _Layer(record.kind, np.zeros_like(total[0])))
+            layer.confused += of_images.sum(0)
+            layer.pairs += pairs * record.num_heads
 
         observe(model, batch, on_layer, layers=layers)
         counts.by_image.append(total)
@@ -110,11 +139,11 @@ def measure_confusion(
     return ConfusionResult(
         layers=list(counts.layers),
         kinds=[layer.kind for layer in counts.layers.values()],
+        taus=tuple(taus),
+        rhos=tuple(rhos),
         by_image=np.concatenate(counts.by_image),
-        by_head=[layer.by_head for layer in counts.layers.values()],
+        by_layer=np.stack([layer.confused for layer in counts.layers.values()]),
         pairs=np.array([layer.pairs for layer in counts.layers.values()]),
-        tau=tau,
-        rho=rho,
         rows=counts.divergence.rows,
         diverged_rows=counts.divergence.diverged,
     )
@@ -124,53 +153,93 @@ def measure_confusion(
 def confused_pairs(
     record: LayerAttention,
     *,
-    tau: float = TAU,
-    rho: float = RHO,
+    taus: Sequence[float] = TAUS,
+    rhos: Sequence[float] = RHOS,
     max_bytes: int = MAX_BYTES,
-    divergence: Divergence | None = None,
 ) -> tuple[Tensor, int]:
-    """Of one layer: confused pairs (S, heads), and how many pairs a head has in all samples together."""
+    """Of one layer: confused pairs (S, heads, taus, rhos), and how many pairs a head has in all samples together."""
     samples, tokens, heads, _ = record.q.shape
     present = record.token_mask
     if present is None:
         present = torch.ones(samples, tokens, dtype=torch.bool, device=record.q.device)
-    size = max(1, max_bytes // (_BYTES_PER_WEIGHT * samples * heads * record.k.shape[1]))
-    blocks = [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-    norms = []
-    for rows in blocks:
-        weights = record.weights(rows)
-        norms.append(weights.norm(dim=-1))
-        if divergence is not None:
-            divergence.add(weights)
-    seen = present[:, None, :]  # (S, 1, N)
-    mean_norm = (torch.cat(norms, -1) * seen).sum(-1) / seen.sum(-1)
-    least_row = (tau * mean_norm)[..., None, None]  # (S, heads, 1, 1)
-    q = record.q.transpose(1, 2)
-    least_query = (rho * _median_distance(q, present))[..., None, None]
-
-    confused = torch.zeros(samples, heads, dtype=torch.int64, device=q.device)
-    for i, j, ours, theirs in _block_pairs(record, blocks):
-        apart = torch.cdist(q[:, :, i], q[:, :, j]) > least_query
-        near = _distances(ours, theirs) < least_row
-        both = seen[:, :, i, None] & seen[:, :, None, j]
-        if i == j:  # each pair once
-            both = both & torch.ones(both.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        confused += (apart & near.to(q.device) & both).sum((-2, -1))
+    pair_bytes = _BYTES_PER_DISTANCE * heads * min(tokens, MEDIAN_TOKENS) ** 2
+    group = max(1, max_bytes // (2 * pair_bytes))  # samples at a time
+    confused = [
+        _confused(record, slice(start, start + group), present, taus, rhos, max_bytes)
+        for start in range(0, samples, group)
+    ]
     count = present.sum(1)
-    return confused, int((count * (count - 1) // 2).sum())
+    return torch.cat(confused), int((count * (count - 1) // 2).sum())
 
 
-def _block_pairs(record: LayerAttention, blocks: Sequence[slice]) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Every pair of blocks of rows once, weights in float64: a difference of rows is far smaller than they are."""
+def _confused(
+    record: LayerAttention,
+    samples: slice,
+    present: Tensor,
+    taus: Sequence[float],
+    rhos: Sequence[float],
+    max_bytes: int,
+) -> Tensor:
+    """Confused pairs of some samples → (samples, heads, taus, rhos)"""
+    q, seen = record.q[samples].transpose(1, 2), present[samples]
+    tokens = q.shape[2]
+    step = -(-tokens // MEDIAN_TOKENS)  # of the tokens that medians are taken over
+    size = max(1, max_bytes // (2 * _BYTES_PER_WEIGHT * q.shape[0] * q.shape[1] * record.k.shape[1]))
+
+    some = torch.empty(*q.shape[:2], *(len(range(0, tokens, step)),) * 2, device=q.device)
+    norms = torch.empty(some.shape[:3], device=q.device)
+    for i, j, distances, norm in _row_distances(record, samples, size=size, step=step):
+        some[:, :, i, j], norms[:, :, i] = distances, norm
+    norm_median = norms.masked_fill(~seen[:, None, ::step], torch.nan).nanmedian(-1).values
+    # Where all rows are equal their median distance is nothing but rounding.
+    floor = ROUNDING * norm_median
+    row_median = _median(some, seen[:, ::step])
+    query_median = _median(torch.cdist(q[:, :, ::step], q[:, :, ::step]), seen[:, ::step])
+    row_limits = [torch.maximum(tau * row_median, floor)[..., None, None] for tau in taus]
+    query_limits = [(rho * query_median)[..., None, None] for rho in rhos]
+
+    everything = slice(0, tokens)
+    pairs: Iterable[_BlockPair] = [(everything, everything, some, norms)]
+    if step > 1:
+        pairs = _row_distances(record, samples, size=size)
+    confused = torch.zeros(*q.shape[:2], len(taus), len(rhos), dtype=torch.int64, device=q.device)
+    for i, j, distances, _ in pairs:
+        both = (seen[:, i, None] & seen[:, None, j])[:, None]
+        if i == j:
+            both = both & torch.ones(both.shape[-2:], dtype=torch.bool, device=q.device).triu(1)  # each pair once
+        queries = torch.cdist(q[:, :, i], q[:, :, j])
+        apart = [(queries > limit) & both for limit in query_limits]
+        for t, limit in enumerate(row_limits):
+            near = distances < limit
+            for r, far in enumerate(apart):
+                confused[:, :, t, r] += (near & far).sum((-2, -1))
+    return confused
+
+
+def _median(distances: Tensor, seen: Tensor) -> Tensor:
+    """Over the pairs i < j of tokens that are present: (S, heads, n, n), (S, n) → (S, heads); NaN without a pair."""
+    pair = (seen[:, None, :, None] & seen[:, None, None, :]).triu(1)
+    return distances.masked_fill(~pair, torch.nan).flatten(2).nanmedian(-1).values
+
+
+def _row_distances(record: LayerAttention, samples: slice, *, size: int, step: int = 1) -> Iterator[_BlockPair]:
+    """Distances of every `step`-th row, for every pair of blocks of `size` rows once.
+
+    Weights are widened to float64 first, because a difference of rows is far smaller than the rows.
+    """
+    count = len(range(0, record.q.shape[1], step))
+    blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def weights(block: slice) -> Tensor:
+        found = record.weights(slice(block.start * step, block.stop * step, step), samples=samples)
+        return (found.cpu() if found.device.type == "mps" else found).double()  # MPS has no float64
+
     for n, i in enumerate(blocks):
-        ours = _exact(record.weights(i))
+        ours = weights(i)
+        norm = ours.norm(dim=-1).float().to(record.q.device)
         for j in blocks[n:]:
-            yield i, j, ours, ours if i == j else _exact(record.weights(j))
-
-
-def _exact(x: Tensor) -> Tensor:
-    return (x.cpu() if x.device.type == "mps" else x).double()  # MPS has no float64
+            distances = _distances(ours, ours if i == j else weights(j))
+            yield i, j, distances.to(record.q.device), norm
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
@@ -185,24 +254,21 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def _median_distance(q: Tensor, present: Tensor) -> Tensor:
-    """Median distance of two queries, of at most MEDIAN_QUERIES evenly spaced ones; NaN where there are no two.
-
-    q (S, heads, N, d), present (S, N) → (S, heads)
-    """
-    samples, heads, tokens, _ = q.shape
-    step = -(-tokens // MEDIAN_QUERIES)
-    queries = q[:, :, ::step].flatten(0, 1)  # (S·heads, n, d)
-    seen = present[:, ::step].repeat_interleave(heads, 0)
-    at_once = max(1, MEDIAN_QUERIES**2 // seen.shape[1] ** 2)
-    medians = []
-    for some, there in zip(queries.split(at_once), seen.split(at_once), strict=True):
-        pair = (there[:, :, None] & there[:, None, :]).triu(1)
-        medians.append(torch.cdist(some, some).masked_fill(~pair, torch.nan).flatten(1).nanmedian(1).values)
-    return torch.cat(medians).view(samples, heads)
-
-
 def table(results: dict[str, ConfusionResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Header and lines of a CSV file: a line for each image."""
-    lines = [(label, i, int(n)) for label, result in results.items() for i, n in enumerate(result.by_image)]
-    return ("model", "image", "confused_pairs"), lines
+    """Header and lines of a CSV file: a line for each pair of thresholds."""
+    lines = [
+        (
+            label,
+            tau,
+            rho,
+            int(result.by_layer[:, t, r].sum()),
+            int(result.pairs.sum()),
+            float(result.per_million[t, r]),
+            float((result.by_image[:, t, r] > 0).mean()),
+        )
+        for label, result in results.items()
+        for t, tau in enumerate(result.taus)
+        for r, rho in enumerate(result.rhos)
+    ]
+    header = ("model", "tau", "rho", "confused_pairs", "pairs", "pairs_in_a_million", "share_of_images_with_any")
+    return header, lines

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import Attention, Grid, SoftmaxAttention
 from inline_attention.layers.local import LocalTerm
+from inline_attention.layers.mode import evaluation_mode
 from inline_attention.layers.windows import WindowPlan, ceil_div
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.pvt import ReducedSoftmaxAttention
@@ -119,7 +120,7 @@ class LayerAttention:
         """The module's output computed from the written-out weights: matrix @ v, local terms, projection.
 
         Args:
-            mask: gives for chosen rows which tokens they see, bool (rows, keys); None for all.
+            mask: gives for chosen rows which tokens they see, bool (rows, keys) or (S, rows, keys); None for all.
             mask_local: taps of the local terms on tokens that a query does not see are zero; else they stay.
 
         Returns:
@@ -128,6 +129,8 @@ class LayerAttention:
         attended, local = [], []
         for rows in self.row_chunks():
             seen = None if mask is None else mask(rows)
+            if seen is not None:
+                seen = seen.unflatten(0, (-1, 1)) if seen.ndim == 3 else seen[None, None]  # (S or 1, 1, rows, keys)
             attended.append(torch.einsum("shij,sjhd->sihd", self.weights(rows, mask=seen), self.v))
             local.append(self._local_sum(rows, seen if mask_local else None))
         return self.finish(torch.cat(attended, 1), torch.cat(local, 1))
@@ -195,18 +198,18 @@ class LayerAttention:
         return at, reached
 
     def _local_sum(self, rows: slice, seen: Tensor | None) -> Tensor:
-        """The local terms of chosen rows, tap by tap: (S, rows, heads, d)"""
+        """The local terms of chosen rows, tap by tap. seen (S or 1, 1, rows, keys) → (S, rows, heads, d)"""
         samples, _, heads, d = self.v.shape
         v = self.v.flatten(2)
         index = torch.arange(self.q.shape[1], device=v.device)[rows]
         out = v.new_zeros(samples, len(index), heads * d)
         for term in self.local:
             at, reached = self._taps(term, index)
+            by_channel = reached.repeat_interleave(heads * d // reached.shape[0], 0)[None]  # (1, C, rows, taps)
             if seen is not None:
-                reached = reached & seen.gather(1, at.clamp(min=0))
-            by_channel = reached.repeat_interleave(heads * d // reached.shape[0], 0)  # (C, rows, taps)
+                by_channel = by_channel & seen.gather(3, at.clamp(min=0).expand(*seen.shape[:2], -1, -1))
             for tap in range(at.shape[1]):
-                weight = term.weight.flatten(2)[:, None, :, tap] * by_channel[:, :, tap].T  # (S or 1, rows, C)
+                weight = term.weight.flatten(2)[:, None, :, tap] * by_channel[..., tap].mT  # (S or 1, rows, C)
                 out += weight * v[:, at[:, tap].clamp(min=0)]
             if term.bias is not None:
                 out += term.bias * (index >= (self.num_prefix_tokens if term.on_map else 0))[:, None]
@@ -249,16 +252,11 @@ def observe(
     """Runs a model and hands over each attention layer when it has run, so that no more than one need be held.
 
     A tensor that `on_layer` returns takes the place of the module's output in this run. The model is in evaluation
-    mode meanwhile. Arguments as for `capture`; returns the model's output.
+    mode meanwhile; then every module has the mode that it had. Arguments as for `capture`; returns the model's output.
     """
     chosen = resolve_layers(model, layers)
-    was_training = model.training
-    model.eval()
-    try:
-        with _hooks(model, chosen, on_layer):
-            return model(images)
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), _hooks(model, chosen, on_layer):
+        return model(images)
 
 
 def resolve_layers(model: nn.Module, layers: Sequence[str | int] | None) -> list[str]:

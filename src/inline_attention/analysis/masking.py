@@ -15,7 +15,7 @@ SIDES = (3, 5, 7)
 
 class Condition(NamedTuple):
     what: Literal["none", "local", "random"]
-    tokens: int  # masked for each query on the map: side², fewer at a border where local
+    tokens: int  # masked for each query on the map: side², fewer at a border, local and random alike
     local_terms: Literal["zeroed", "kept", "none"]  # taps on masked tokens; "none": the model has no local terms
 
     def __str__(self) -> str:
@@ -34,9 +34,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class MaskingResult:
-    """Queries on the map see no token of the window around them (itself included), or not as many random ones.
-    Everything is computed as if those tokens were absent for that query. Prefix tokens are never masked and, as
-    queries, see everything."""
+    """Each query on the map loses the window around it, itself included, or as many random tokens.
+
+    Everything is computed as if those tokens were absent for that query. Prefix tokens are never masked, and as
+    queries they see everything.
+    """
 
     outcomes: list[Outcome]
     top1: float | None  # of the model itself
@@ -64,18 +66,25 @@ def window_mask(record: LayerAttention, side: int) -> Callable[[slice], Tensor]:
     return mask
 
 
-def random_mask(record: LayerAttention, count: int, generator: torch.Generator) -> Callable[[slice], Tensor]:
-    """Which tokens chosen rows see when `count` random tokens of the map are masked for each query on it."""
+def random_mask(record: LayerAttention, side: int, generator: torch.Generator) -> Callable[[slice], Tensor]:
+    """Which tokens chosen rows see when each query loses random tokens of the map.
+
+    A query loses as many as `window_mask` hides from it: fewer at a border, and no padding. → (S or 1, rows, N) bool
+    """
     prefix, tokens = record.num_prefix_tokens, record.k.shape[1]
+    around = neighbours(record.grid, (side, side), num_prefix_tokens=prefix)
+    present = torch.ones(1, tokens, dtype=torch.bool) if record.token_mask is None else record.token_mask.cpu()
+    counts = (present[:, around.clamp(min=0)] & (around >= 0)).sum(-1)  # (S or 1, N), none for prefix tokens
 
     def mask(rows: slice) -> Tensor:
-        start, stop, _ = rows.indices(tokens)
-        # Drawn on the CPU: the same tokens on every device.
-        draws = torch.rand(stop - start, tokens - prefix, generator=generator)
-        chosen = draws.topk(count, dim=1).indices + prefix
-        seen = torch.ones(stop - start, tokens, dtype=torch.bool).scatter_(1, chosen, False)
-        seen[: max(0, prefix - start)] = True
-        return seen.to(record.q.device)
+        count = counts[:, rows]
+        # Drawn on the CPU: the same tokens on every device. Absent tokens come last.
+        draws = torch.rand(*count.shape, tokens - prefix, generator=generator)
+        draws.masked_fill_(~present[:, None, prefix:], -1)
+        chosen = draws.topk(side**2).indices + prefix
+        hidden = torch.where(torch.arange(side**2) < count[..., None], chosen, tokens)  # the last: none
+        seen = torch.ones(*count.shape, tokens + 1, dtype=torch.bool).scatter_(2, hidden, False)
+        return seen[..., :tokens].to(record.q.device)
 
     return mask
 
@@ -122,7 +131,7 @@ class _Masker:
         if self.condition.what == "local":
             mask = window_mask(record, self.side)
         else:
-            mask = random_mask(record, count, self.generator)
+            mask = random_mask(record, self.side, self.generator)
         return record.attend(mask=mask, mask_local=self.condition.local_terms != "kept")
 
 
@@ -137,7 +146,7 @@ def measure_masking(
     """Predictions under masks, over batches of images and their labels, if there are any.
 
     Args:
-        sides: of the windows, odd; as many random tokens as each window has.
+        sides: of the windows, odd. Random masks hide as many tokens of each query as its window has.
         seed: of the random tokens, which are drawn anew for every query, layer and batch.
 
     Layers whose map is no larger than a window are left alone; a window that fits no layer has no outcome.

@@ -1,6 +1,7 @@
 """Pictures of the results. Imports matplotlib, which is optional: import this module where a picture is drawn."""
 
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from .confusion import ConfusionResult
 from .divergence import DIVERGED_MASS
@@ -98,32 +99,52 @@ def _draw_rows(axes: Any, kind: str, rows: Rows) -> None:
 
 
 def draw_confusion(results: Mapping[str, ConfusionResult]) -> Figure:
-    """How many confused pairs images have, and in which layers."""
-    figure = _figure(12, 4.2)
-    histogram, by_layer = figure.subplots(1, 2)
-    most = max(int(result.by_image.max()) for result in results.values())
-    # 0 has a bin of its own; then 1–2, 3–9, 10–31, … half a decade each.
-    edges = np.array([0, *np.unique(np.ceil(10 ** np.arange(0, np.log10(max(most, 1)) + 1, 0.5)).astype(int))])
+    """Confused pairs against the thresholds; how many an image has, and in which layers they are."""
+    figure = _figure(15, 4.4)
+    over_thresholds, histogram, by_layer = figure.subplots(1, 3)
+    first = next(iter(results.values()))
+    most = max(int(result.count_by_image().max()) for result in results.values())
+    edges = histogram_edges(most)
     labels = ["0", *(f"{a}–{b - 1}" if b > a + 1 else str(a) for a, b in itertools.pairwise(edges[1:]))]
     width = 0.8 / len(results)
     for i, (label, result) in enumerate(results.items()):
-        shares = np.histogram(result.by_image, bins=edges)[0] / len(result.by_image)
-        place = np.arange(len(shares)) + (i - (len(results) - 1) / 2) * width
         colour = COLOURS[i % len(COLOURS)]
+        for rho, style, counts in zip(result.rhos, itertools.cycle("-:"), result.per_million.T, strict=False):
+            name = f"{label}, ρ = {rho:g}"
+            over_thresholds.plot(result.taus, counts, marker="o", linestyle=style, color=colour, label=name)
+        shares = np.histogram(result.count_by_image(), bins=edges)[0] / len(result.by_image)
+        place = np.arange(len(shares)) + (i - (len(results) - 1) / 2) * width
         histogram.bar(place, 100 * shares, width, color=colour, label=label)
-        share = 100 * result.share_by_layer
+        share = 1e6 * result.share_by_layer(result.tau, result.rho)
         by_layer.plot(range(1, len(share) + 1), share, marker="o", color=colour, label=label)
+    over_thresholds.set_xscale("log")
+    over_thresholds.set_xticks(first.taus, [f"{tau:g}" for tau in first.taus])
+    over_thresholds.xaxis.set_minor_locator(NullLocator())
+    for axes in (over_thresholds, by_layer):
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=-0.1)
+    over_thresholds.set(title="At every threshold", xlabel="τ", ylabel="confused pairs in a million")
+    over_thresholds.legend(fontsize=7)
+    at = f"τ = {first.tau:g}, ρ = {first.rho:g}"
     histogram.set_xticks(range(len(labels)), labels, rotation=45, ha="right", fontsize=8)
-    histogram.set(title="Confused pairs of an image", xlabel="pairs, all layers and heads", ylabel="% of images")
-    by_layer.set(title="By layer", xlabel="layer", ylabel="% of pairs that are confused", ylim=(0, None))
+    histogram.set(title=f"By image, {at}", xlabel="confused pairs, all layers and heads", ylabel="% of images")
+    by_layer.set(title=f"By layer, {at}", xlabel="layer", ylabel="confused pairs in a million")
     by_layer.legend(fontsize=8)
-    first = next(iter(results.values()))
     _caption(
         figure,
-        f"A pair is confused where ‖A_i − A_j‖ < {first.tau:g} · mean ‖A_t‖ while ‖q_i − q_j‖ > {first.rho:g} · median "
-        f"distance of queries. {_images_and_divergence(results)}",
+        "A pair of queries is confused where its rows are closer than τ times the median distance of two rows, while "
+        "its queries are further apart than ρ times the median distance of two queries. "
+        + _images_and_divergence(results),
     )
     return _with_grid(figure)
+
+
+def histogram_edges(most: int) -> np.ndarray:
+    """Bins of counts up to `most`: 0 alone, then half a decade each: 1–3, 4–9, 10–31, 32–99, …"""
+    edges = [0, 1]
+    while edges[-1] <= most:
+        edges.append(math.ceil(10 ** ((len(edges) - 1) / 2)))
+    return np.array(edges)
 
 
 def draw_locality(results: Mapping[str, LocalityResult]) -> Figure:
@@ -240,8 +261,8 @@ def draw_masking(results: Mapping[str, MaskingResult]) -> Figure:
     images = ", ".join(map(str, sorted({result.images for result in results.values()})))
     _caption(
         figure,
-        "local n: the window of n tokens around each query; random n: as many random ones; as if absent for that "
-        f"query, in every layer. Taps: those of local terms on masked tokens. Images: {images}.",
+        "local n: the window of n tokens around each query, cut at borders; random n: as many random tokens of that "
+        f"query; as if absent, in every layer. Taps: those of local terms on masked tokens. Images: {images}.",
     )
     return _with_grid(figure, axis="y")
 

@@ -19,8 +19,9 @@ DEFINITIONS = {
     ),
     "confusion": (
         "How often does it happen in a model? A pair of queries of one image, head and layer is confused "
-        "where their rows differ by less than τ times the mean norm of a row, while the queries themselves "
-        "are apart by more than ρ times the median distance of two queries."
+        "where its rows are closer than τ times the median distance of two rows, while its queries are further "
+        "apart than ρ times the median distance of two queries. τ well below ρ means confusion; with τ = ρ a pair "
+        "is merely close in both respects."
     ),
     "locality": (
         "How local is attention without being told to be? The mean, over the queries on the map, of the "
@@ -72,6 +73,7 @@ class Section:
     picture: bytes  # PNG
     parameters: Mapping[str, Any]
     summaries: Mapping[str, Mapping[str, Any]]  # a line of the table for each label
+    warning: str | None = None
 
 
 _STYLE = """
@@ -81,6 +83,7 @@ table { border-collapse: collapse; font-size: .85rem; margin: 1rem 0; display: b
 th, td { border: 1px solid #ccc; padding: .25rem .6rem; text-align: left; vertical-align: top; }
 td { font-variant-numeric: tabular-nums; }
 .small { color: #666; font-size: .85rem; }
+.warning { border-left: 4px solid #c8671b; padding-left: .6rem; }
 section { border-top: 1px solid #ddd; margin-top: 2.5rem; }
 """
 
@@ -102,6 +105,7 @@ def html_report(
         parts += [
             f'<section id="{section.analysis}"><h2>{section.analysis.capitalize()}</h2>',
             f"<p>{html.escape(DEFINITIONS[section.analysis])}</p>",
+            f'<p class="warning">{html.escape(section.warning)}.</p>' if section.warning else "",
             f'<img alt="{section.analysis}" src="data:image/png;base64,{picture}">',
             _table(section.summaries),
         ]

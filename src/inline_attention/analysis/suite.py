@@ -14,6 +14,8 @@ from . import confusion, injectivity, locality, maps, masking, rank
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Fewer images than this, and a number says more about them than about the model.
+LEAST_IMAGES = {"confusion": 20, "locality": 20, "masking": 100, "rank": 10}
 ANALYSES = ("injectivity", "confusion", "locality", "maps", "masking", "rank")
 Batches = Iterable[tuple[Tensor, Tensor | None]]  # images (B, C, H, W), normalised, and their labels
 Table = tuple[Sequence[str], Sequence[Sequence[object]]]  # header and lines
@@ -56,8 +58,8 @@ def label_subjects(subjects: Sequence[Subject], labels: Sequence[str] | None) ->
 class Settings:
     """What the paper leaves open, and what to look at."""
 
-    tau: float = confusion.TAU
-    rho: float = confusion.RHO
+    taus: tuple[float, ...] = confusion.TAUS
+    rhos: tuple[float, ...] = confusion.RHOS
     side: int = locality.SIDE
     sides: tuple[int, ...] = masking.SIDES
     seed: int = 0
@@ -75,6 +77,7 @@ class Analysis:
     summaries: dict[str, dict[str, Any]]  # by label: the numbers worth a table
     table: Table
     figure: "Figure"
+    warning: str | None = None  # why the numbers are not to be relied on
 
 
 def analyse(name: str, subjects: Sequence[Subject], settings: Settings, *, progress: Progress) -> Analysis:
@@ -95,7 +98,18 @@ def analyse(name: str, subjects: Sequence[Subject], settings: Settings, *, progr
             results[subject.label] = measure(subject.model, images, on_images=on_images, **parameters)
     summaries = {label: result.summary() for label, result in results.items()}
     figure = getattr(plots, f"draw_{name}")(results)
-    return Analysis(name, parameters, results, summaries, tabulate(results), figure)
+    warning = warn_of_few(name, min(summary["images"] for summary in summaries.values()))
+    return Analysis(name, parameters, results, summaries, tabulate(results), figure, warning)
+
+
+def warn_of_few(name: str, images: int) -> str | None:
+    """What to tell a user whose images are too few for an analysis; None where they are enough."""
+    least = LEAST_IMAGES[name]
+    if images >= least:
+        return None
+    counted = "1 image is" if images == 1 else f"{images} images are"
+    share = f" (each is {100 / images:.3g} points)" if name == "masking" else ""
+    return f"{counted} too few for {name}{share}: give at least {least} before relying on its numbers"
 
 
 class _Measure(NamedTuple):
@@ -108,7 +122,7 @@ class _Measure(NamedTuple):
 
 _MEASURES = {
     "confusion": _Measure(
-        confusion.measure_confusion, confusion.table, lambda s: dict(tau=s.tau, rho=s.rho, layers=s.layers)
+        confusion.measure_confusion, confusion.table, lambda s: dict(taus=s.taus, rhos=s.rhos, layers=s.layers)
     ),
     "locality": _Measure(locality.measure_locality, locality.table, lambda s: dict(side=s.side, layers=s.layers)),
     "masking": _Measure(masking.measure_masking, masking.table, lambda s: dict(sides=s.sides, seed=s.seed)),

@@ -38,6 +38,14 @@ COUNTERPARTS = {
 }
 COMPILE_MODES = ("reduce-overhead", "max-autotune")
 EAGER = "eager"
+# (sizes, batch of each) that are measured unless a command says otherwise. A GPU needs large batches to be busy; with
+# those a CPU would take hours, and with these about a minute.
+SIZES_AND_BATCHES: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
+    ("model", "cuda"): ((224,), (64,)),
+    ("model", "cpu"): ((224,), (2,)),
+    ("sweep", "cuda"): ((224, 384, 640, 1024, 2048), (256, 128, 64, 32, 8)),
+    ("sweep", "cpu"): ((112, 224, 448), (4, 2, 1)),
+}
 PEERS = ("peer", "peer_sdpa")
 
 
@@ -279,6 +287,22 @@ def compare(
     return {key: (outcome[key], peaks.get(key)) for key in candidates}
 
 
+def default_modes(device: torch.device) -> list[str]:
+    """Compiling takes longer on a CPU than everything that is measured there."""
+    return [EAGER] if device.type == "cpu" else list(COMPILE_MODES)
+
+
+def default_sizes(
+    kind: str, device: torch.device, *, img_sizes: Sequence[int] | None, batches: Sequence[int] | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Sizes and batches of "model" or "sweep", where one or both are not given."""
+    if img_sizes is None:
+        img_sizes, usual = SIZES_AND_BATCHES[kind, device.type]
+    else:  # the batch of one size serves them all
+        usual = SIZES_AND_BATCHES["model", device.type][1]
+    return img_sizes, usual if batches is None else batches
+
+
 def usable_modes(modes: Sequence[str], device: torch.device) -> list[str]:
     """Those that differ on the device."""
     if device.type != "cpu":
@@ -325,7 +349,7 @@ def run_setting(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
     """Every contender in every mode."""
-    modes = usable_modes(modes or COMPILE_MODES, device)
+    modes = usable_modes(modes or default_modes(device), device)
     candidates = make_candidates(setting, contenders=contenders, modes=modes, device=device, dtype=dtype)
     outcome = compare(
         {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()},

@@ -1,69 +1,76 @@
-"""The command `inline`. One file a command: `HELP`, `configure(parser)` and `run(args)`; thin: parse, call, print.
+"""The command `inline`. One file a command: `configure(parser)` and `run(args)`; thin: parse, call, print.
 
-Command modules import what they need inside `run`: `inline --help` waits for the package alone, not for every command.
+`inline_command`, beside this package, lists the commands and starts one. Command modules import what they need inside
+`run`, so that `--help` and mistakes in options are answered before anything else is loaded.
 """
 
 import argparse
 import importlib
+import io
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from inline_attention._version import __version__
+from inline_attention.printing import printable, say
+from inline_command import COMMANDS, main
 
-COMMANDS: tuple[str, ...] = (
-    "models",
-    "info",
-    "train",
-    "eval",
-    "predict",
-    "segment",
-    "detect",
-    "convert",
-    "export",
-    "bench",
-    "analyze",
-    "study",
-    "explore",
-    "env",
-)
+__all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "parse", "run_command", "run_parser"]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inline", description="InLine attention for vision.")
-    parser.add_argument("--version", action="version", version=f"inline-attention {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        module = importlib.import_module(f"inline_attention.cli.{name}")
-        subparser = subparsers.add_parser(name, help=module.HELP, description=module.__doc__)
-        module.configure(subparser)
-        subparser.set_defaults(run=module.run)
+class CommandParser(argparse.ArgumentParser):
+    """Leaves itself in what it parses. With commands inside commands, the innermost one is left, so that an error can
+    show the usage of the command it is about."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_defaults(parser=self)
+
+
+class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # takes arguments from Python 3.11 on
+    """What the library logs, such as the names of unreadable images, on standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+def build_parser(command: str) -> CommandParser:
+    module = importlib.import_module(f"inline_attention.cli.{command}")
+    parser = CommandParser(prog=f"inline {command}", description=module.__doc__)
+    module.configure(parser)
+    parser.set_defaults(run=module.run)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a check failed, 2 bad input (one line, no traceback), 130 interrupted.
+def run_command(command: str, argv: Sequence[str]) -> int:
+    return run_parser(lambda: build_parser(command), argv, name=f"inline {command}")
 
-    `INLINE_TRACEBACK=1` shows where an error came from.
-    """
-    args = _parse(build_parser(), argv)
+
+def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name: str) -> int:
+    """Parse and run. Exit status as for `main`. `INLINE_TRACEBACK=1` shows where an error came from."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks ends no command
+            stream.reconfigure(errors="backslashreplace")
+    logging.basicConfig(handlers=[_LogHandler()])
     try:
+        args = parse(build(), argv)
         return args.run(args) or 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("INLINE_TRACEBACK"):
             raise
-        print(f"inline {args.command}: {error}", file=sys.stderr)
+        say(*f"{name}: {error}".split("\n"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"inline {args.command}: interrupted", file=sys.stderr)
+        say(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 
-def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """argparse ends a list of arguments at the first option; here what stands behind it goes on with the list."""
     args, rest = parser.parse_known_args(argv)
     if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.arguments += rest
     return args

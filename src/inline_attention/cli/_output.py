@@ -12,6 +12,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are no UTF-8; in JSON, they read back as they were
+
 
 def choose_device(name: str | None) -> torch.device:
     """The device named, or the best there is."""
@@ -71,11 +73,12 @@ def check_writable(*paths: str | Path | None) -> None:
 
 
 def write_json(path: str, content: Any) -> None:
-    Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    Path(path).write_text(text, encoding="utf-8", errors=NOT_UTF8)
 
 
 def write_csv(path: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with open(path, "w", newline="", encoding="utf-8", errors=NOT_UTF8) as file:
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows(rows)

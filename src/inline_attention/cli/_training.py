@@ -2,7 +2,10 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from inline_attention.printing import say
 
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
@@ -40,15 +43,18 @@ def _allow_any_order(parser: argparse.ArgumentParser) -> None:
 
 def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Callable[[Outcome], str]") -> int:
     from inline_attention.training import settings
-    from inline_attention.training.config import recipe_names
+    from inline_attention.training.config import describe_recipe, recipe_names
     from inline_attention.training.run_folder import plan_run
 
     if args.list_recipes:
-        print("\n".join(recipe_names(task.recipes)))
+        names = recipe_names(task.recipes)
+        for name in names:
+            say(f"{name:<{max(map(len, names))}}  {describe_recipe(name, task.recipes)}")
         return 0
     overrides = list(args.overrides)
     recipe = args.recipe
-    if recipe is not None and "=" in recipe:  # no recipe was given, the first setting took its place
+    # Without a recipe the first setting takes its place. A recipe file may have "=" in its name.
+    if recipe is not None and "=" in recipe and not (recipe.endswith((".yaml", ".yml")) and Path(recipe).is_file()):
         recipe, overrides = None, [recipe, *overrides]
     plan = plan_run(recipe, task=task, overrides=overrides, flags=_flags(args), output=args.output, resume=args.resume)
     if args.print_config:

@@ -6,9 +6,12 @@ without images, two photographs are looked at.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from inline_attention.printing import say
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from inline_attention.analysis.suite import Analysis, Settings, Subject
     from inline_attention.data import EvalLoader
 
-HELP = "injectivity, confusion, locality, maps, masking and rank of attention"
 DEFAULT_MODEL = "inline_deit_tiny"  # untrained, where the package has no weights
 
 
@@ -41,8 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
     parser.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
     parser.add_argument("--layers", nargs="+", metavar="L", help="names or numbers, -1 the last (default: all)")
-    parser.add_argument("--tau", type=float, help="confusion: rows nearer than this share of their norm (1e-3)")
-    parser.add_argument("--rho", type=float, help="confusion: queries further than this share of the median (0.1)")
+    confusion = parser.add_argument_group("confusion", "thresholds, relative to the median distance")
+    confusion.add_argument("--taus", type=float, nargs="+", metavar="T", help="rows are closer (0.03 0.1 0.3)")
+    confusion.add_argument("--rhos", type=float, nargs="+", metavar="R", help="queries are further apart (0.3 1)")
     parser.add_argument("--side", type=int, help="locality: side of the neighbourhood (3)")
     parser.add_argument("--sides", type=int, nargs="+", metavar="N", help="masking: sides of the windows (3 5 7)")
     parser.add_argument("--seed", type=int, help="masking: of the random tokens (0)")
@@ -71,19 +74,21 @@ def run(args: argparse.Namespace) -> int:
         analysis = analyse(name, subjects, settings, progress=partial(image_progress, total=count))
         write(analysis, subjects, out)
         print_summary(analysis)
+        if analysis.warning is not None:
+            say(f"warning: {analysis.warning} (--data, --images)", file=sys.stderr)
         done.append(analysis)
     if args.analysis == "all":
         write_report(done, subjects, out, device)
-        print(f"\n{out / 'report.html'}")
+        say("", out / "report.html")
     return 0
 
 
 def read_settings(args: argparse.Namespace) -> "Settings":
     from inline_attention.analysis.suite import Settings
 
-    given: dict[str, Any] = {key: getattr(args, key) for key in ("tau", "rho", "side", "seed", "head")}
-    given["sides"] = tuple(args.sides) if args.sides else None
-    given["query"] = tuple(args.query) if args.query else None
+    given: dict[str, Any] = {key: getattr(args, key) for key in ("side", "seed", "head")}
+    for key in ("taus", "rhos", "sides", "query"):
+        given[key] = tuple(getattr(args, key)) if getattr(args, key) else None
     if args.layers:
         given["layers"] = tuple(int(layer) if layer.lstrip("-").isdecimal() else layer for layer in args.layers)
     return Settings(**{key: value for key, value in given.items() if value is not None})
@@ -183,7 +188,7 @@ def write(analysis: "Analysis", subjects: Sequence["Subject"], out: Path) -> Non
     from inline_attention.analysis.report import to_plain
     from inline_attention.cli._output import write_csv, write_json
 
-    content: dict[str, Any] = dict(analysis=analysis.name, parameters=analysis.parameters)
+    content: dict[str, Any] = dict(analysis=analysis.name, parameters=analysis.parameters, warning=analysis.warning)
     if analysis.name == "injectivity":
         content.update(to_plain(analysis.results["plane"]))
     else:
@@ -197,7 +202,7 @@ def write(analysis: "Analysis", subjects: Sequence["Subject"], out: Path) -> Non
 
 
 def print_summary(analysis: "Analysis") -> None:
-    print(f"\n{analysis.name}")
+    say("", analysis.name)
     for label, summary in analysis.summaries.items():
         words = []
         for key, value in summary.items():
@@ -205,7 +210,7 @@ def print_summary(analysis: "Analysis") -> None:
                 words.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
             elif value is not None:
                 words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
-        print(f"  {label}: {'; '.join(words).replace('_', ' ')}")
+        say(f"  {label}: {'; '.join(words).replace('_', ' ')}")
 
 
 def write_report(
@@ -224,6 +229,8 @@ def write_report(
         "device": str(device),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    sections = [Section(a.name, (out / f"{a.name}.png").read_bytes(), a.parameters, a.summaries) for a in analyses]
+    sections = [
+        Section(a.name, (out / f"{a.name}.png").read_bytes(), a.parameters, a.summaries, a.warning) for a in analyses
+    ]
     page = html_report(sections, facts=facts, models={subject.label: subject.facts for subject in subjects})
     (out / "report.html").write_text(page, encoding="utf-8")

@@ -4,13 +4,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inline_attention.printing import say
+
 if TYPE_CHECKING:
+    import torch
+
+    from inline_attention.bench.model import Setting
     from inline_attention.bench.record import Record
 
-HELP = "speed and memory against peers"
-
-SWEEP_SIZES = (224, 384, 640, 1024, 2048)
-SWEEP_BATCHES = (256, 128, 64, 32, 8)
 DENSE_MODELS = ("fpn-pvt_tiny", "upernet-swin_tiny", "mask_rcnn-pvt_tiny", "cascade_mask_rcnn-swin_tiny")
 
 
@@ -46,13 +47,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     profile = kinds.add_parser("profile", parents=[common], help="where the time of whole models goes, by kernel")
     profile.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
     profile.set_defaults(quick=False)
-    profile.add_argument(
-        "--mode", default="reduce-overhead", help="of torch.compile, or eager (default: %(default)s; on a CPU: default)"
-    )
-    one = ((224,), (64,))
-    for sub, (sizes, batches) in {model: one, sweep: (SWEEP_SIZES, SWEEP_BATCHES), profile: one}.items():
-        sub.add_argument("--img-size", nargs="+", type=int, default=sizes, metavar="S", help=f"default: {sizes}")
-        sub.add_argument("--batch", nargs="+", type=int, default=batches, metavar="B", help="one, or one for each size")
+    profile.add_argument("--mode", help="of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
+    for sub in (model, sweep, profile):
+        sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
+        batches = "256 128 64 32 8, on a CPU 4 2 1" if sub is sweep else "64, on a CPU 2"
+        sub.add_argument("--img-size", nargs="+", type=int, metavar="S", help=f"default: {sizes}")
+        sub.add_argument(
+            "--batch", nargs="+", type=int, metavar="B", help=f"one, or one for each size (default: {batches})"
+        )
         sub.add_argument("--train", action="store_true", help="only training steps")
         sub.add_argument("--infer", action="store_true", help="only inference")
         sub.add_argument(
@@ -63,7 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--modes",
             type=_names,
             metavar="A,B",
-            help="of torch.compile, or eager; each side keeps its best (default: reduce-overhead,max-autotune)",
+            help="of torch.compile, or eager; each contender keeps its best "
+            "(default: reduce-overhead,max-autotune, on a CPU eager)",
         )
         sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
@@ -125,8 +128,8 @@ def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
 
 def _print_facts(facts: dict[str, str]) -> None:
     for name, value in facts.items():
-        print(f"{name}: {value}")
-    print(flush=True)
+        say(f"{name}: {value}")
+    say("")
 
 
 def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
@@ -148,7 +151,7 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     for case in cases:
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             record.add(results)
-            print(op.op_table([asdict(r) for r in results]), flush=True)
+            _say_table(op.op_table([asdict(r) for r in results]))
     return record
 
 
@@ -175,7 +178,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
         record.add(results)
-        print(kernels.kernel_table([asdict(r) for r in results]), flush=True)
+        _say_table(kernels.kernel_table([asdict(r) for r in results]))
     return record
 
 
@@ -186,27 +189,36 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     from inline_attention.bench.picture import draw_sweep
     from inline_attention.bench.record import Record
 
-    contenders = args.contenders or model.default_contenders(options["device"])
+    device = options["device"]
+    contenders = args.contenders or model.default_contenders(device)
     model.check(args.models, contenders, args.modes)
-    settings = model.make_settings(
-        args.models,
-        img_sizes=args.img_size,
-        batches=args.batch,
-        tasks=_chosen(args.infer, args.train, ("infer", "train")),
-        latency=args.latency,
-    )
-    facts["compile modes"] = ", ".join(model.usable_modes(args.modes or model.COMPILE_MODES, options["device"]))
+    settings = _settings(args, device, latency=args.latency)
+    modes = model.usable_modes(args.modes or model.default_modes(device), device)
+    facts["compile modes"] = ", ".join(modes)
     _print_facts(facts)
+    each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if len(modes) > 1 else "")
+    say(f"{len(settings)} measurements of {each}: {', '.join(map(str, settings))}")
     record = Record("model", facts, args.json)
-    for setting in settings:
-        results = model.run_setting(setting, contenders=contenders, modes=args.modes, log=_log, **options)
+    for number, setting in enumerate(settings, start=1):
+        say(f"[{number}/{len(settings)}] {setting}")
+        results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
         record.add(results)
-        print(model.model_table([asdict(r) for r in results]), flush=True)
+        _say_table(model.model_table([asdict(r) for r in results]))
     everything = [asdict(r) for r in record.results]
-    print(f"\n{model.ratio_table(everything)}", flush=True)
+    say("")
+    _say_table(model.ratio_table(everything))
     if args.picture is not None:
         draw_sweep(everything, args.picture)
     return record
+
+
+def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool) -> "list[Setting]":
+    from inline_attention.bench import model
+
+    kind = "sweep" if args.kind == "sweep" else "model"
+    img_sizes, batches = model.default_sizes(kind, device, img_sizes=args.img_size, batches=args.batch)
+    tasks = _chosen(args.infer, args.train, ("infer", "train"))
+    return model.make_settings(args.models, img_sizes=img_sizes, batches=batches, tasks=tasks, latency=latency)
 
 
 def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
@@ -217,23 +229,18 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
 
     device = options["device"]
     contenders = args.contenders or model.default_contenders(device)
-    model.check(args.models, contenders, [args.mode])
-    settings = model.make_settings(
-        args.models,
-        img_sizes=args.img_size,
-        batches=args.batch,
-        tasks=_chosen(args.infer, args.train, ("infer", "train")),
-        latency=False,
-    )
-    facts["compile modes"] = ", ".join(model.usable_modes([args.mode], device))
+    mode = args.mode or model.default_modes(device)[0]
+    model.check(args.models, contenders, [mode])
+    settings = _settings(args, device, latency=False)
+    facts["compile modes"] = ", ".join(model.usable_modes([mode], device))
     _print_facts(facts)
     record = Record("profile", facts, args.json)
     for setting in settings:
         results = profile.run_setting(
-            setting, contenders=contenders, mode=args.mode, device=device, dtype=options["dtype"], log=_log
+            setting, contenders=contenders, mode=mode, device=device, dtype=options["dtype"], log=say
         )
         record.add(results)
-        print(profile.profile_table([asdict(r) for r in results]), flush=True)
+        _say_table(profile.profile_table([asdict(r) for r in results]))
     return record
 
 
@@ -258,16 +265,16 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
     _print_facts(facts)
     record = Record("dense", facts, args.json)
     for setting in settings:
-        results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=_log, **options)
+        results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
         record.add(results)
-        print(dense.dense_table([asdict(r) for r in results]), flush=True)
+        _say_table(dense.dense_table([asdict(r) for r in results]))
     if args.picture is not None:
         dense.draw_dense([asdict(r) for r in record.results], args.picture)
     return record
 
 
-def _log(line: str) -> None:
-    print(line, flush=True)
+def _say_table(text: str) -> None:
+    say(*text.split("\n"))
 
 
 def _print_records(paths: list[Path], picture: Path | None) -> None:
@@ -289,8 +296,8 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
     of_models: list[dict[str, Any]] = []
     for path in paths:
         kind, facts, results = read_record(path, kinds=tables)
-        print(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")
-        print(tables[kind](results), end="\n\n")
+        say(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}", "")
+        _say_table(tables[kind](results) + "\n")
         if kind == "model":
             of_models += results
     if picture is not None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-HELP = "official checkpoint → safetensors"
+from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +23,6 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.target} exists; --force overwrites it")
     if args.target.suffix != ".safetensors":
         raise ValueError(f"{args.target}: the name of the file to write must end in .safetensors")
-
-    from rich.console import Console
-    from rich.table import Table
 
     from inline_attention.models.convert import convert
     from inline_attention.models.weights import architecture
@@ -47,7 +44,5 @@ def run(args: argparse.Namespace) -> None:
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "written": f"{done.path} ({done.path.stat().st_size / 1e6:.1f} MB)",
     }
-    table = Table(show_header=False, box=None)
     for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
+        say(f"{name:<10}  {value}")

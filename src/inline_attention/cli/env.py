@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "versions and hardware, for a bug report"
+from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,8 @@ def run(args: argparse.Namespace) -> None:
 
     facts = describe_environment()
     if args.json:
-        print(json.dumps(facts, indent=2))
+        say(*json.dumps(facts, indent=2).split("\n"))
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name:<{width}}  {value}")
+        say(f"{name:<{width}}  {value}")

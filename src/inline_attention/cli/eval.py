@@ -6,7 +6,7 @@ part of them.
 
 import argparse
 
-HELP = "evaluate a model on images with known classes"
+from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
         amp_dtype = getattr(torch, args.amp) if args.amp else None
         result = evaluate(model, loader, device=device, amp_dtype=amp_dtype, on_images=on_images)
 
-    print(f"{args.model} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
-    print(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%  loss {result.loss:.4f}")
-    print(f"{result.images} images, {result.images_per_second:.1f} images/s on {device}, {result.skipped} unreadable")
+    say(f"{args.model} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
+    say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%  loss {result.loss:.4f}")
+    say(f"{result.images} images, {result.images_per_second:.1f} images/s on {device}, {result.skipped} unreadable")
     names = classifier.class_names or loader.class_names
     if args.csv:
         rows = (

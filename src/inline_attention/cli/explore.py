@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "attention to play with, in a browser"
+from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> None:
     device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     subjects = load_subjects(args.weights, device=device)
     with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
-        print(f"{server.url} (Ctrl-C ends)", flush=True)
+        say(f"{server.url} (Ctrl-C ends)")
         if not server.is_local:
-            print("everybody who reaches this machine can use it, under its name or address", flush=True)
+            say("everybody who reaches this machine can use it, under its name or address")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print("ended")
+            say("ended")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-HELP = "model → ONNX or torch.export file, checked"
+from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
         dynamic_size=args.dynamic_size,
     )
     if not args.weights:
-        print("weights: random; --weights exports trained ones")
-    print(f"written: {exported.path}")
-    print(f"covers:  {exported.covers}")
+        say("weights: random; --weights exports trained ones")
+    say(f"written: {exported.path}")
+    say(f"covers:  {exported.covers}")
     for check in exported.checks:
         verdict = "ok" if check.passed else f"FAILED (over {TOLERANCE:g})"
-        print(f"check:   {' × '.join(map(str, check.shape))}: max |file − model| = {check.difference:.2e} {verdict}")
+        say(f"check:   {' × '.join(map(str, check.shape))}: max |file − model| = {check.difference:.2e} {verdict}")
     return 0 if all(check.passed for check in exported.checks) else 1

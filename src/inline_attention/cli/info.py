@@ -6,7 +6,7 @@ keeps for the backward in float32, without gradient checkpointing and fused kern
 
 import argparse
 
-HELP = "cost of a model by stage"
+from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     img_size = to_pair(args.img_size) if args.img_size else model.img_size
     costs = profile(model, img_size=img_size)
     if args.json:
-        print(json.dumps([cost._asdict() for cost in costs], indent=2))
+        say(*json.dumps([cost._asdict() for cost in costs], indent=2).split("\n"))
         return
 
     from rich.console import Console

@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "table of the models"
+from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
     top1 = {name: PUBLISHED[name].top1 if name in PUBLISHED else None for name in names}
     if args.json:
         facts = [dict(name=n, top1=top1[n], weights=has_weights(n), **SUMMARIES[n]._asdict()) for n in names]
-        print(json.dumps(facts, indent=2))
+        say(*json.dumps(facts, indent=2).split("\n"))
         return
 
     from rich.console import Console

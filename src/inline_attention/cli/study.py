@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inline_attention.printing import say
+
 if TYPE_CHECKING:
     from inline_attention.study.grid import Run
     from inline_attention.study.runner import GridRunner, Outcome
-
-HELP = "probes and trained grids that test the paper's claims, and a report"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -76,13 +76,13 @@ def run_probes(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
     try:
         effort = probes.Effort(steps=args.steps, seeds=args.seeds)
-        result = probes.run_probes(effort=effort, seed=args.seed, on_done=lambda line: print(line, flush=True))
+        result = probes.run_probes(effort=effort, seed=args.seed, on_done=say)
     finally:
         torch.set_num_threads(threads)
     content = probes.to_json(result, effort=effort, seed=args.seed)
     (out / "probes.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     save(draw_probes(content), out / "probes.png")
-    print(f"\n{out / 'probes.json'}\n{out / 'probes.png'}")
+    say("", out / "probes.json", out / "probes.png")
     return 0
 
 
@@ -99,7 +99,7 @@ def run_train(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if args.list:
         for run in runs:
-            print(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))
+            say(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))
         return 0
     for run in runs:
         choose_device(run.config(extra=settings).device)  # a wrong setting is said now, once
@@ -113,9 +113,9 @@ def run_train(args: argparse.Namespace) -> int:
         retry=args.retry,
     )
     outcome = _make(runner, runs)
-    print(f"\n{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
+    say("", f"{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
     for name in outcome.failed:
-        print(f"failed: {name}, see {out / name / 'log.txt'}; --retry makes it again")
+        say(f"failed: {name}, see {out / name / 'log.txt'}; --retry makes it again")
     if outcome.interrupted:
         return 130
     return 1 if outcome.failed else 0
@@ -133,21 +133,18 @@ def run_report(args: argparse.Namespace) -> int:
     images = measures.IMAGES if args.max_images is None else args.max_images
     _check_least("--max-images", images, 1)
 
-    def tell(line: str) -> None:
-        print(line, flush=True)
-
     results = collect(out)
     if results.runs and not args.no_analyses:
-        measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, tell=tell)
+        measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, tell=say)
     if not args.no_speed:
         runs = [result.run for result in results.runs]
-        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=tell)
+        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=say)
     results = collect(out)
     files = write_report(results, out)
     if args.docs:
         files += write_docs(results, [path for path in files if path.suffix == ".png"], Path(args.docs))
     for path in files:
-        print(path)
+        say(path)
     return 0
 
 
@@ -156,7 +153,7 @@ def run_pack(args: argparse.Namespace) -> int:
     from inline_attention.study.results import collect
 
     for path in pack_models(collect(Path(args.out)), folder=args.to):
-        print(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
+        say(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
     return 0
 
 
@@ -172,7 +169,7 @@ def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
 
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        runner.tell = lambda line: print(line, flush=True)
+        runner.tell = say
         return runner.make(runs)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[running]}"), console=console) as progress:

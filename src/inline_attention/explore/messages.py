@@ -1,16 +1,18 @@
 """What a request is, and what it is answered with."""
 
+import io
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from email.message import Message
 from http import HTTPStatus
-from io import BufferedIOBase
 from typing import Any
 
-MAX_JSON_BYTES = 4096
-BODY_SECONDS = 60.0  # a body that takes longer is given up
+MAX_JSON_BYTES, JSON_SECONDS = 4096, 5.0
+HEADER_SECONDS = 5.0
+BODY_SECONDS = 60.0
 
 
 class RequestError(Exception):
@@ -21,16 +23,48 @@ class RequestError(Exception):
         self.status = status
 
 
+class TimedSocket(io.RawIOBase):
+    """Reads a socket until a deadline.
+
+    A socket's own timeout starts anew with every byte, so a visitor who sends one byte now and then could keep a
+    connection for ever.
+    """
+
+    def __init__(self, connection: socket.socket, *, seconds: float) -> None:
+        self._connection = connection
+        self.allow(seconds)
+
+    def allow(self, seconds: float) -> None:
+        """What is read from now on must come within this time."""
+        self._deadline = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        before = self._connection.gettimeout()
+        self._connection.settimeout(left if before is None else min(left, before))
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(before)  # which holds for sending
+
+
 class Request:
     """A request whose body is still to be read, by who knows how large it may be."""
 
-    def __init__(self, method: str, path: str, headers: Message, stream: BufferedIOBase) -> None:
+    def __init__(
+        self, method: str, path: str, headers: Message, stream: io.BufferedReader, source: TimedSocket
+    ) -> None:
         self.method, self.path = method, path
-        self._headers, self._stream = headers, stream
+        self._headers, self._stream, self._source = headers, stream, source
         self.has_unread_body = "Transfer-Encoding" in headers or headers.get("Content-Length", "0") != "0"
 
-    def read(self, limit: int) -> bytes:
-        """The body. Nothing of it is read where it is larger than `limit` bytes."""
+    def read(self, limit: int, *, seconds: float = BODY_SECONDS) -> bytes:
+        """The body. Nothing of it is read where it is larger than `limit` bytes; it must come within `seconds`."""
         if "Transfer-Encoding" in self._headers:
             raise RequestError(HTTPStatus.LENGTH_REQUIRED, "a body needs a Content-Length")
         text = self._headers.get("Content-Length", "0")
@@ -40,18 +74,16 @@ class Request:
             raise RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{_size(int(text))} are too many; expected at most {_size(limit)}"
             )
-        deadline = time.monotonic() + BODY_SECONDS
-        parts, missing = [], int(text)
-        while missing:
-            part = self._stream.read1(min(missing, 2**16))
-            if not part:
-                raise RequestError(HTTPStatus.BAD_REQUEST, f"the last {missing} bytes of the body did not come")
-            if time.monotonic() > deadline:
-                raise RequestError(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {BODY_SECONDS:.0f} seconds")
-            parts.append(part)
-            missing -= len(part)
+        self._source.allow(seconds)
+        try:
+            body = self._stream.read(int(text))
+        except TimeoutError as error:
+            message = f"the body did not come in time; expected all of it within {seconds:.0f} seconds"
+            raise RequestError(HTTPStatus.REQUEST_TIMEOUT, message) from error
+        if missing := int(text) - len(body):
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"the last {missing} bytes of the body did not come")
         self.has_unread_body = False
-        return b"".join(parts)
+        return body
 
     def json(self) -> dict[str, Any]:
         """The body, which must be a JSON object."""
@@ -59,7 +91,7 @@ class Request:
         if self._headers.get_content_type() != "application/json":
             raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of type application/json")
         try:
-            content = json.loads(self.read(MAX_JSON_BYTES))
+            content = json.loads(self.read(MAX_JSON_BYTES, seconds=JSON_SECONDS))
         except (ValueError, RecursionError) as error:
             raise RequestError(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from error
         if not isinstance(content, dict):

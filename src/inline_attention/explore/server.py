@@ -4,13 +4,13 @@ The standard library's: a thread a connection, a request a connection. What is a
 """
 
 import errno
+import io
 import ipaddress
 import os
 import socket
 import socketserver
 import sys
 import threading
-import time
 import traceback
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 from .app import App
 from .gate import Busy
-from .messages import Request, RequestError, Response
+from .messages import HEADER_SECONDS, Request, RequestError, Response, TimedSocket
 
 MAX_CONNECTIONS = 64
-SILENT_SECONDS = 20.0  # a connection over which nothing comes or goes is closed
+SILENT_SECONDS = 20.0  # a connection over which nothing comes or goes is closed; `messages` bounds what drips in
 LINGER_BYTES, LINGER_SECONDS = 64 * 2**20, 5.0
 GONE = (ConnectionError, TimeoutError)  # what it looks like when a visitor leaves
 
@@ -122,9 +122,14 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SILENT_SECONDS
     server_version, sys_version = "inline-explore", ""
 
+    def setup(self) -> None:
+        super().setup()
+        self._source = TimedSocket(self.connection, seconds=HEADER_SECONDS)
+        self.rfile = io.BufferedReader(self._source)
+
     def do_GET(self) -> None:
         # Whatever comes behind ? is no part of an address here.
-        request = Request(self.command, self.path.partition("?")[0], self.headers, self.rfile)
+        request = Request(self.command, self.path.partition("?")[0], self.headers, self.rfile, self._source)
         try:
             self._check_sender()
             response = self.server.app.answer(request)
@@ -174,10 +179,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _linger(self) -> None:
         """Reads what is still coming, within limits: a browser shows no answer to what it could not finish sending."""
         self.connection.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + LINGER_SECONDS
+        self._source.allow(LINGER_SECONDS)
         left = LINGER_BYTES
-        self.connection.settimeout(LINGER_SECONDS)
-        while left > 0 and time.monotonic() < deadline and (part := self.rfile.read1(2**16)):
+        while left > 0 and (part := self.rfile.read1(2**16)):
             left -= len(part)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Grid = tuple[int, int]
+from inline_attention.ops import Grid
 
 
 class Padding(NamedTuple):

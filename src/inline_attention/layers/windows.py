@@ -7,15 +7,17 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-from .padding import Grid, Padding, sizes_on_map
+from inline_attention.ops import Grid
+
+from .padding import Padding, sizes_on_map
 
 
 def is_equal(a: int, b: int) -> bool:
-    """Whether two sizes are known to be equal: False for a symbolic one, so that a traced graph keeps the general path.
+    """Whether two sizes are known to be equal. False for a symbolic size, so that a graph keeps the general path.
 
-    A comparison would tie the graph to its answer, and every other answer to another graph.
+    A plain comparison would tie the graph to its answer. torch.jit.trace, which records one size, gets that.
     """
-    return statically_known_true(a == b)
+    return bool(a == b) if torch.jit.is_tracing() else statically_known_true(a == b)
 
 
 def ceil_div(n: int, divisor: int) -> int:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import AffineMap
 from inline_attention.layers.embed import resize_map
-from inline_attention.layers.local import GroupedLinear
+from inline_attention.layers.local import ParameterPair
 from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
+from inline_attention.ops import Grid
 
-Grid = tuple[int, int]
 StateDict = dict[str, Tensor]
 
 
@@ -41,7 +41,7 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
 def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
     """A parameter of an attention module as our own `name` has it.
 
-    A grouped 1×1 convolution's (out, in, 1) or (out,) is shaped as a GroupedLinear's; learned positions are resized.
+    A grouped 1×1 convolution's (out, in, 1) or (out,) is shaped as a ParameterPair's; learned positions are resized.
     """
     parameter = own.get(name)
     if parameter is None:
@@ -88,7 +88,7 @@ class VisionModel(nn.Module):
                 trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, GroupedLinear, AffineMap)):
+            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, ParameterPair, AffineMap)):
                 module.reset_parameters()
         for name, parameter in self.named_parameters():
             if name.rpartition(".")[2] in ("pos_embed", "cls_token", "relative_position_bias_table"):
@@ -127,7 +127,6 @@ class VisionModel(nn.Module):
         cfg = getattr(self, "pretrained_cfg", None)  # the registry sets it
         return to_pair(cfg["input_size"][1:]) if cfg else self.img_size
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
@@ -137,7 +136,6 @@ class VisionModel(nn.Module):
             return checkpoint(block, *args)
         return block(*args)
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head
 
@@ -197,7 +195,6 @@ class PyramidModel(VisionModel):
         if global_pool not in ("", "avg"):
             raise ValueError(f"global_pool={global_pool!r}; expected 'avg' or '' (none)")
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         blocks = [(r"^stages\.(\d+)\.(?:downsample|pos_embed)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return dict(

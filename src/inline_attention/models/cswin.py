@@ -18,6 +18,7 @@ from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
     Grid,
+    MappedSoftmaxAttention,
     build_attention,
     masked_mean,
     parse_attention,
@@ -94,6 +95,12 @@ class StripeAttention(SoftmaxAttention):
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
         out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
         return plan.merge(out, batch=q.shape[0]).flatten(1, 2).unflatten(2, heads)
+
+
+class MappedStripeAttention(StripeAttention):
+    """The same with φ applied to q and k before the softmax."""
+
+    kind = MappedSoftmaxAttention.kind
 
 
 class CSwinBlock(Block):
@@ -185,7 +192,8 @@ class CSwin(PyramidModel):
             options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
             if (phi := softmax_feature_map(name, feature_map)) is not None:
                 stripe = None if stage == len(dims) - 1 or max(grid) <= stripes[stage] else stripes[stage]
-                return StripeAttention(dim, heads, stripe=stripe, feature_map=phi, **options)
+                softmax = StripeAttention if phi == "identity" else MappedStripeAttention
+                return softmax(dim, heads, stripe=stripe, feature_map=phi, **options)
             options.update(feature_map=feature_map, local_residual=local_residual)
             return build_attention(name, dim, heads, position_conv=True, grid=grid, **options)
 
@@ -204,7 +212,6 @@ class CSwin(PyramidModel):
         self.build_head(num_classes, drop_rate)
         self.init_weights()
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return set()
 

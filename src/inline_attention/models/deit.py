@@ -110,11 +110,9 @@ class DeiT(VisionModel):
         if global_pool not in ("", "token", "avg"):
             raise ValueError(f"global_pool={global_pool!r}; expected 'token', 'avg' or '' (none)")
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {"pos_embed", "cls_token"}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return dict(
             stem=r"^cls_token|^pos_embed|^patch_embed",

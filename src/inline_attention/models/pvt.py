@@ -18,6 +18,7 @@ from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
     Grid,
+    MappedSoftmaxAttention,
     build_attention,
     parse_attention,
     softmax_feature_map,
@@ -81,6 +82,12 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
         keys = token_mask.unflatten(1, grid)[:, last :: self.reduction, last :: self.reduction].flatten(1)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)
         return self.softmax_rows(q, k, v, mask=keys[:, None, None, :])
+
+
+class MappedReducedSoftmaxAttention(ReducedSoftmaxAttention):
+    """The same with φ applied to q and k before the softmax."""
+
+    kind = MappedSoftmaxAttention.kind
 
 
 class PatchDownsample(nn.Module):
@@ -162,7 +169,8 @@ class PVT(PyramidModel):
             dim, heads = embed_dims[stage], num_heads[stage]
             options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
             if (phi := softmax_feature_map(name, feature_map)) is not None:
-                return ReducedSoftmaxAttention(dim, heads, reduction=reductions[stage], feature_map=phi, **options)
+                softmax = ReducedSoftmaxAttention if phi == "identity" else MappedReducedSoftmaxAttention
+                return softmax(dim, heads, reduction=reductions[stage], feature_map=phi, **options)
             options.update(feature_map=feature_map, local_residual=local_residual)
             grid = ceil_grid(self.img_size, 4 * 2**stage)
             return build_attention(name, dim, heads, fused_qkv=False, grid=grid, **options)
@@ -183,7 +191,6 @@ class PVT(PyramidModel):
         self.build_head(num_classes, drop_rate)
         self.init_weights()
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return set()
 

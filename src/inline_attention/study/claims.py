@@ -97,7 +97,8 @@ def _windows(results: Results) -> Claim:
     setting, rows = found
     samples = {window: rows[name] for window, name in names.items()}
     gap = results.gap(samples[max(samples)], samples[min(samples)])
-    measured = ", ".join(f"{window}: {sample}" for window, sample in samples.items()) + f"; {gap} ({setting})"
+    each = ", ".join(f"{window}: {sample}" for window, sample in samples.items())
+    measured = f"{each}; {gap} ({setting.describe(class_token=False)})"
     return Claim(claim, rule, measured, _ahead(gap))
 
 
@@ -205,15 +206,15 @@ def _analysed(results: Results, *rows: str) -> list[dict[str, Any]] | None:
 
 def _confusion(results: Results) -> Claim:
     claim = "In trained models linear attention confuses queries often, softmax and InLine attention rarely"
-    rule = "confused pairs of linear at both thresholds τ: more than 10 times those of softmax and of InLine"
+    rule = "confused pairs of linear at both pairs of thresholds: more than 10 times those of softmax and of InLine"
     found = _analysed(results, "linear", "inline", "softmax")
-    if found is None or any("loose_confusion" not in analysis for analysis in found):  # early runs lack it
+    if found is None or any("confused" not in analysis for analysis in found):  # early runs counted otherwise
         return Claim(claim, rule)
     measured, holds = [], []
-    for what in ("confusion", "loose_confusion"):
-        linear, inline, softmax = (1e6 * analysis[what]["share_of_pairs"] for analysis in found)
-        threshold = f"τ = {found[0][what]['tau']:g}"
-        measured.append(f"{threshold}: linear {linear:.1f}, InLine {inline:.1f}, softmax {softmax:.1f}")
+    for counts in zip(*(analysis["confused"] for analysis in found), strict=True):
+        linear, inline, softmax = (1e6 * count["share_of_pairs"] for count in counts)
+        thresholds = f"τ = {counts[0]['tau']:g}, ρ = {counts[0]['rho']:g}"
+        measured.append(f"{thresholds}: linear {linear:.1f}, InLine {inline:.1f}, softmax {softmax:.1f}")
         holds.append(linear > 10 * max(inline, softmax))
     return Claim(claim, rule, f"pairs in a million, {'; '.join(measured)}", _verdict(all(holds)))
 

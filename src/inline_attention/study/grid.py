@@ -49,9 +49,9 @@ class Dataset:
     path: str | None = None  # where none need be given
     is_evidence: bool = True  # False: for trying the study out, no verdicts
 
-    def tokens(self, patch: int) -> int:
-        """Of a DeiT, with its class token."""
-        return (self.settings["data.img_size"] // patch) ** 2 + 1
+    def tokens(self, patch: int, *, class_token: bool = True) -> int:
+        """Of a DeiT, which has a class token; a Swin has none."""
+        return (self.settings["data.img_size"] // patch) ** 2 + class_token
 
 
 DATASETS = {
@@ -115,6 +115,18 @@ FEATURE_MAPS = {
     for name, title in PHI.items()
     if (row := feature_map_row(attention, name)) not in MAIN
 }  # fmt: skip
+# The feature maps that both attentions train well with, beside InLine's residual; its rows without are above.
+SHARED_MAPS = ("relu", "relu_affine")
+WITH_SHARED_MAP = {
+    f"{attention}_{name}_residual": _deit(
+        f"{'InLine' if attention == 'inline' else attention} with residual, φ = {PHI[name]}",
+        attention=attention, feature_map=name, local_residual=True,
+        mlp_ratio=WITH_RESIDUAL - 0.1 if name == "relu_affine" else WITH_RESIDUAL,
+    )
+    for attention in ("linear", "inline")
+    for name in SHARED_MAPS
+    if (attention, name) != ("linear", "relu")  # the main row linear_residual
+}  # fmt: skip
 FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
 WINDOW_SIZES = (2, 4, 8, 16)
 WINDOWS = {
@@ -143,8 +155,9 @@ RATES = {
     for name in ("linear", "linear_residual", "inline")
     for words, rate in (("half", 1e-3), ("twice", 4e-3))  # of the recipe's 2e-3
 }
-ROWS = {**MAIN, **FEATURE_MAPS, **BASELINES, **WINDOWS, **DEEP, **RATES}
-assert len(ROWS) == sum(map(len, (MAIN, FEATURE_MAPS, BASELINES, WINDOWS, DEEP, RATES)))
+_SETS = (MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, WINDOWS, DEEP, RATES)
+ROWS = {name: row for rows in _SETS for name, row in rows.items()}
+assert len(ROWS) == sum(map(len, _SETS))
 
 
 @dataclass(frozen=True)
@@ -209,13 +222,31 @@ def as_yaml(value: Any) -> str:
 
 
 # In the order in which they are made: what the verdicts rest on first.
-GROUPS = ("pilot", "main", "tokens", "feature_maps", "baselines", "windows", "deep", "rates", "long", "check")
+GROUPS = (
+    "pilot",
+    "main",
+    "tokens",
+    "feature_maps",
+    "shared_maps",
+    "baselines",
+    "windows",
+    "deep",
+    "rates",
+    "long",
+    "check",
+)
 DEFAULT_GROUPS = GROUPS[:-1]
 PILOT_EPOCHS = (10, 20, 40)  # short ones first: they tell how long the others will take
 MAIN_EPOCHS = 40  # one of the pilot's, whose runs are then the first seed's
 VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that length
 TOKENS_EPOCHS = 30
 LONG_EPOCHS = 120
+# {linear, InLine} × {ReLU, ReLU(A·x + b)} × {without, with residual}
+SHARED_MAP_ROWS = (
+    *(feature_map_row(attention, name) for name in SHARED_MAPS for attention in ("linear", "inline")),
+    "linear_residual",
+    *WITH_SHARED_MAP,
+)
 LONG_ROWS = ("softmax", "linear", "linear_residual", "inline")
 CHECK_EPOCHS = 8
 SEEDS = (0, 1, 2)
@@ -241,6 +272,8 @@ def _group(group: str, *, main_epochs: int) -> list[Run]:
         return [Run("digits", row, CHECK_EPOCHS, seed, 2) for seed in SEEDS[:2] for row in MAIN]
     if group == "main":
         return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in MAIN]
+    if group == "shared_maps":
+        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in SHARED_MAP_ROWS]
     if group == "pilot":
         return [Run("tiny_imagenet", row, epochs, 0, 4) for epochs in PILOT_EPOCHS for row in MAIN]
     if group == "tokens":

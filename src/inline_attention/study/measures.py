@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inline_attention.analysis import measure_confusion, measure_locality, measure_masking, measure_rank
+from inline_attention.analysis import (
+    ConfusionResult,
+    measure_confusion,
+    measure_locality,
+    measure_masking,
+    measure_rank,
+)
 from inline_attention.analysis.report import to_plain
 from inline_attention.bench.model import EAGER, Candidate, compare, inference_step, training_step
 from inline_attention.bench.timing import Effort, Timing
@@ -27,7 +33,7 @@ IMAGES = 200  # evenly spaced in the validation split; a fifth of them above MAN
 RANK_IMAGES = 10  # singular values take by far the longest; a tenth of them above MANY_TOKENS
 MANY_TOKENS = 300
 MASKED_SIDES = (3, 5, 7)
-LOOSE_TAU = 1e-2  # the paper's threshold of confusion is not known: one that is ten times the default, too
+CONFUSED_AT = ((0.1, 0.3), (0.3, 1.0))  # τ and ρ; the paper's thresholds of confusion are not known
 SPEED_BATCH = {"cuda": 256}  # by device; 16 elsewhere
 
 
@@ -67,7 +73,6 @@ def analyse_model(weights: Path, *, path: str, device: torch.device, images: int
     model = classifier.model.to(device).eval()
 
     confusion = measure_confusion(model, _images(loader))
-    loose = measure_confusion(model, _images(loader), tau=LOOSE_TAU)
     locality = measure_locality(model, _images(loader))
     side = min(loader.input_shape[1:]) // _patch(model)
     few = RANK_IMAGES if side**2 < MANY_TOKENS else RANK_IMAGES // 10
@@ -81,13 +86,18 @@ def analyse_model(weights: Path, *, path: str, device: torch.device, images: int
     ]
     found = dict(
         images=images,
-        confusion=dict(confusion.summary(), by_layer=confusion.share_by_layer, tau=confusion.tau),
-        loose_confusion=dict(loose.summary(), by_layer=loose.share_by_layer, tau=loose.tau),
+        confused=[_confused(confusion, tau, rho) for tau, rho in CONFUSED_AT],
         locality=dict(locality.summary(), by_layer=locality.share, chance=locality.chance),
         rank=dict(rank.summary(), by_layer=rank.means(rank.effective)),
         masking=dict(outcomes=outcomes, images=masking.images),
     )
     return to_plain(found)
+
+
+def _confused(result: ConfusionResult, tau: float, rho: float) -> dict[str, Any]:
+    by_layer = result.share_by_layer(tau, rho)
+    share = float(by_layer @ result.pairs / result.pairs.sum())
+    return dict(tau=tau, rho=rho, share_of_pairs=share, by_layer=by_layer, images=len(result.by_image))
 
 
 def uniform_over_chance(locality: Mapping[str, Any]) -> float:

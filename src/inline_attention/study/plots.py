@@ -190,16 +190,14 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) 
     """By model: confused pairs, attention to the neighbourhood by layer, what masking costs, effective rank."""
     figure = _figure(13, 8.3)
     (confusion, locality), (masking, rank) = figure.subplots(2, 2)
-    # Where the strict threshold finds a handful of pairs, the loose one says more; early runs lack it.
-    confused = "loose_confusion" if all("loose_confusion" in found for _, found in models) else "confusion"
+    counted = all("confused" in found for _, found in models)  # early runs counted by another definition
     for i, (name, found) in enumerate(models):
         colour = COLOURS[i % len(COLOURS)]
         over_chance = np.array(found["locality"]["by_layer"]) / np.array(found["locality"]["chance"])
-        for axes, values in (
-            (confusion, 1e6 * np.array(found[confused]["by_layer"])),
-            (locality, over_chance),
-            (rank, found["rank"]["by_layer"]),
-        ):
+        lines = [(locality, over_chance), (rank, found["rank"]["by_layer"])]
+        if counted:
+            lines.append((confusion, 1e6 * np.array(found["confused"][-1]["by_layer"])))
+        for axes, values in lines:
             axes.plot(range(1, len(values) + 1), values, marker="o", color=colour, label=name)
         drops = masking_drops(found["masking"])
         for what, marker, line in (("local", "o", "-"), ("random", "x", ":")):
@@ -210,7 +208,11 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) 
     confusion.set_ylim(bottom=-0.1)
     locality.axhline(1, linestyle=":", color=GREY)
     locality.axhline(uniform_over_chance(first["locality"]), linestyle="-.", color=GREY, lw=1)
-    what = f"Confused pairs of queries, τ = {first[confused]['tau']:g}"
+    what = "Confused pairs of queries"
+    if counted:
+        what += f", τ = {first['confused'][-1]['tau']:g}, ρ = {first['confused'][-1]['rho']:g}"
+    else:
+        confusion.text(0.5, 0.5, "not measured", transform=confusion.transAxes, ha="center", color=GREY)
     _finish(figure, confusion, title=what, xlabel="layer", ylabel="pairs in a million", legend=False)
     what = "Attention to the 3×3 neighbourhood (···: chance, -·-: spread evenly)"
     _finish(figure, locality, title=what, xlabel="layer", ylabel="times chance", legend=False)

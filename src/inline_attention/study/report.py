@@ -462,7 +462,8 @@ def _tables(results: Results, setting: Setting) -> list[str]:
     ]
 
 
-_SWIN = """InLine-Swin instead of DeiT: patches of 4 pixels, a map that is halved twice, windows no larger than the map.
+_SWIN = """InLine-Swin instead of DeiT: patches of 4 pixels, no class token, a map that is halved twice, windows no
+larger than the map.
 Chance and rank are within a window; a mask must leave something of the window.
 """
 
@@ -492,17 +493,17 @@ def setting_table(results: Results, setting: Setting, rows: Sequence[str]) -> st
 
 
 _ANALYSED = (
-    "confused pairs in a million, strict / loose", "3×3 in the first layer, mean, times chance",
+    "confused pairs in a million", "3×3 in the first layer, mean, times chance",
     "lost by masking, local / random", "with local taps masked", "effective rank",
 )  # fmt: skip
 
 
 def _analysed(analysis: Mapping[str, Any], masked: int) -> list[str]:
-    pairs = (analysis.get(name) for name in ("confusion", "loose_confusion"))  # early runs lack the second
+    confused = analysis.get("confused", ())  # early runs counted by another definition
     locality = analysis["locality"]
     has_taps = any(outcome["local_terms"] != "none" for outcome in analysis["masking"]["outcomes"])
     return [
-        " / ".join("–" if found is None else f"{1e6 * found['share_of_pairs']:.1f}" for found in pairs),
+        " / ".join(f"{1e6 * found['share_of_pairs']:.1f}" for found in confused) or "–",
         f"{locality['by_layer'][0] / locality['chance'][0]:.2f}, {locality['mean_over_chance']:.2f}".replace("-", "−"),
         _masked(masking_drops(analysis["masking"]), masked),
         _masked(masking_drops(analysis["masking"], taps="zeroed"), masked) if has_taps else "–",
@@ -541,6 +542,9 @@ def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
         f"({first['rank']['images']} for the rank); masks of {_most_masked(results, setting, rows)} tokens, where one "
         f"image is {100 / first['masking']['images']:g} points."
     )
+    if "confused" in first:
+        thresholds = " / ".join(f"τ = {found['tau']:g}, ρ = {found['rho']:g}" for found in first["confused"])
+        words += f" Confused pairs at {thresholds}."
     if len({chance for analysis in found for chance in analysis["locality"]["chance"]}) == 1:  # maps of one size
         even = uniform_over_chance(first["locality"])
         words += f" Attention that is spread evenly has {even:.2f} times chance on the 3×3 neighbourhood, which a "

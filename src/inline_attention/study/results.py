@@ -38,8 +38,13 @@ class Setting(NamedTuple):
     def tokens(self) -> int:
         return DATASETS[self.dataset].tokens(self.patch)
 
+    def describe(self, *, class_token: bool = True) -> str:
+        """In words; `class_token` says whether the models meant have one."""
+        data = DATASETS[self.dataset]
+        return f"{data.title}, {data.tokens(self.patch, class_token=class_token)} tokens, {self.epochs} epochs"
+
     def __str__(self) -> str:
-        return f"{DATASETS[self.dataset].title}, {self.tokens} tokens, {self.epochs} epochs"
+        return self.describe()
 
 
 @dataclass(frozen=True)

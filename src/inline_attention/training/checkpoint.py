@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -55,20 +56,43 @@ WEIGHTS, AVERAGE, STATE, SHARDS, MANIFEST = (
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with it."""
+    """How far a run has come; saved with it.
 
+    `updates` counts every optimizer update since the run began. It only grows, and it names and orders checkpoints and
+    metrics. The position in the schedule is separate: an epoch has fewer updates with a larger batch or more ranks.
+    """
+
+    updates: int = 0
     epoch: int = 0
     step: int = 0  # updates done in this epoch; steps_per_epoch: the epoch's evaluation is still to come
     steps_per_epoch: int = 0
     images: int = 0
     seconds: float = 0.0  # spent in training steps
-    best: float | None = None  # of the figure that the task is judged by, in per cent
+    best: float | None = None  # highest value of the task's headline figure, in per cent
     best_epoch: int | None = None
-    bad_steps: int = 0  # updates left out for a non-finite gradient
+    bad_steps: int = 0  # updates skipped for a non-finite gradient
+
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any]) -> "Progress":
+        """Version 0.1 saved no `updates`: its count was the position in the schedule."""
+        progress = cls(**values)
+        return progress if "updates" in values else dataclasses.replace(progress, updates=progress.position)
 
     @property
-    def updates(self) -> int:
+    def position(self) -> int:
+        """Updates of the schedule that are done."""
         return self.epoch * self.steps_per_epoch + self.step
+
+    def with_epochs_of(self, steps_per_epoch: int, *, length_in_steps: bool) -> "Progress":
+        """The same progress where an epoch has another number of updates.
+
+        A schedule in steps keeps its step. One in epochs keeps the epoch, and the part of it that is done.
+        """
+        if length_in_steps:
+            epoch, step = divmod(self.position, steps_per_epoch)
+        else:
+            epoch, step = self.epoch, self.step * steps_per_epoch // self.steps_per_epoch
+        return dataclasses.replace(self, epoch=epoch, step=step, steps_per_epoch=steps_per_epoch)
 
 
 @dataclass
@@ -76,7 +100,8 @@ class Checkpoints:
     """The checkpoint folder of a run. Its methods are called on every rank; rank 0 writes.
 
     `about` goes into every file: what the weights are of (architecture, classes, …), as `models.weights` stores it.
-    A folder that cannot be written to (a full disk) is told to `notify` once and does not stop the training.
+    A folder that cannot be written to (a full disk) does not stop the training. `notify` gets a line when saving begins
+    to fail, and another when it works again.
     """
 
     folder: Path
@@ -85,7 +110,7 @@ class Checkpoints:
     about: Mapping[str, str]
     notify: Callable[[str], None]
     saved_updates: int | None = None  # of the newest checkpoint
-    failing: set[str] = field(default_factory=set)  # what could not be saved last time it was tried
+    failing: set[str] = field(default_factory=set)  # what could not be saved the last time
 
     def save(
         self, progress: Progress, *, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None = None
@@ -95,7 +120,8 @@ class Checkpoints:
         name = f"step-{progress.updates:08d}"
         unfinished = self.folder / f".{name}.saving"
         weights = full_weights(model)
-        averaged = None if average is None else {key: _full(value) for key, value in average.average.items()}
+        # Integer buffers (the batch counter of batch norm) are not averaged: they come from the weights.
+        averaged = None if average is None else weights | {key: _full(value) for key, value in average.average.items()}
         state: dict[str, Any] = {
             "progress": dataclasses.asdict(progress),
             "scaler": None if optimizer.scaler is None else optimizer.scaler.state_dict(),
@@ -104,22 +130,30 @@ class Checkpoints:
         if not sharded:
             state["optimizer"] = get_optimizer_state_dict(model, optimizer.adamw, options=_WHOLE)
 
-        def write() -> None:
-            if self.ranks.is_first:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-            if sharded:
-                self.ranks.barrier()
-                dcp.save(get_optimizer_state_dict(model, optimizer.adamw), checkpoint_id=unfinished / SHARDS)
-            if self.ranks.is_first:
-                write_synced(unfinished / WEIGHTS, self._weights_file(weights))
-                if averaged is not None:
-                    write_synced(unfinished / AVERAGE, self._weights_file(averaged))
-                write_synced(unfinished / STATE, _pickled(state))
-                write_synced(unfinished / MANIFEST, self._manifest(unfinished, state["progress"]))
-                self._commit(unfinished, self.folder / name)
+        def prepare() -> None:
+            self._make_folder()
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
 
-        if self._try("checkpoint", write, unfinished):
+        def write_shards() -> None:
+            dcp.save(get_optimizer_state_dict(model, optimizer.adamw), checkpoint_id=unfinished / SHARDS)
+
+        def write_rest() -> None:
+            write_synced(unfinished / WEIGHTS, self._weights_file(weights))
+            if averaged is not None:
+                write_synced(unfinished / AVERAGE, self._weights_file(averaged))
+            write_synced(unfinished / STATE, _pickled(state))
+            write_synced(unfinished / MANIFEST, self._manifest(unfinished, state["progress"]))
+            self._commit(unfinished, self.folder / name)
+
+        # Ranks agree after each part: none may enter the collectives of the next one alone.
+        failure = self._try(prepare, first_rank_only=True)
+        if not failure and sharded:
+            failure = self._try(write_shards)
+        if not failure:
+            failure = self._try(write_rest, first_rank_only=True)
+        self._report("checkpoint", failure, unfinished)
+        if not failure:
             self.saved_updates = progress.updates
 
     def save_best(self, model: nn.Module, *, about: Mapping[str, str]) -> None:
@@ -128,39 +162,30 @@ class Checkpoints:
         unfinished = self.folder / ".best.saving"
 
         def write() -> None:
-            if self.ranks.is_first:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_synced(unfinished, safetensors.torch.save(weights, metadata={**self.about, **about}))
-                unfinished.replace(self.folder / "best.safetensors")
-                _sync_folder(self.folder)
+            self._make_folder()
+            write_synced(unfinished, safetensors.torch.save(weights, metadata={**self.about, **about}))
+            unfinished.replace(self.folder / "best.safetensors")
+            _sync_folder(self.folder)
 
-        self._try("best weights", write, unfinished)
+        self._report("best weights", self._try(write, first_rank_only=True), unfinished)
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint that is intact; one that is not is named, and the one before it is used.
-
-        None: there is none at all. All damaged: ValueError. On rank 0 alone.
-        """
+    def clear_unfinished(self) -> None:
+        """Remove what a killed process left behind. On rank 0 alone, while it holds the run folder's lock."""
         for left_over in (*self.folder.glob(".*.saving"), *self.folder.glob(".*.removing")):
             _remove(left_over)
-        candidates = sorted(self.folder.glob("step-*"), reverse=True)
-        for candidate in candidates:
-            damage = find_damage(candidate)
-            if damage is None:
-                return candidate
-            self.notify(f"checkpoint {candidate.name} is damaged ({damage}): trying the one before it")
-        if candidates:
-            raise ValueError(
-                f"no checkpoint in {self.folder} is intact; remove that folder to start the run from the beginning"
-            )
-        return None
 
     def set_aside_after(self, checkpoint: Path) -> None:
-        """A run that goes back to an older checkpoint leaves the newer ones under names that are not resumed from."""
-        for newer in self.folder.glob("step-*"):
-            if newer.name > checkpoint.name:
-                _remove(newer.with_name(f"aside-{newer.name}"))
-                newer.rename(newer.with_name(f"aside-{newer.name}"))
+        """Rename checkpoints newer than this one, so that no resume finds them: the run goes on from here instead.
+
+        On rank 0 alone.
+        """
+        for newer in list_checkpoints(self.folder):
+            if _number(newer) > _number(checkpoint):
+                newer.rename(_unused(newer.with_name(f"aside-{newer.name}")))
+
+    def _make_folder(self) -> None:
+        # Not its parents: a run folder that was deleted while the run goes on must not come back as a fragment.
+        self.folder.mkdir(exist_ok=True)
 
     def _weights_file(self, weights: dict[str, Tensor]) -> bytes:
         return safetensors.torch.save(weights, metadata=dict(self.about))
@@ -175,27 +200,31 @@ class Checkpoints:
 
     def _commit(self, unfinished: Path, final: Path) -> None:
         _sync_folder(unfinished)
-        _remove(final)  # a damaged one, passed over when the run resumed
         unfinished.rename(final)
         _sync_folder(self.folder)
         _link(final / WEIGHTS, self.folder / "last.safetensors")
         if (final / AVERAGE).exists():
             _link(final / AVERAGE, self.folder / "ema.safetensors")
         _sync_folder(self.folder)
-        for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
+        older = [other for other in list_checkpoints(self.folder) if _number(other) <= _number(final)]
+        for old in older[: -self.keep]:
             with contextlib.suppress(OSError):
-                # Under another name first: a kill amid the files would leave a checkpoint that lacks some.
+                # Renamed first: a kill in the middle of the removal would leave a checkpoint that lacks files.
                 _remove(old.rename(old.with_name(f".{old.name}.removing")))
 
-    def _try(self, what: str, write: Callable[[], None], unfinished: Path) -> bool:
-        """Whether `write` went well, on every rank the same; a failure is told once, and so is its end."""
+    def _try(self, write: Callable[[], None], *, first_rank_only: bool = False) -> str:
+        """Run `write` and agree on how it went: the first failure of any rank, or "", the same on every rank."""
         failure = ""
-        try:
-            write()
-        except (OSError, CheckpointException) as error:
-            failure = str(error)
+        if self.ranks.is_first or not first_rank_only:
+            try:
+                write()
+            except (OSError, CheckpointException) as error:
+                failure = str(error) or type(error).__name__
+        return next(filter(None, self.ranks.gather(failure)), "")
+
+    def _report(self, what: str, failure: str, unfinished: Path) -> None:
+        if failure and self.ranks.is_first:
             _remove(unfinished)
-        failure = self.ranks.broadcast(failure)
         if failure and what not in self.failing:
             self.notify(
                 f"could not save the {what} in {self.folder} ({failure}). Training goes on, what was saved before "
@@ -205,13 +234,37 @@ class Checkpoints:
         elif not failure and what in self.failing:
             self.notify(f"saving works again: the {what} is in {self.folder}")
             self.failing.remove(what)
-        return not failure
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if path.name[5:].isdecimal()), key=_number)
+
+
+def newest_checkpoint(folder: Path, *, notify: Callable[[str], None]) -> Path | None:
+    """The newest intact checkpoint; `notify` gets a line about each damaged one that is passed over.
+
+    None: the folder has no checkpoints. ValueError: all are damaged. Changes nothing in the folder.
+    """
+    candidates = list_checkpoints(folder)
+    for candidate in reversed(candidates):
+        damage = find_damage(candidate)
+        if damage is None:
+            return candidate
+        notify(f"checkpoint {candidate.name} is damaged ({damage}): trying the one before it")
+    if candidates:
+        raise ValueError(f"no checkpoint in {folder} is intact; remove that folder to start the run from the beginning")
+    return None
 
 
 def restore(
     checkpoint: Path, *, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None = None
-) -> Progress:
-    """Load an intact checkpoint into what was built like the run that saved it, on any number of ranks."""
+) -> tuple[Progress, list[str]]:
+    """Load an intact checkpoint into what was built like the run that saved it, on any number of ranks.
+
+    Returns the progress, and the names of trained parameters that the checkpoint's optimizer does not have (they were
+    frozen): their moments start at zero.
+    """
     weights: dict[str, Any] = safetensors.torch.load_file(checkpoint / WEIGHTS)
     set_model_state_dict(model, weights, options=_WHOLE_ON_EACH_RANK)
     if average is not None:
@@ -222,19 +275,37 @@ def restore(
             for name, target in average.average.items():
                 target.copy_(_sharded_like(values[name], target))
     state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
-    # The configuration, not the checkpoint, says what the groups' settings are.
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.adamw.param_groups]
-    if (checkpoint / SHARDS).exists():
-        shards = get_optimizer_state_dict(model, optimizer.adamw)
-        dcp.load(shards, checkpoint_id=checkpoint / SHARDS)
-        set_optimizer_state_dict(model, optimizer.adamw, shards)
-    else:
-        set_optimizer_state_dict(model, optimizer.adamw, state["optimizer"], options=_WHOLE_ON_EACH_RANK)
-    for group, values in zip(optimizer.adamw.param_groups, settings, strict=True):
-        group.update(values)
+    shards = checkpoint / SHARDS if (checkpoint / SHARDS).exists() else None
+    fresh = _restore_optimizer(model, optimizer.adamw, whole=state.get("optimizer"), shards=shards)
     if optimizer.scaler is not None and state["scaler"] is not None:
         optimizer.scaler.load_state_dict(state["scaler"])
-    return Progress(**state["progress"])
+    return Progress.from_saved(state["progress"]), fresh
+
+
+def _restore_optimizer(
+    model: nn.Module, adamw: torch.optim.Optimizer, *, whole: Mapping[str, Any] | None, shards: Path | None
+) -> list[str]:
+    """Load the moments of the parameters that are trained now; the names of those that were not saved.
+
+    The settings of the parameter groups stay: they come from the configuration, not from the checkpoint.
+    """
+    current: dict[str, Any] = get_optimizer_state_dict(model, adamw)  # this rank's part
+    states: dict[str, dict[str, Tensor]] = current["state"]
+    if shards is not None:
+        stored = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+        fresh = [name for name in states if f"state.{name}.step" not in stored]
+        dcp.load({"state": {name: state for name, state in states.items() if name not in fresh}}, checkpoint_id=shards)
+    else:
+        assert whole is not None
+        fresh = [name for name in states if name not in whole["state"]]
+        for name, saved in whole["state"].items():
+            for key, target in states.get(name, {}).items():  # a parameter that is frozen now has no state
+                target.copy_(_sharded_like(saved[key], target))
+    for name in fresh:
+        for target in states[name].values():
+            target.zero_()
+    set_optimizer_state_dict(model, adamw, current)
+    return fresh
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -244,16 +315,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def find_damage(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used; None: every file is there and has its checksum."""
     try:
-        files = read_manifest(checkpoint)["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = read_manifest(checkpoint)
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        about = manifest["about"]
+        class_names, arguments = json.loads(about["class_names"]), json.loads(about["config"])
+        is_complete = {WEIGHTS, STATE} <= files.keys() and isinstance(about["architecture"], str)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} is missing or unreadable"
-    for name, expected in files.items():
+    if not is_complete or not isinstance(class_names, list) or not isinstance(arguments, dict):
+        return f"{MANIFEST} is incomplete"
+    for name, (size, digest) in files.items():
         file = checkpoint / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-        if _digest(file) != expected["sha256"]:
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if _digest(file) != digest:
             return f"{name}: checksum differs"
     return None
 
@@ -302,8 +379,19 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _number(checkpoint: Path) -> int:
+    """The update that a checkpoint was saved after, from its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of path.2, path.3, … that does not exist."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
+
+
 def _remove(path: Path) -> None:
-    """As far as it can be removed: what is in the way later is an error there."""
+    """Remove a file or folder as far as possible. A leftover raises where its name is needed again."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

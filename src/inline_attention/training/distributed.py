@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from inline_attention.optimize import optimize
@@ -153,10 +154,19 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP").endswith("Block")]
 
 
-def spread(model: nn.Module, *, strategy: str, ranks: Ranks, mode: str | None = None) -> nn.Module:
+def spread(
+    model: nn.Module,
+    *,
+    strategy: str,
+    ranks: Ranks,
+    mode: str | None = None,
+    param_dtype: torch.dtype | None = None,
+) -> nn.Module:
     """What the loop calls forward on: the model itself, or DDP around it, or the model sharded in place (FSDP2).
 
     mode: of `optimize`; None: not compiled.
+    param_dtype: FSDP gathers weights in this type; None: in their own. The sharded weights stay float32, and so does
+    the sum of gradients over ranks.
     """
     sharded = strategy == "fsdp" and ranks.world_size > 1
     if mode is not None:
@@ -167,9 +177,13 @@ def spread(model: nn.Module, *, strategy: str, ranks: Ranks, mode: str | None = 
     if not sharded:
         device_ids = [ranks.device] if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids)
-    for block in blocks(model):
-        fully_shard(block)
-    fully_shard(model)
+    # Autocast chooses the type of activations, as it does under DDP: the inputs of a block stay as they are.
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in model.modules() if param_dtype is not None else ():
+        if isinstance(module, _BatchNorm):
+            fully_shard(module)  # PyTorch wants its parameters in the type of its statistics, which are buffers
+    for module in (*blocks(model), model):
+        fully_shard(module, mp_policy=precision)
     return model
 
 
@@ -188,7 +202,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part in parts:
-            part.set_reshard_after_forward(part is not model, recurse=False)  # as `fully_shard` has it
+            part.set_reshard_after_forward(part is not model, recurse=False)  # the default of `fully_shard`
             part.reshard()
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data import Batch, EvalLoader
+from inline_attention.layers.mode import evaluation_mode
 from inline_attention.training.distributed import is_distributed
 
 MAX_CONFUSION_CLASSES = 256
@@ -42,18 +43,16 @@ def evaluate(
     amp_dtype: torch.dtype | None = None,
     on_images: Callable[[int], None] | None = None,
 ) -> EvalResult:
-    """Run the model in evaluation mode over the loader; its mode is restored afterwards.
+    """Run the model in evaluation mode over the loader; every module's mode is restored afterwards.
 
     Counts stay on the device and are read once, at the end. With torch.distributed initialised every rank calls this
     and gets the result of all. `on_images` hears how many images each batch had, for a progress bar.
     """
     device = torch.device(device)
     loader.to(device)
-    was_training = model.training
-    model.eval()
     counts = _Counts(len(loader.class_names), device=device)
     start = time.perf_counter()
-    try:
+    with evaluation_mode(model):
         for batch in _in_step(loader, device=device):
             images = _padded(batch.images, to=_batch_shape(loader))
             with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
@@ -62,8 +61,6 @@ def evaluate(
             counts.add(logits[: len(batch.images)].float(), batch.targets)
             if on_images is not None:
                 on_images(len(batch.images))
-    finally:
-        model.train(was_training)
     return counts.result(loader, start=start)
 
 

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from inline_attention.data.seeding import derive_seed
 from inline_attention.layers.drop import SampledDepth
-from inline_attention.training.checkpoint import Checkpoints, Progress, read_manifest, restore
+from inline_attention.training.checkpoint import Checkpoints, Progress, newest_checkpoint, read_manifest, restore
 from inline_attention.training.config import LoopConfig
 from inline_attention.training.distributed import Ranks, StopAgreement, gathering_gradients, join_ranks, spread
 from inline_attention.training.ema import WeightAverage
 from inline_attention.training.lock import FileLock
 from inline_attention.training.meters import DeviceMeter
 from inline_attention.training.optim import Optimizer
-from inline_attention.training.report import Reporter, memory_bytes
+from inline_attention.training.report import SUMMARY, Reporter, memory_bytes
 from inline_attention.training.run_folder import CHECKPOINTS, LOCK, Plan, check_plan, take_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
 from inline_attention.training.task import Evaluation, TrainingBatch, check_same_task
@@ -59,7 +59,7 @@ def train(plan: Plan) -> Outcome:
             ranks.decide(lambda: check_plan(plan, lock))
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
-                ranks.decide(lambda: take_folder(plan, ranks, lock))
+                ranks.decide(lambda: take_folder(plan, ranks, lock, notify=reporter.note))
                 try:
                     return trainer.fit()
                 finally:
@@ -73,6 +73,12 @@ class Trainer:
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
         self.task = plan.task(config)
         self.data = self.task.open_data(ranks)
+        batch_size = self.data.train.batch_size
+        if batch_size != config.data.batch_size:
+            reporter.note(f"data.batch_size={config.data.batch_size} lowered to {batch_size}: there are no more images")
+            config = self.config = dataclasses.replace(
+                config, data=dataclasses.replace(config.data, batch_size=batch_size)
+            )
         self.steps_per_epoch = self.data.train.steps_per_epoch // config.optim.accumulate
         if self.steps_per_epoch == 0:
             raise ValueError(
@@ -87,7 +93,13 @@ class Trainer:
         self.depth = SampledDepth(self.model, device=ranks.device)
         self.amp_dtype = choose_precision(config.run.precision, ranks.device)
         self.compile_mode = choose_compile_mode(config, ranks=ranks, fixed_shapes=self.task.fixed_shapes)
-        self.forward = spread(self.model, strategy=config.run.strategy, ranks=ranks, mode=self.compile_mode)
+        self.forward = spread(
+            self.model,
+            strategy=config.run.strategy,
+            ranks=ranks,
+            mode=self.compile_mode,
+            param_dtype=torch.bfloat16 if self.amp_dtype == torch.bfloat16 else None,
+        )
         scaler = torch.amp.GradScaler(ranks.device.type) if self.amp_dtype == torch.float16 else None
         self.optimizer = Optimizer(self.model, config.optim, scaler=scaler)
         decay = config.ema.decay_per_step(config.global_batch(ranks.world_size))
@@ -111,13 +123,14 @@ class Trainer:
     def fit(self) -> Outcome:
         progress = self.progress
         self.introduce()
-        self.reporter.start(total_updates=self.schedule.total_steps, done_updates=progress.updates)
+        self.reporter.start(total_updates=progress.updates + self.updates_left, done_updates=progress.updates)
         result = None
         while progress.epoch < self.total_epochs:
             if signal := self.train_epoch():
-                self.reporter.note(
-                    f"stopped by signal {signal} after update {progress.updates}; continue with --resume {self.folder}"
-                )
+                stopped = f"stopped by signal {signal} after update {progress.updates}"
+                if "checkpoint" in self.checkpoints.failing:
+                    raise OSError(f"{stopped}, but its state could not be saved in {self.checkpoints.folder}")
+                self.reporter.note(f"{stopped}; continue with --resume {self.folder}")
                 return Outcome(self.folder, self.summary(result), signal, self.ranks.is_first)
             if self.is_due(self.config.log.eval_epochs):
                 result = self.evaluate_epoch()
@@ -129,6 +142,8 @@ class Trainer:
         self.reporter.leave_behind(self.task.leave_behind(result))
         if self.checkpoints.failing:
             raise OSError(f"the run is over, but its last state could not be saved in {self.checkpoints.folder}")
+        if SUMMARY in self.reporter.failing:
+            raise OSError(f"the run is over, but {SUMMARY} could not be written to {self.folder}")
         return Outcome(self.folder, summary, is_first_rank=self.ranks.is_first)
 
     def train_epoch(self) -> int:
@@ -139,7 +154,7 @@ class Trainer:
         self.start_clock()
         while progress.step < self.steps_in_epoch:
             self.update(batches)
-            progress.step += 1
+            progress.step, progress.updates = progress.step + 1, progress.updates + 1
             self.reporter.advance(progress.updates)
             if signal := self.agreement.stop_now(self.request.number):
                 self.save()
@@ -159,6 +174,10 @@ class Trainer:
         """Of this epoch: a schedule in steps may end inside its last one."""
         return min(self.steps_per_epoch, self.schedule.total_steps - self.progress.epoch * self.steps_per_epoch)
 
+    @property
+    def updates_left(self) -> int:
+        return max(0, self.schedule.total_steps - self.progress.position)
+
     def update(self, batches: Iterator[TrainingBatch]) -> None:
         """One optimiser update from `accumulate` batches. Nothing in here reads from the device."""
         progress, accumulate = self.progress, self.config.optim.accumulate
@@ -176,7 +195,7 @@ class Trainer:
             if len(losses) > 1:
                 for name, value in losses.items():
                     parts[name] = parts.get(name, 0) + value.detach() / accumulate
-        norm = self.optimizer.step(self.schedule.rate(progress.updates))
+        norm = self.optimizer.step(self.schedule.rate(progress.position))
         if self.average is not None:
             self.average.update()
         # The scaler of fp16 provokes infinite gradients now and then to find its scale: there the loss decides.
@@ -248,17 +267,17 @@ class Trainer:
             {
                 "kind": "train",
                 "update": self.progress.updates,
-                "epoch": round(self.progress.updates / self.steps_per_epoch, 4),
+                "epoch": round(self.progress.position / self.steps_per_epoch, 4),
                 "loss": reading.loss,
                 **{f"loss_{name}": value for name, value in reading.parts.items()},
-                "lr": self.schedule.rate(self.progress.updates - 1),
+                "lr": self.schedule.rate(self.progress.position - 1),
                 "grad_norm": reading.grad_norm,
                 "images_per_second": images / seconds,
                 "waiting": (self.data.train.waiting_seconds - self.waited) / seconds,
                 "memory": memory_bytes(self.ranks.device),
                 "bad_steps": self.progress.bad_steps,
             },
-            eta_seconds=(self.schedule.total_steps - self.progress.updates) * seconds / updates,
+            eta_seconds=self.updates_left * seconds / updates,
             # The line of the evaluation that follows says it all.
             show=self.progress.step < self.steps_in_epoch or not self.is_due(self.config.log.eval_epochs),
         )
@@ -285,41 +304,43 @@ class Trainer:
     # Beginning and end
 
     def resume(self, plan: Plan) -> None:
-        """Go on from the checkpoint that the plan names, or from the newest; without any, from the beginning."""
-        own = self.checkpoints
+        """Continue from the checkpoint that the plan names, or from the newest; without any, from the beginning."""
         assert plan.source is not None
-        source = dataclasses.replace(own, folder=plan.source / CHECKPOINTS)
-        checkpoint = plan.checkpoint or self.ranks.decide(source.newest)
+        own, source, note = self.checkpoints, plan.source / CHECKPOINTS, self.reporter.note
+        is_own = source.resolve() == own.folder.resolve()
+        if is_own:
+            self.ranks.decide(own.clear_unfinished)
+        checkpoint = plan.checkpoint or self.ranks.decide(lambda: newest_checkpoint(source, notify=note))
         if checkpoint is None:
             return
         check_same_task(read_manifest(checkpoint)["about"], own.about, checkpoint)
-        saved = restore(checkpoint, model=self.model, optimizer=self.optimizer, average=self.average)
+        saved, fresh = restore(checkpoint, model=self.model, optimizer=self.optimizer, average=self.average)
         if saved.steps_per_epoch != self.steps_per_epoch:
-            step = saved.step * self.steps_per_epoch // saved.steps_per_epoch
-            self.reporter.note(
-                f"an epoch had {saved.steps_per_epoch} updates and now has {self.steps_per_epoch}: "
-                f"the run goes on near where it was (epoch {saved.epoch + 1}, update {step}), not exactly there"
+            before = saved.steps_per_epoch
+            in_steps = self.config.schedule.steps is not None
+            saved = saved.with_epochs_of(self.steps_per_epoch, length_in_steps=in_steps)
+            note(
+                f"an epoch had {before} updates and now has {self.steps_per_epoch}: the run continues near where it "
+                f"was (epoch {saved.epoch + 1}, update {saved.step} of the epoch), not exactly there"
             )
-            saved = dataclasses.replace(saved, step=step, steps_per_epoch=self.steps_per_epoch)
-        if source.folder.resolve() == own.folder.resolve():
+        if is_own:
             own.saved_updates = saved.updates
-            if self.ranks.is_first:
-                own.set_aside_after(checkpoint)
-        elif saved.updates >= self.schedule.total_steps:
+            self.ranks.decide(lambda: own.set_aside_after(checkpoint))
+        elif saved.position >= self.schedule.total_steps:
             raise ValueError(
-                f"{checkpoint} has {saved.updates} of {self.schedule.total_steps} updates: nothing is left to train in "
-                f"{self.folder}; raise schedule.{'epochs' if self.config.schedule.steps is None else 'steps'}"
+                f"{checkpoint} has {saved.position} of {self.schedule.total_steps} updates: nothing is left to train "
+                f"in {self.folder}; raise schedule.{'epochs' if self.config.schedule.steps is None else 'steps'}"
             )
-        else:  # the best of before is not in this folder
+        else:  # the best weights so far are in the other run's folder
             saved = dataclasses.replace(saved, best=None, best_epoch=None)
         self.progress = saved
         if saved.step and not self.data.train.exact_resume:
-            self.reporter.note(
-                "streamed data: the epoch starts again at its first image, and ends as early as it would have"
-            )
-        self.reporter.note(f"continuing from {checkpoint}: epoch {saved.epoch + 1}, {saved.updates} updates done")
+            note("streamed data: the epoch starts again at its first image, and ends as early as it would have")
+        if fresh:
+            note(f"{len(fresh)} parameters were frozen before: they start without moments in the optimizer")
+        note(f"continuing from {checkpoint}: epoch {saved.epoch + 1}, {saved.updates} updates done")
         if plan.changes:
-            self.reporter.note(f"with other settings than before: {', '.join(plan.changes)}")
+            note(f"with other settings than before: {', '.join(plan.changes)}")
 
     def introduce(self) -> None:
         config, ranks = self.config, self.ranks
@@ -342,7 +363,7 @@ class Trainer:
             f"best_{task.headline.key}": progress.best,
             "best_epoch": progress.best_epoch,
             "epochs": progress.epoch,
-            "updates": min(progress.updates, self.schedule.total_steps),  # the last epoch may have been cut short
+            "updates": progress.updates,
             "seconds": round(progress.seconds, 2),
             "images_per_second": round(progress.images / progress.seconds, 1) if progress.seconds else None,
             "skipped_images": len(set().union(*self.ranks.gather(skipped))),

@@ -1,12 +1,12 @@
 """What a run shows and leaves behind: progress, metrics, TensorBoard and Weights & Biases, pictures, a summary."""
 
-import contextlib
 import errno
 import json
 import math
 import os
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,12 +19,15 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from inline_attention.printing import printable
 from inline_attention.training import settings
 from inline_attention.training.config import LoopConfig
 from inline_attention.training.run_folder import write_atomically
 from inline_attention.training.task import Headline, Writer
 
 METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
+SET_ASIDE = "metrics-aside.jsonl"  # lines taken out of METRICS: of updates that were repeated, or damaged
+TENSORBOARD, WANDB_ID = "tensorboard", ".wandb-id"
 
 
 class Reporter(AbstractContextManager["Reporter"]):
@@ -42,15 +45,22 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.board: Any = None
         self.excepthook = threading.excepthook
         self.wandb: Any = None
-        self.told: set[str] = set()
+        self.total_updates = 0
+        self.failing: set[str] = set()  # files of the run folder that could not be written the last time
 
     def start(self, *, total_updates: int, done_updates: int) -> None:
-        """Open the report at `done_updates`. What a killed run recorded after that comes again, and is dropped."""
+        """Open the report of a run with `done_updates` behind it that will end at `total_updates`.
+
+        A killed run may have recorded later updates. They are repeated, so their records are set aside.
+        """
+        self.total_updates = total_updates
         if not self.active:
             return
-        self._drop_records_after(done_updates)
+        if done_updates < total_updates:  # a summary says that the run is complete
+            self._try(SUMMARY, lambda: (self.folder / SUMMARY).unlink(missing_ok=True))
+        self._try(METRICS, partial(self._set_aside_records_after, done_updates))
         if self.config.log.tensorboard:
-            self._tolerating(partial(self._open_tensorboard, done_updates))
+            self._try(TENSORBOARD, partial(self._open_tensorboard, done_updates))
         if self.config.log.wandb is not None:
             self.wandb = _open_wandb(self.folder, self.config)
         if self.console.is_terminal:
@@ -69,9 +79,8 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.bar.update(self.task, completed=update)
 
     def note(self, text: str) -> None:
-        """A line for the user; the same line is shown once."""
-        if self.active and text not in self.told:
-            self.told.add(text)
+        """Show a line to the user."""
+        if self.active:
             self._print(text)
 
     def record(self, record: Mapping[str, Any], *, eta_seconds: float | None = None, show: bool = True) -> None:
@@ -85,7 +94,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("update", "epoch")}
         if self.board is not None:
             for key, value in numbers.items():
-                self._tolerating(partial(self.board.add_scalar, f"{record['kind']}/{key}", value, record["update"]))
+                write = partial(self.board.add_scalar, f"{record['kind']}/{key}", value, record["update"])
+                self._try(TENSORBOARD, write)
         if self.wandb is not None:
             self.wandb.log({f"{record['kind']}/{k}": v for k, v in numbers.items()}, step=record["update"])
         line = "  ".join(
@@ -99,7 +109,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def _print(self, text: str) -> None:
         try:
-            self.console.print(text, markup=False)
+            self.console.print("\n".join(map(printable, text.split("\n"))), markup=False)
         except OSError as error:
             if error.errno != errno.ENOSPC:  # of a log on the full disk; a closed pipe ends the run
                 raise
@@ -107,21 +117,21 @@ class Reporter(AbstractContextManager["Reporter"]):
     def _position(self, record: Mapping[str, Any]) -> str:
         schedule = self.config.schedule
         if schedule.steps is not None:
-            return f"update {record['update']}/{schedule.steps}"
+            return f"update {record['update']}/{self.total_updates}"
         return f"epoch {record['epoch']:g}/{schedule.epochs + schedule.cooldown_epochs}"
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, but for one that a kill has cut short."""
+        """The records in metrics.jsonl. Lines that are none (a kill may have cut one short) are left out."""
+        return [record for line in self._lines() if (record := _parse_record(line)) is not None]
+
+    def _lines(self) -> list[bytes]:
         path = self.folder / METRICS
-        found = []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+        return path.read_bytes().splitlines() if path.exists() else []
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         if self.active:
-            self._tolerating(lambda: write_atomically(self.folder / SUMMARY, json.dumps(summary, indent=1).encode()))
+            content = json.dumps(summary, indent=1).encode()
+            self._try(SUMMARY, lambda: write_atomically(self.folder / SUMMARY, content))
 
     def leave_behind(self, files: Mapping[str, Writer]) -> None:
         """curves.png from metrics.jsonl, and the task's own `files`: name → what writes it."""
@@ -129,7 +139,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             return
         for name, write in {CURVES: self._draw_curves, **files}.items():
             try:
-                self._tolerating(partial(write, self.folder / name))
+                self._try(name, partial(write, self.folder / name))
             except ImportError:
                 self.note(f"no {name}: matplotlib is not installed (pip install 'inline-attention[train]')")
 
@@ -144,7 +154,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         if self.bar is not None:
             self.bar.stop()
         if self.board is not None:
-            self._tolerating(self.board.close)
+            self._try(TENSORBOARD, self.board.close)
             threading.excepthook = self.excepthook
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
@@ -156,11 +166,11 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.note("no TensorBoard files: tensorboard is not installed (pip install 'inline-attention[train]')")
             return
         purge_step = done_updates + 1 if done_updates else None
-        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
+        self.board = SummaryWriter(str(self.folder / TENSORBOARD), purge_step=purge_step)
         threading.excepthook = self._on_thread_error
 
     def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        """TensorBoard's thread on a full disk: its next call raises the same, which is told without a traceback."""
+        """Print no traceback for TensorBoard's thread on a full disk: its next call raises the same, which is noted."""
         if not isinstance(error.exc_value, OSError):
             self.excepthook(error)
 
@@ -173,23 +183,50 @@ class Reporter(AbstractContextManager["Reporter"]):
                     file.truncate(end)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        self._tolerating(write)
+        self._try(METRICS, write)
 
-    def _tolerating(self, write: Callable[[], object]) -> None:
-        """A full disk costs lines of the report, never the run."""
+    def _try(self, name: str, write: Callable[[], object]) -> None:
+        """Write to a file of the run folder. A full disk costs lines of the report, never the run."""
         try:
             write()
         except OSError as error:
-            self.note(f"could not write to {self.folder} ({error.strerror or error}); the run goes on")
+            if name not in self.failing:
+                self.note(f"could not write {name} to {self.folder} ({error.strerror or error}); the run goes on")
+            self.failing.add(name)
+        else:
+            if name in self.failing:
+                self.note(f"{name} can be written to {self.folder} again")
+            self.failing.discard(name)
 
-    def _drop_records_after(self, update: int) -> None:
-        path = self.folder / METRICS
-        if not path.exists():
+    def _set_aside_records_after(self, update: int) -> None:
+        """Keep the records of what was done when the run resumes from `update`, and move the others elsewhere."""
+        kept: list[bytes] = []
+        aside: list[bytes] = []
+        damaged = 0
+        lines = self._lines()
+        for line in lines:
+            record = _parse_record(line)
+            damaged += record is None
+            # A checkpoint at the end of an epoch is written before the epoch is evaluated.
+            done = record is not None and (record["update"], record["kind"] == "eval") <= (update, False)
+            (kept if done else aside).append(line + b"\n")
+        if not aside:
             return
-        # A checkpoint at the end of an epoch is written before the epoch is evaluated.
-        kept = [r for r in self.records() if r["update"] < update or (r["update"] == update and r["kind"] == "train")]
-        lines = "".join(json.dumps(record) + "\n" for record in kept)
-        self._tolerating(lambda: write_atomically(path, lines.encode()))
+        if damaged > 1 or (damaged and _parse_record(lines[-1]) is not None):  # a kill may cut the last line short
+            self.note(f"{self.folder / METRICS} has {damaged} damaged lines: they were moved to {SET_ASIDE}")
+        with open(self.folder / SET_ASIDE, "ab") as file:
+            file.writelines(aside)
+        write_atomically(self.folder / METRICS, b"".join(kept))
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None: it is not a record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    fits = isinstance(record, dict) and isinstance(record.get("update"), int) and isinstance(record.get("kind"), str)
+    return record if fits else None
 
 
 class _Bar(Progress):
@@ -231,13 +268,23 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+def wandb_id(folder: Path) -> str:
+    """The identity of a run at Weights & Biases, kept in its folder: exp1/seed0 and exp2/seed0 are two runs."""
+    path = folder / WANDB_ID
+    if not path.exists():
+        # Version 0.1 used the folder's name, and left the files of wandb in the folder.
+        identity = folder.name if (folder / "wandb").exists() else uuid.uuid4().hex
+        write_atomically(path, identity.encode())
+    return path.read_text()
+
+
 def _open_wandb(folder: Path, config: LoopConfig) -> Any:
     import wandb  # type: ignore[import-not-found]  # optional, without an extra of its own; see check_plan
 
     return wandb.init(
         project=config.log.wandb,
         name=folder.name,
-        id=folder.name,
+        id=wandb_id(folder),
         resume="allow",
         dir=str(folder),
         config=settings.to_mapping(config),

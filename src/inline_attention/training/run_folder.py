@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
-from inline_attention.training.checkpoint import find_damage, write_synced
+from inline_attention.training.checkpoint import find_damage, list_checkpoints, write_synced
 from inline_attention.training.classification import Classification
 from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
@@ -63,7 +63,8 @@ def plan_run(
             return Plan(task, config, source, source=source)
     else:
         source, checkpoint = _resume_source(Path(resume))
-    before = settings.update(task.defaults(), read_yaml((source / CONFIG).read_text(), str(source / CONFIG)))
+    text = (source / CONFIG).read_text(encoding="utf-8", errors="replace")
+    before = settings.update(task.defaults(), read_yaml(text, str(source / CONFIG)))
     if recipe is not None and _recipe_name(recipe) != before.recipe:
         raise ValueError(
             f"{source} holds a run of recipe {before.recipe}, not {recipe}: "
@@ -88,7 +89,8 @@ def check_plan(plan: Plan, lock: FileLock) -> None:
         raise ValueError(f"no data: {plan.task.data_hint}")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; expected a folder")
-    if (folder / CONFIG).exists() and (plan.source is None or plan.source.resolve() != folder.resolve()):
+    is_taken = (folder / CONFIG).exists() or list_checkpoints(folder / CHECKPOINTS)
+    if is_taken and (plan.source is None or plan.source.resolve() != folder.resolve()):
         raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
     if folder.exists():
         _take(lock)
@@ -100,13 +102,16 @@ def default_folder(config: LoopConfig) -> Path:
     return Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def take_folder(plan: Plan, ranks: Ranks, lock: FileLock) -> None:
-    """config.yaml, and environment.json with one entry a start of the run (on rank 0, once all else is checked)."""
+def take_folder(plan: Plan, ranks: Ranks, lock: FileLock, *, notify: Callable[[str], None]) -> None:
+    """Write config.yaml, and environment.json with one entry for each start of the run.
+
+    On rank 0, once everything else is checked.
+    """
     plan.folder.mkdir(parents=True, exist_ok=True)
     _take(lock)  # if the folder is new
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
     path = plan.folder / ENVIRONMENT
-    starts = json.loads(path.read_text()) if path.exists() else []
+    starts = _read_starts(path, notify=notify)
     starts.append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -117,6 +122,22 @@ def take_folder(plan: Plan, ranks: Ranks, lock: FileLock) -> None:
         }
     )
     write_atomically(path, json.dumps(starts, indent=1).encode())
+
+
+def _read_starts(path: Path, *, notify: Callable[[str], None]) -> list[Any]:
+    """The entries of environment.json. A damaged file is kept under another name: it is no reason not to resume."""
+    if not path.exists():
+        return []
+    try:
+        starts = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        starts = None
+    if isinstance(starts, list):
+        return starts
+    damaged = path.with_name(f"{path.name}.damaged")
+    path.replace(damaged)
+    notify(f"{path} is damaged: it was renamed to {damaged.name}, and a new one begins")
+    return []
 
 
 def _take(lock: FileLock) -> None:

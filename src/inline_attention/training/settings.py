@@ -1,4 +1,8 @@
-"""Dataclasses from YAML and from `section.key=value`: typed, nothing unknown accepted. Knows no particular setting."""
+"""Dataclasses from YAML and from `section.key=value`: typed, nothing unknown accepted. Knows no particular setting.
+
+The declared type of a setting decides what its text means, not YAML's guess: a folder called 0123 or 12:30 keeps its
+name. YAML's own rules hold where no type is declared, as in `model.kwargs`.
+"""
 
 import contextlib
 import dataclasses
@@ -12,6 +16,32 @@ from typing import Any, TypeVar
 import yaml
 
 Settings = TypeVar("Settings")
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NULLS = ("null", "~", "")
+
+
+class Text(str):
+    """Unquoted text that has no type yet: a scalar of a YAML file, or the value of `key=value`."""
+
+    __slots__ = ()
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Reads unquoted scalars as `Text` and quoted ones as strings. Anchors, merge keys and tags work as usual."""
+
+
+def _construct_text(_: _TextLoader, node: Any) -> str:
+    return Text(node.value) if node.style is None else node.value
+
+
+_TextLoader.yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # merge keys alone
+_TextLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+
+
+def parse_yaml(text: str) -> Any:
+    """Mappings and lists of `Text` and strings; yaml.YAMLError for what is not YAML."""
+    return yaml.load(text, Loader=_TextLoader)
 
 
 def update(settings: Settings, values: Mapping[str, Any]) -> Settings:
@@ -30,36 +60,36 @@ def _update(settings: Settings, values: Mapping[str, Any], *, prefix: str, known
         if key not in hints:
             raise ValueError(_unknown(name, value, known))
         current = getattr(settings, key)
+        if isinstance(value, Text) and (dataclasses.is_dataclass(current) or isinstance(current, dict)):
+            value = _structure(value)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, Mapping):
                 first = dataclasses.fields(current)[0].name
                 raise ValueError(f"{name} is a section: set one of its keys, such as {name}.{first}=…")
             changes[key] = _update(current, value, prefix=f"{name}.", known=known)
         elif isinstance(current, dict) and isinstance(value, Mapping):
-            changes[key] = {**current, **value}
+            changes[key] = {**current, **convert(value, hints[key], name=name)}
         else:
             changes[key] = convert(value, hints[key], name=name)
     return dataclasses.replace(settings, **changes)  # type: ignore[type-var]  # a dataclass, see the docstring
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["optim.lr=1e-3", …]` as nested dictionaries; values are YAML, the last of two equal keys wins."""
+    """`["optim.lr=1e-3", …]` as nested dictionaries of `Text`; the last of two equal keys wins."""
     nested: dict[str, Any] = {}
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
             raise ValueError(f"expected key=value, such as optim.lr=1e-3, got {override!r}")
-        try:
-            value = yaml.safe_load(text) if text else None
-        except yaml.YAMLError:
-            value = text
         *parents, last = path.strip().split(".")
         level = nested
         for parent in parents:
+            if isinstance(level.get(parent), Text):  # such as model.kwargs={depth: 3} before model.kwargs.embed_dim=64
+                level[parent] = _structure(level[parent])
             level = level.setdefault(parent, {})
             if not isinstance(level, dict):
                 raise ValueError(f"{override!r}: {parent} was given a value before")
-        level[last] = value
+        level[last] = Text(text)
     return nested
 
 
@@ -83,12 +113,13 @@ def keys(settings: Any, prefix: str = "") -> list[str]:
 
 
 def convert(value: Any, hint: Any, *, name: str) -> Any:
-    """`value` (from YAML) as the type `hint`. YAML reads 1e-3 as text: a number is accepted in either form."""
+    """`value` as the type `hint`: `Text` is read as that type, a value of another type is a ValueError."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return value
+        return _untyped(value)
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
+        is_null = value is None or (isinstance(value, Text) and value.strip() in _NULLS)
+        if is_null and type(None) in arguments:
             return None
         options = [option for option in arguments if option is not type(None)]
         for option in options[:-1]:
@@ -96,46 +127,90 @@ def convert(value: Any, hint: Any, *, name: str) -> Any:
                 return convert(value, option, name=name)
         return convert(value, options[-1], name=name)
     if origin is typing.Literal:
-        if value in arguments:
-            return value
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, arguments))}")
+        for option in arguments:
+            if value == option or (isinstance(value, Text) and value == str(option)):
+                return option
+        raise ValueError(f"{name}={_shown(value)}: expected one of {', '.join(map(str, arguments))}")
     if origin in (list, tuple):
-        if isinstance(value, str):
-            value = value.split(",")
+        if isinstance(value, Text):
+            structure = _structure(value)
+            value = [Text(item) for item in value.split(",")] if isinstance(structure, str) else structure
         if not isinstance(value, list | tuple):
             raise _wrong(name, value, hint)
         if origin is tuple and arguments[-1:] != (Ellipsis,):
             if len(value) != len(arguments):
-                raise ValueError(f"{name}={value!r}: expected {len(arguments)} values")
+                raise ValueError(f"{name}={_shown(value)}: expected {len(arguments)} values")
             return tuple(convert(v, a, name=name) for v, a in zip(value, arguments, strict=True))
         return origin(convert(v, arguments[0], name=name) for v in value)
     if origin is dict or hint is dict:
+        if isinstance(value, Text):
+            value = _structure(value)
         if not isinstance(value, Mapping):
             raise _wrong(name, value, hint)
-        return dict(value)
-    if hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-    elif hint is float:
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                number = float(value)
-            except (ValueError, OverflowError):
-                raise _wrong(name, value, hint) from None
-            if math.isfinite(number):
-                return number
-            raise ValueError(f"{name}={value}: expected a finite number")
-    elif hint is str:
+        return {str(key): _untyped(item) for key, item in value.items()}
+    if hint is str:
+        if isinstance(value, Text):
+            return _unquoted(value)
         if isinstance(value, str):
             return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)  # a folder called 2024
+    elif hint is bool:
+        if isinstance(value, Text):
+            value = _BOOLEANS.get(value.strip().lower(), value)
+        if isinstance(value, bool):
+            return value
+    elif hint in (int, float) and not isinstance(value, bool):
+        return _number(value, hint, name=name)
     raise _wrong(name, value, hint)
+
+
+def _number(value: Any, hint: type, *, name: str) -> int | float:
+    if not isinstance(value, int | float | str):
+        raise _wrong(name, value, hint)
+    if hint is int and not isinstance(value, float):
+        with contextlib.suppress(ValueError):
+            return int(value)  # exactly, where a float would round
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise _wrong(name, value, hint) from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={_shown(value)}: expected a finite number")
+    if hint is int and not number.is_integer():
+        raise _wrong(name, value, hint)
+    return hint(number)
+
+
+def _structure(text: Text) -> Any:
+    """A list or mapping that is written as text, such as `[1, 2]` or `{depth: 4}`; other text as it is."""
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, list | dict) else text
+
+
+def _unquoted(text: Text) -> str:
+    """Quotes that survived the shell are YAML's, as in data.path="'a: b'"."""
+    if text[:1] in ("'", '"'):
+        with contextlib.suppress(yaml.YAMLError):
+            value = parse_yaml(text)
+            if isinstance(value, str):
+                return str(value)
+    return str(text)
+
+
+def _untyped(value: Any) -> Any:
+    """Where no type is declared, YAML's guess."""
+    if isinstance(value, Text):
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _untyped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_untyped(item) for item in value]
+    return value
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -160,7 +235,14 @@ def _unknown(name: str, value: Any, known: list[str]) -> str:
 
 def _wrong(name: str, value: Any, hint: Any) -> ValueError:
     wanted = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
-    return ValueError(f"{name}={value!r}: expected {wanted.replace('NoneType', 'None')}")
+    return ValueError(f"{name}={_shown(value)}: expected {wanted.replace('NoneType', 'None')}")
+
+
+def _shown(value: Any) -> str:
+    """As the user wrote it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value) if isinstance(value, Text) else repr(value)
 
 
 def _plain(value: Any) -> Any:

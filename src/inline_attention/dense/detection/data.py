@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from inline_attention.data.batches import EvalPlan, WorkerFeed, read_or_replace
-from inline_attention.data.decode import UnreadableImage
+from inline_attention.data.batches import EvalPlan, WorkerFeed, fitting_batch, read_or_replace
+from inline_attention.data.decode import UnreadableImage, image_size
 from inline_attention.data.loaders import DeviceStage, TrainLoader
 from inline_attention.data.order import epoch_order
 from inline_attention.data.seeding import derive_seed
@@ -226,14 +226,10 @@ class TrainPlan:
         self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, rank: int, world_size: int
     ) -> None:
         self._images, self._seed = images, seed
-        self._mine = slice(rank * config.batch_size, (rank + 1) * config.batch_size)
-        self._global_batch = config.batch_size * world_size
+        self.batch_size = fitting_batch(config.batch_size, num_samples=len(images), world_size=world_size)
+        self._mine = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
+        self._global_batch = self.batch_size * world_size
         self.steps = len(images) // self._global_batch
-        if self.steps == 0:
-            raise ValueError(
-                f"a batch of {config.batch_size} on {world_size} rank(s) needs {self._global_batch} images, the "
-                f"training split has {len(images)}; lower data.batch_size"
-            )
 
     def __call__(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
         for samples in list(self._batches(epoch))[start_step:]:
@@ -332,7 +328,7 @@ def open_detection_data(
     loader = TrainLoader(
         feed,
         stage=DetectionStage(),
-        batch_size=config.batch_size,
+        batch_size=plan.batch_size,
         steps_per_epoch=plan.steps,
         skipped=SkippedImages(limit=config.max_broken_count(len(images))),
         exact_resume=True,
@@ -366,7 +362,6 @@ def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> Co
 
 def _size(path: Path) -> Size:
     try:
-        with Image.open(path) as image:
-            return image.height, image.width
-    except Exception:  # Pillow raises nearly every built-in one; the image is skipped and listed when it is decoded
+        return image_size(path)
+    except UnreadableImage:  # skipped and listed when it is decoded
         return 1, 1

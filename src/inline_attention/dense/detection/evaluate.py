@@ -14,6 +14,7 @@ from inline_attention.dense.detection.average_precision import ApResult, ImageRe
 from inline_attention.dense.detection.boxes import Size, paste_masks
 from inline_attention.dense.detection.data import DetectionEvalLoader
 from inline_attention.dense.detection.roi_heads import Detections
+from inline_attention.layers.mode import evaluation_mode
 from inline_attention.training.distributed import gathered, is_distributed
 
 _logger = logging.getLogger(__name__)
@@ -41,21 +42,16 @@ def to_image(found: Detections, *, image_id: int, shown: Size, original: Size) -
 def detect(
     model: nn.Module, loader: DetectionEvalLoader, *, device: torch.device, amp_dtype: torch.dtype | None = None
 ) -> Iterator[ImageResult]:
-    """Run the model in evaluation mode over this rank's images; its mode is restored afterwards."""
+    """Run the model in evaluation mode over this rank's images; every module's mode is restored afterwards."""
     loader.to(device)
-    was_training = model.training
-    model.eval()
     images = loader.data.images
-    try:
-        with gathered(model):
-            for batch in loader:
-                with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-                    found = model(batch.images, batch.sizes)
-                for detections, sample, size in zip(found, batch.sample_ids.tolist(), batch.sizes, strict=True):
-                    image = images[sample]
-                    yield to_image(detections, image_id=image.id, shown=size, original=image.size)
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), gathered(model):
+        for batch in loader:
+            with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+                found = model(batch.images, batch.sizes)
+            for detections, sample, size in zip(found, batch.sample_ids.tolist(), batch.sizes, strict=True):
+                image = images[sample]
+                yield to_image(detections, image_id=image.id, shown=size, original=image.size)
 
 
 def evaluate(

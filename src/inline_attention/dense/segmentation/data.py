@@ -236,7 +236,7 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
     train = TrainLoader(
         WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True),
         stage=CropStage(),
-        batch_size=config.batch_size,
+        batch_size=plan.batch_size,
         steps_per_epoch=plan.steps,
         skipped=SkippedImages(limit=config.max_broken_count(len(source))),
         exact_resume=True,

@@ -15,6 +15,7 @@ from inline_attention.dense.segmentation.inference import Inference, segment_ima
 from inline_attention.dense.segmentation.metrics import Confusion, Scores
 from inline_attention.dense.segmentation.model import Segmenter
 from inline_attention.dense.segmentation.pictures import Example
+from inline_attention.layers.mode import evaluation_mode
 from inline_attention.training.distributed import gathered, is_distributed
 
 
@@ -40,32 +41,27 @@ def evaluate(
     examples: int = 0,
     on_images: Callable[[int], None] | None = None,
 ) -> SegmentResult:
-    """Run the model in evaluation mode over every image once; its mode is restored afterwards.
+    """Run the model in evaluation mode over every image once; every module's mode is restored afterwards.
 
     Masks are compared at their own size, whatever size the model saw. With torch.distributed initialised every rank
     calls this. `examples`: how many images to keep, with what was predicted. `on_images` hears of progress.
     """
-    was_training = model.training
-    model.eval()
     confusion = Confusion(model.num_classes, device=device)
     predictor = Predictor(model, config=config, device=device, amp_dtype=amp_dtype)
     kept: list[Example] = []
     seen = torch.zeros((), dtype=torch.int64, device=device)
     start = time.perf_counter()
-    try:
-        with gathered(model):
-            for batch in images:
-                predictions = predictor([image.pixels for image in batch], [image.size for image in batch])
-                for image, predicted in zip(batch, predictions, strict=True):
-                    assert image.mask is not None
-                    confusion.add(predicted, image.mask.to(device))
-                    if len(kept) < examples:
-                        kept.append(_example(image.pixels, predicted, image.mask))
-                seen += len(batch)
-                if on_images is not None:
-                    on_images(len(batch))
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), gathered(model):
+        for batch in images:
+            predictions = predictor([image.pixels for image in batch], [image.size for image in batch])
+            for image, predicted in zip(batch, predictions, strict=True):
+                assert image.mask is not None
+                confusion.add(predicted, image.mask.to(device))
+                if len(kept) < examples:
+                    kept.append(_example(image.pixels, predicted, image.mask))
+            seen += len(batch)
+            if on_images is not None:
+                on_images(len(batch))
     scores = Scores.of(confusion.over_ranks())
     if is_distributed():
         torch.distributed.all_reduce(seen)

@@ -54,9 +54,9 @@ class Segmentation(Task):
 
     def open_data(self, ranks: Ranks) -> SegmentData:
         config = self.config
-        if config.model.head == "upernet" and config.data.batch_size * ranks.world_size == 1:
-            raise ValueError("data.batch_size=1: UperNet's batch norm over a mean of the image needs 2 images or more")
         self.data = open_segment_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        if config.model.head == "upernet" and self.data.train.batch_size * ranks.world_size == 1:
+            raise ValueError("data.batch_size=1: UperNet's batch norm over a mean of the image needs 2 images or more")
         self.data.train.to(ranks.device)
         if ranks.is_first:
             self._warn_of_many_epochs()

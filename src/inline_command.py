@@ -1,0 +1,99 @@
+"""The command `inline` until it needs PyTorch: the list of commands, the version, and Ctrl-C while libraries load.
+
+It stands beside the package, not inside it: importing anything below `inline_attention` imports PyTorch and registers
+the models with timm, which takes seconds that `inline --help` should not wait for.
+"""
+
+import argparse
+import difflib
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+# name → what `inline --help` says. Each is a file inline_attention/cli/NAME.py.
+COMMANDS = {
+    "models": "table of the models",
+    "info": "cost of a model by stage",
+    "train": "train a model; without arguments a small one, in about a minute",
+    "eval": "evaluate a model on images with known classes",
+    "predict": "name what is in images",
+    "segment": "semantic segmentation: train, eval, predict, models",
+    "detect": "detection and instance segmentation: train, eval, predict, models",
+    "convert": "official checkpoint → safetensors",
+    "export": "model → ONNX or torch.export file, checked",
+    "bench": "speed and memory against peers",
+    "analyze": "injectivity, confusion, locality, maps, masking and rank of attention",
+    "study": "probes and trained grids that test the paper's claims, and a report",
+    "explore": "attention to play with, in a browser",
+    "env": "versions and hardware, for a bug report",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a check failed, 2 bad input (one line, no traceback), 130 interrupted."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    command = _parse_command(words[:1])
+    with _interrupt_ends_at_once(command):
+        from inline_attention.cli import run_command
+    return run_command(command, words[1:])
+
+
+def _parse_command(words: Sequence[str]) -> str:
+    parser = argparse.ArgumentParser(
+        prog="inline",
+        description="InLine attention for vision.",
+        epilog="`inline COMMAND --help` shows the options of a command.",
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else "; `inline --help` lists them"
+        parser.error(f"there is no command {words[0]!r}{meant}")
+    args = parser.parse_args(words)
+    if args.version:
+        print(f"inline-attention {_version()}")
+        parser.exit()
+    if args.command is None:
+        parser.error("name a command; `inline --help` lists them")
+    return args.command
+
+
+def _version() -> str:
+    package = importlib.util.find_spec("inline_attention")  # finds the package without importing it
+    assert package is not None
+    assert package.origin is not None
+    return runpy.run_path(str(Path(package.origin).with_name("_version.py")))["__version__"]
+
+
+@contextmanager
+def _interrupt_ends_at_once(command: str) -> Iterator[None]:
+    """Ctrl-C ends the process with one line, for code that has nothing to save.
+
+    An exception would not do: extension modules that are interrupted while they load turn KeyboardInterrupt into an
+    ImportError, and libraries catch that.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"inline {command}: interrupted\n".encode())
+        os._exit(130)
+
+    # Only the main thread may set handlers. Another handler than Python's own was set by somebody who wants the signal.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from inline_attention.models._base import PyramidModel, VisionModel
+from inline_attention.models.base import PyramidModel, VisionModel
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.pvt import ReducedSoftmaxAttention
 from inline_attention.models.swin import SwinBlock

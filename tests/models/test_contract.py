@@ -14,7 +14,7 @@ from small import DISTINCT, FAMILIES, create_small, image, shrunk
 from timm.models import group_parameters, save_for_hf
 
 import inline_attention
-from inline_attention.models._base import PyramidModel
+from inline_attention.models.base import PyramidModel
 
 NAMES = inline_attention.list_models()
 ONE_PER_FAMILY = [f"inline_{family}_tiny" for family in FAMILIES]

@@ -184,7 +184,7 @@ def subjects_of_analyze() -> list[Subject]:
 
 def test_without_weights(nothing: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in shipped.SHIPPED:
-        with pytest.raises(ValueError, match=f"no weights of {name} to be had"):
+        with pytest.raises(ValueError, match=f"no weights of {name} to load"):
             create_model(name, pretrained=True)
     assert not set(shipped.SHIPPED) & set(list_models(pretrained=True))
     assert main(["predict", str(picture)]) == 2

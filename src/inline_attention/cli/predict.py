@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from inline_attention.data import open_files
     from inline_attention.data.sources import printable
-    from inline_attention.training.classifier import Guess, load_classifier, predict
+    from inline_attention.training.classifier import Guess, load_classifier, model_name, predict
 
     name, images = split_model(args.arguments)
     paths = find_images(images)
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         predictions = [{"image": path, "guesses": [guess._asdict() for guess in guesses]} for path, guesses in found]
         skipped = [image._asdict() for image in loader.skipped]
-        model = classifier.model.pretrained_cfg["architecture"]  # type: ignore[index]  # timm's description
-        write_json(args.json, {"model": model, "predictions": predictions, "skipped_images": skipped})
+        write_json(
+            args.json, {"model": model_name(classifier.model), "predictions": predictions, "skipped_images": skipped}
+        )
     return 0 if found else 1
 
 

@@ -30,7 +30,7 @@ from inline_attention.layers.padding import Padding
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 
 from . import registry
-from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
 
 
 class StripeAttention(SoftmaxAttention):
@@ -157,6 +157,7 @@ class CSwin(PyramidModel):
         drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
+    checkpoint_names = r"stage1\.0\.|stages\.1\.downsample\.conv\."
     norm_eps = 1e-5
 
     def __init__(
@@ -246,6 +247,7 @@ class CSwin(PyramidModel):
 
 
 default_cfgs = registry.default_cfgs(
+    CSwin,
     *(f"{kind}_cswin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_cswin_base_384",
     first_conv="patch_embed.conv",

@@ -18,7 +18,7 @@ from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import own_tokens, resize_map_for_each, sizes_on_map
 
 from . import registry
-from ._base import (
+from .base import (
     Grid,
     StateDict,
     VisionModel,
@@ -52,6 +52,8 @@ class DeiT(VisionModel):
         drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
+    checkpoint_names = r"cls_token|blocks\.0\."
+    layers_name = "blocks"
     num_prefix_tokens = 1
     norm_eps = 1e-6
 
@@ -193,18 +195,6 @@ class DeiT(VisionModel):
             features = [(y, z[:, : self.num_prefix_tokens]) for y, z in zip(features, taken, strict=True)]
         return features if intermediates_only else (self.norm(x), features)
 
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drops the blocks behind the last one wanted, and the norm and head where told to."""
-        take, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
-
     def pool(self, x: Tensor) -> Tensor:
         if self.global_pool == "token":
             return x[:, 0]
@@ -228,14 +218,17 @@ class DeiT(VisionModel):
         return out
 
 
-default_cfgs = registry.default_cfgs("inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base")
-default_cfgs |= registry.default_cfgs("inline_deit_small", input_size=288)
-default_cfgs |= registry.default_cfgs("inline_deit_base", input_size=448)
+default_cfgs = registry.default_cfgs(
+    DeiT, "inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base"
+)
+default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_small", input_size=288)
+default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_base", input_size=448)
 
 # The small models whose weights come with the package; what they are is said here alone. Their MLP ratios make up for
 # the parameters of the local residual.
 STUDY: dict[str, Any] = dict(img_size=64, num_classes=100, patch_size=4, embed_dim=160, depth=7, num_heads=5)
 default_cfgs |= registry.default_cfgs(
+    DeiT,
     *SHIPPED,
     tag="tiny_imagenet_100c",
     input_size=STUDY["img_size"],

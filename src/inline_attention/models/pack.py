@@ -5,16 +5,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from inline_attention.layers.attention import Attention
 
-from . import shipped
-from ._base import VisionModel
+from . import schema, shipped
 from ._checkpoint import Checkpoint, errors_name, open_checkpoint
+from .base import VisionModel
 from .registry import create_model
-from .weights import build_as_saved, load_checkpoint, save_weights
+from .weights import load_checkpoint, restore, save_weights
 
 # What changes training and not the trained model, and choices that each attention has a default for.
 _TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
@@ -48,8 +47,14 @@ def pack_weights(
     if name not in shipped.SHIPPED:
         raise ValueError(f"name={name!r}; expected one of {', '.join(shipped.SHIPPED)}")
     checkpoint = open_checkpoint(source)
+    if schema.read_description(checkpoint.info) is None:
+        raise ValueError(f"{source} does not describe its model: expected a file that `inline train` wrote")
+    trained = restore(checkpoint, origin=str(source))
+    model = create_model(name)
+    assert isinstance(model, VisionModel)
+    assert isinstance(trained, VisionModel)
     with errors_name(source):
-        model = _as_registered(checkpoint, name)
+        _check_same(model, trained, name)
         facts = {
             "class_names": _fact(checkpoint, "class_names"),
             "preprocessing": _fact(checkpoint, "preprocessing"),
@@ -74,18 +79,12 @@ def _fact(checkpoint: Checkpoint, key: str) -> str:
     return checkpoint.info[key]
 
 
-def _as_registered(checkpoint: Checkpoint, name: str) -> VisionModel:
-    """The registered model, on the CPU; ValueError where the source is of another one, as shapes alone may not tell."""
-    model = create_model(name)
-    with torch.device("meta"):
-        trained = build_as_saved(checkpoint)
-    assert isinstance(model, VisionModel)
-    assert isinstance(trained, VisionModel)
+def _check_same(model: VisionModel, trained: VisionModel, name: str) -> None:
+    """ValueError if the source is of another model than the registered one, which shapes alone may not show."""
     ours, theirs = _architecture(model), _architecture(trained)
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             raise ValueError(f"has {key}={theirs.get(key)}, and {name} has {key}={ours.get(key)}")
-    return model
 
 
 def _architecture(model: VisionModel) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from inline_attention.layers import Attention
 from inline_attention.layers.local import TAPS
 
-from ._base import Grid, PyramidModel, VisionModel
+from .base import Grid, PyramidModel, VisionModel
 from .deit import DeiT
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 class Published(NamedTuple):
     top1: float | None = None
     url: str = ""
+    sha256: str = ""  # of the file, where it was published
 
 
 def _link(share: str) -> str:

@@ -27,7 +27,7 @@ from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import resize_map_for_each
 
 from . import registry
-from ._base import (
+from .base import (
     PyramidModel,
     Stage,
     StateDict,
@@ -137,6 +137,7 @@ class PVT(PyramidModel):
         drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
+    checkpoint_names = r"block1\.0\.|stages\.0\.pos_embed"
     norm_eps = 1e-6
 
     def __init__(
@@ -230,7 +231,7 @@ class PVT(PyramidModel):
 
 
 default_cfgs = registry.default_cfgs(
-    *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
+    PVT, *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
 )
 
 _SOFTMAX = dict(attention="softmax", num_heads=(1, 2, 5, 8))

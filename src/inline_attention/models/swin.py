@@ -36,10 +36,11 @@ from inline_attention.layers.windows import (
 from inline_attention.ops.reference import zero_absent
 
 from . import registry
-from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
 
 # What is added to the score of tokens that a cyclic shift brought into one window.
 OTHER_REGION = -100.0
+PUBLISHED_WINDOW = 7  # the side of softmax attention's windows
 
 
 class WindowSoftmaxAttention(SoftmaxAttention):
@@ -170,6 +171,7 @@ class Swin(PyramidModel):
         drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
     """
 
+    checkpoint_names = r"layers\.0\.blocks\.0\.|stages\.1\.downsample\.reduction\."
     norm_eps = 1e-5
 
     def __init__(
@@ -203,12 +205,18 @@ class Swin(PyramidModel):
         if softmax_window_size is not None:
             self.softmax_window = to_pair(softmax_window_size, name="softmax_window_size")
         else:
-            side = max(7, min(window) // 8) if window else 7
+            side = max(PUBLISHED_WINDOW, min(window) // 8) if window else PUBLISHED_WINDOW
             self.softmax_window = (side, side)
 
         norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
         self.patch_embed = PatchEmbed(4, in_chans, embed_dim, norm=norm)
         self.attention = parse_attention(attention, depths)
+        is_all_softmax = all(softmax_feature_map(name, feature_map) for stage in self.attention for name in stage)
+        if is_all_softmax and window and softmax_window_size is None and min(window) // 8 < PUBLISHED_WINDOW:
+            raise ValueError(
+                f"window_size={window_size} has no effect, because every block attends with softmax; "
+                f"set softmax_window_size={window_size} instead"
+            )
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(dims):
@@ -297,6 +305,7 @@ def square_window(name: str, table: Tensor) -> Grid:
 
 
 default_cfgs = registry.default_cfgs(
+    Swin,
     *(f"{kind}_swin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_swin_base_384",
 )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from timm.layers import trunc_normal_
@@ -66,6 +66,8 @@ def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:
 class VisionModel(nn.Module):
     """Base of the families. A subclass sets what is declared here and has `forward_features` and the like."""
 
+    checkpoint_names: ClassVar[str]  # a pattern that only names of this family's weights match, official or own
+    layers_name: ClassVar[str]  # the attribute that holds the layers which `prune_intermediate_layers` cuts
     num_classes: int
     in_chans: int
     img_size: Grid
@@ -96,8 +98,9 @@ class VisionModel(nn.Module):
 
     def build_head(self, num_classes: int, drop_rate: float) -> None:
         self.num_classes = num_classes
-        self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate).train(self.training)
+        head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
+        self.head = head.train(self.training)
 
     def check_image(self, x: Tensor) -> None:
         if x.ndim != 4 or x.shape[1] != self.in_chans:
@@ -151,6 +154,45 @@ class VisionModel(nn.Module):
             nn.init.zeros_(self.head.bias)
         self.head.to(device=reference.device, dtype=reference.dtype)
 
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the layers behind the last one wanted, and the norm and head if asked to."""
+        layers = getattr(self, self.layers_name)
+        take, last = feature_take_indices(len(layers), indices)
+        kept = layers[: last + 1]
+        kept.training = self.training  # of the list alone: its layers may be in another mode
+        setattr(self, self.layers_name, kept)
+        if prune_norm:
+            self.norm = nn.Identity().train(self.training)
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def changes(self) -> dict[str, Any]:
+        """What may have changed since the model was built. `apply_changes` repeats it on a new model."""
+        return dict(
+            img_size=list(self.img_size),
+            num_classes=self.num_classes,
+            global_pool=self.global_pool,
+            layers=len(getattr(self, self.layers_name)),
+            norm=not isinstance(self.norm, nn.Identity),
+        )
+
+    def apply_changes(
+        self, *, img_size: Sequence[int], num_classes: int, global_pool: str, layers: int, norm: bool
+    ) -> None:
+        """Makes a newly built model what `changes` describes."""
+        present = len(getattr(self, self.layers_name))
+        if not 1 <= layers <= present:
+            raise ValueError(f"layers={layers}; expected 1 to {present}, the layers that the model is built with")
+        if layers < present or norm != self.changes()["norm"]:
+            self.prune_intermediate_layers([layers - 1], prune_norm=not norm, prune_head=False)
+        if to_pair(img_size) != self.img_size:
+            self.set_input_size(img_size)
+        if (num_classes, global_pool) != (self.num_classes, self.global_pool):
+            self.reset_classifier(num_classes, global_pool)
+
     def check_global_pool(self, global_pool: str) -> None:
         raise NotImplementedError
 
@@ -186,6 +228,7 @@ class PyramidModel(VisionModel):
     """Four stages at strides 4, 8, 16, 32 on maps (B, H, W, C), a norm and a head on the mean token."""
 
     output_fmt = "NHWC"
+    layers_name = "stages"
     stages: nn.ModuleList
 
     def describe_features(self, dims: Sequence[int]) -> None:
@@ -252,18 +295,6 @@ class PyramidModel(VisionModel):
         if intermediates_only:
             return maps
         return self.norm(x), maps
-
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drops the stages behind the last one wanted, and the norm and head where told to."""
-        take, last = feature_take_indices(len(self.stages), indices)
-        self.stages = self.stages[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
 
     def pool(self, x: Tensor) -> Tensor:
         return x.mean((1, 2)) if self.global_pool == "avg" else x

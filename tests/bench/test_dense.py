@@ -12,8 +12,8 @@ from PIL import Image
 from inline_attention.bench import dense as bench
 from inline_attention.bench.timing import Effort
 from inline_attention.cli import main
-from inline_attention.dense.detection.model import create_detector
 from inline_attention.layers import InLineAttention
+from inline_attention.tasks.detection.model import create_detector
 
 
 def test_contenders_differ_in_the_backbone_alone() -> None:

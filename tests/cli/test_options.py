@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ SHARED = {
     "--batch-size": (int, None, None),
     "--workers": (int, None, None),
     "--precision": (None, None, ("bf16", "fp16", "fp32")),
-    "--csv": (None, None, None),
+    "--csv": (Path, None, None),
 }
 # Other names for the same things.
 SYNONYMS = {"--out", "--amp", "--dtype", "--batch", "--size", "--image-size", "--bs", "--model-path", "--checkpoint"}

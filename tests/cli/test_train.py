@@ -60,7 +60,12 @@ def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("command", "folder"), [("train", ""), ("segment train", "segment"), ("detect train", "detect")]
+    ("command", "folder"),
+    [
+        ("train", "recipes"),
+        ("segment train", "tasks/segmentation/recipes"),
+        ("detect train", "tasks/detection/recipes"),
+    ],
 )
 def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--list-recipes"]) == 0

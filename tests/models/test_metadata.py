@@ -15,10 +15,10 @@ from small import create_small
 
 from inline_attention import load_model
 from inline_attention.cli import main
-from inline_attention.dense.detection.weights import load_detector
-from inline_attention.dense.segmentation.weights import load_segmenter
 from inline_attention.explore import load_subjects
 from inline_attention.models.weights import WeightsError, read_metadata, save_weights
+from inline_attention.tasks.detection.weights import load_detector
+from inline_attention.tasks.segmentation.weights import load_segmenter
 from inline_attention.training.classifier import load_classifier
 
 NAME = "inline_deit_tiny"

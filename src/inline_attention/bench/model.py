@@ -187,21 +187,25 @@ class Setting:
         return self.batch == 1 and not self.training
 
 
-@dataclass(frozen=True)
-class ModelResult:
+@dataclass(frozen=True, kw_only=True)
+class Measured:
     """The result of one contender in one mode. `peak_bytes` counts parameters, optimiser state and activations, but not
     the images."""
 
-    model: str
-    img_size: int
-    batch: int
-    task: str
     contender: str
     mode: str
     timing: Timing | None
     images_per_second: float | None
     peak_bytes: int | None
     error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelResult(Measured):
+    model: str
+    img_size: int
+    batch: int
+    task: str
 
 
 def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> Call:
@@ -215,7 +219,7 @@ def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]
     return step
 
 
-def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Callable[[], Any]) -> Call:
+def learning_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], autocast: Callable[[], Any]) -> Call:
     """Forward, loss, backward, AdamW."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -223,12 +227,22 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Ca
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         with autocast():
-            loss = F.cross_entropy(model(images), labels)
+            loss = loss_of(model)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Callable[[], Any]) -> Call:
+    """The learning step of a classifier."""
+    return learning_step(model, lambda model: F.cross_entropy(model(images), labels), autocast)
+
+
+def in_precision(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    """What makes autocast's contexts; off for float32."""
+    return partial(torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 WARM_UP = 3  # calls: the first one compiles, the second one records CUDA graphs
@@ -329,8 +343,7 @@ def make_candidates(
     images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
     labels = torch.randint(1000, (setting.batch,), device=device)
 
-    def autocast() -> Any:
-        return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:
         if setting.training:
@@ -363,25 +376,35 @@ def run_setting(
     """Every contender in every mode."""
     modes = usable_modes(modes or default_modes(device), device)
     candidates = make_candidates(setting, contenders=contenders, modes=modes, device=device, dtype=dtype)
-    outcome = compare(
-        {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()},
-        device=device,
-        effort=effort.for_latency() if setting.is_latency else effort,
-        log=lambda line: log(f"{setting}: {line}"),
+    effort = effort.for_latency() if setting.is_latency else effort
+    measured = measure_all(
+        candidates, batch=setting.batch, device=device, effort=effort, log=lambda line: log(f"{setting}: {line}")
     )
+    about: dict[str, Any] = dict(model=setting.model, img_size=setting.img_size, batch=setting.batch, task=setting.task)
+    return [ModelResult(**about, **vars(one)) for one in measured]
+
+
+def measure_all(
+    candidates: Mapping[tuple[str, str], Candidate],
+    *,
+    batch: int,
+    device: torch.device,
+    effort: Effort,
+    log: Callable[[str], None],
+) -> list[Measured]:
+    """Candidates by contender and mode: built first, then timed in turn, on `batch` images each."""
+    named = {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()}
+    outcome = compare(named, device=device, effort=effort, log=log)
     results = []
     for contender, mode in candidates:
         timing, peak = outcome[f"{contender} {mode}"]
+        timed = timing if isinstance(timing, Timing) else None
         results.append(
-            ModelResult(
-                model=setting.model,
-                img_size=setting.img_size,
-                batch=setting.batch,
-                task=setting.task,
+            Measured(
                 contender=contender,
                 mode=mode,
-                timing=timing if isinstance(timing, Timing) else None,
-                images_per_second=setting.batch / timing.median if isinstance(timing, Timing) else None,
+                timing=timed,
+                images_per_second=None if timed is None else batch / timed.median,
                 peak_bytes=peak,
                 error=timing if isinstance(timing, str) else None,
             )

@@ -1,6 +1,7 @@
 """Options that several commands have: one name, one meaning and one line of help each."""
 
 import argparse
+from pathlib import Path
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -41,11 +42,18 @@ def add_loading(parser: argparse.ArgumentParser, *, batch_size: int | None = Non
 def add_output(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
     """default: a folder; None: the option is required."""
     text = "folder for what is written" + ("" if default is None else f" (default: {default})")
-    parser.add_argument("--output", metavar="DIR", required=default is None, default=default, help=text)
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        required=default is None,
+        default=None if default is None else Path(default),
+        help=text,
+    )
 
 
 def add_results(parser: argparse.ArgumentParser, *, csv: str | None = None) -> None:
     """--json, and --csv for what a line of it holds."""
     parser.add_argument("--json", metavar="FILE", help="write the result there; - prints it instead of text")
     if csv is not None:
-        parser.add_argument("--csv", metavar="FILE", help=f"write {csv} there")
+        parser.add_argument("--csv", metavar="FILE", type=Path, help=f"write {csv} there")

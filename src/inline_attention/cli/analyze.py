@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     settings = read_settings(args)
     chosen = ANALYSES if args.analysis == "all" else (args.analysis,)
-    out = Path(args.output)
+    out = args.output
     out.mkdir(parents=True, exist_ok=True)
     subjects: list[Subject] = []
     if chosen != ("injectivity",):

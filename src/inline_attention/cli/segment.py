@@ -6,51 +6,42 @@ Training runs under torchrun too: torchrun --nproc-per-node 8 -m inline_attentio
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from inline_attention.cli._options import add_device, add_loading, add_output, add_precision, add_results
-from inline_attention.cli._training import configure_training, run_training
+from inline_attention.cli import _dense
+from inline_attention.cli._training import run_training
 from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
+    from inline_attention.tasks.segmentation.weights import TrainedSegmenter
     from inline_attention.training.loop import Outcome
     from inline_attention.training.task import Task
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    train = actions.add_parser("train", help="train a segmenter", description=__doc__)
-    configure_training(
-        train,
-        data="folder with images/SPLIT, masks/SPLIT and classes.txt, or what data.layout says",
-        recipe="name of a recipe or a .yaml file (--list-recipes shows them)",
+    evaluate, _ = _dense.add_actions(
+        parser,
+        command="segment",
+        model="segmenter",
+        description=__doc__,
         task=_task,
+        data="folder with images/SPLIT, masks/SPLIT and classes.txt, or what data.layout says",
+        add_options=_add_options,
+        measures="mIoU and accuracy on images with masks",
+        predicts="segment images",
+        output="segmented",
     )
+    own = "default: as in the run that made the weights"
+    evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), help=f"of the data ({own})")
+    evaluate.add_argument("--ignore-index", type=int, help=f"number that counts for nothing ({own})")
+    evaluate.add_argument("--examples", metavar="FILE", type=Path, help="draw the first images with their predictions")
 
-    actions.add_parser("models", help="published models: parameters, cost, results")
 
-    trained = argparse.ArgumentParser(add_help=False)
-    trained.add_argument("--weights", required=True, metavar="W", help="file that `inline segment train` wrote")
+def _add_options(trained: argparse.ArgumentParser) -> None:
     trained.add_argument("--window", type=int, nargs="+", metavar="N", help="in windows: side, or height and width")
     trained.add_argument("--scales", type=float, nargs="+", metavar="S", help="average over them, as 0.75 1 1.25")
     trained.add_argument("--flip", action="store_true", help="average over the image and its mirror image")
     trained.add_argument("--short-side", type=int, metavar="N", help="resize images to this; 0: leave them")
-    add_loading(trained)
-    add_device(trained)
-    add_precision(trained, default="fp32")
-
-    evaluate = actions.add_parser("eval", parents=[trained], help="mIoU and accuracy on images with masks")
-    evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
-    own = "default: as in the run that made the weights"
-    evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), help=f"of the data ({own})")
-    evaluate.add_argument("--split", help=f"split to evaluate on ({own})")
-    evaluate.add_argument("--ignore-index", type=int, help=f"number that counts for nothing ({own})")
-    add_results(evaluate, csv="IoU and accuracy per class")
-    evaluate.add_argument("--examples", metavar="FILE", type=Path, help="draw the first images with their predictions")
-
-    predict = actions.add_parser("predict", parents=[trained], help="segment images")
-    predict.add_argument("images", nargs="+", metavar="IMAGE|FOLDER", help="files, or folders (searched to any depth)")
-    add_output(predict, default="segmented")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,33 +53,25 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _task() -> "type[Task]":
-    from inline_attention.dense.segmentation.task import Segmentation
+    from inline_attention.tasks.segmentation.task import Segmentation
 
     return Segmentation
 
 
 def _farewell(outcome: "Outcome") -> str:
-    summary, folder = outcome.summary, outcome.folder
-    best = folder / "checkpoints" / "best.safetensors"
-    lines = [
-        "",
-        f"result    mIoU {summary['val_miou']:.2f}%, mAcc {summary['val_macc']:.2f}% on the validation split "
-        f"(best {summary['best_miou']:.2f}%, epoch {summary['best_epoch']})",
-        f"time      {summary['seconds']:.0f} s of training, {summary['images_per_second']:,.1f} images/s",
-        f"classes   {folder / 'per_class.csv'}",
-        f"pictures  {folder / 'examples.png'}",
-        f"weights   {best}",
-    ]
-    if summary["skipped_images"]:
-        lines.append(f"skipped   {summary['skipped_images']} unreadable images")
-    return "\n".join([*lines, "", "next:", f"  inline segment predict --weights {best} IMAGE"])
+    summary = outcome.summary
+    result = (
+        f"mIoU {summary['val_miou']:.2f}%, mAcc {summary['val_macc']:.2f}% on the validation split "
+        f"(best {summary['best_miou']:.2f}%, epoch {summary['best_epoch']})"
+    )
+    files = {"classes": "per_class.csv", "pictures": "examples.png"}
+    return _dense.farewell(outcome, command="segment", result=result, files=files)
 
 
 def _models(args: argparse.Namespace) -> int:
     from inline_attention.bench.record import table
-    from inline_attention.dense.published import COST_CLASSES, COST_SIZE, SEGMENTERS
-    from inline_attention.dense.segmentation.cost import count_cost
-    from inline_attention.dense.segmentation.model import HEADS
+    from inline_attention.tasks.segmentation.model import HEADS
+    from inline_attention.tasks.segmentation.published import COST_CLASSES, COST_SIZE, SEGMENTERS, count_cost
 
     def known(value: float | None) -> str:
         return "–" if value is None else f"{value:g}"
@@ -104,10 +87,10 @@ def _models(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace) -> Any:
+def _load(args: argparse.Namespace) -> "TrainedSegmenter":
     """The segmenter, with what the command line says of its inference."""
     from inline_attention.cli._output import parse_size
-    from inline_attention.dense.segmentation.weights import load_segmenter
+    from inline_attention.tasks.segmentation.weights import load_segmenter
 
     window = parse_size(args.window, option="--window")
     trained = load_segmenter(args.weights)
@@ -132,13 +115,12 @@ def _eval(args: argparse.Namespace) -> int:
         check_writable,
         choose_device,
         image_progress,
-        write_json,
     )
-    from inline_attention.dense.segmentation.data import open_eval_images
-    from inline_attention.dense.segmentation.evaluate import evaluate
-    from inline_attention.dense.segmentation.pictures import draw_examples
-    from inline_attention.dense.segmentation.sources import lists_classes
-    from inline_attention.dense.segmentation.task import write_per_class
+    from inline_attention.tasks.segmentation.data import open_eval_images
+    from inline_attention.tasks.segmentation.evaluation import evaluate
+    from inline_attention.tasks.segmentation.pictures import draw_examples
+    from inline_attention.tasks.segmentation.sources import lists_classes
+    from inline_attention.tasks.segmentation.task import write_per_class
 
     check_writable(args.csv, args.json)
     device = choose_device(args.device)
@@ -179,23 +161,11 @@ def _eval(args: argparse.Namespace) -> int:
         speed = result.images / result.seconds
         say(f"{result.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
-        write_per_class(scores, trained.class_names, Path(args.csv))
+        write_per_class(scores, trained.class_names, args.csv)
     if args.examples:
         draw_examples(result.examples, trained.class_names, args.examples)
-    if args.json:
-        facts = {
-            "model": trained.title,
-            "weights": args.weights,
-            "data": args.data,
-            "split": config.val_split,
-            "miou": scores.miou,
-            "macc": scores.macc,
-            "pixel_accuracy": scores.pixel_accuracy,
-            "images": result.images,
-            "seconds": result.seconds,
-            "skipped_images": [image._asdict() for image in images.skipped],
-        }
-        write_json(args.json, facts)
+    figures = {"miou": scores.miou, "macc": scores.macc, "pixel_accuracy": scores.pixel_accuracy}
+    _dense.write_result(args, trained, figures, images=result.images, seconds=result.seconds, skipped=images.skipped)
     return 0
 
 
@@ -204,26 +174,16 @@ def _predict(args: argparse.Namespace) -> int:
     from PIL import Image
 
     from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress
-    from inline_attention.data.sources import find_images
-    from inline_attention.dense.segmentation.data import open_image_files
-    from inline_attention.dense.segmentation.evaluate import Predictor
-    from inline_attention.dense.segmentation.pictures import overlay, save_mask
+    from inline_attention.tasks.segmentation.data import open_image_files
+    from inline_attention.tasks.segmentation.evaluation import Predictor
+    from inline_attention.tasks.segmentation.pictures import overlay, save_mask
 
-    paths = find_images(args.images)
     device = choose_device(args.device)
-    trained = _load(args)
+    paths, trained = _dense.open_for_prediction(args, _load)
     config = trained.data
-    config.max_broken = len(paths)
-    if args.workers is None and len(paths) < 16:
-        config.workers = 0
     predictor = Predictor(
-        trained.model.to(device),
-        config=config,
-        device=device,
-        amp_dtype=autocast_dtype(args.precision),
+        trained.model.to(device), config=config, device=device, amp_dtype=autocast_dtype(args.precision)
     )
-    output = Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
     written = 0
     with image_progress("segmenting", total=len(paths)) as on_images:
         for batch in open_image_files(paths, config=config):
@@ -231,14 +191,14 @@ def _predict(args: argparse.Namespace) -> int:
                 (classes,) = predictor([image.pixels], [image.size])
                 found = classes.cpu().numpy().astype(np.uint8)
                 name = free_name(paths, image.sample_id)
-                save_mask(found, output / f"{name}.png")
+                save_mask(found, args.output / f"{name}.png")
                 pixels = image.pixels.permute(1, 2, 0).numpy()
-                Image.fromarray(overlay(pixels, found)).save(output / f"{name}.overlay.jpg", quality=92)
+                Image.fromarray(overlay(pixels, found)).save(args.output / f"{name}.overlay.jpg", quality=92)
                 shares = np.bincount(found.ravel(), minlength=len(trained.class_names)) / found.size
                 largest = [c for c in np.argsort(-shares)[:4] if shares[c] >= 0.005]
                 listed = ", ".join(f"{trained.class_names[c]} {shares[c]:.0%}" for c in largest)
                 say(f"{paths[image.sample_id]}: {listed}")
                 written += 1
                 on_images(1)
-    say(f"{written} masks and overlays in {output}")
+    say(f"{written} masks and overlays in {args.output}")
     return 0 if written else 1

@@ -73,7 +73,7 @@ def run_probes(args: argparse.Namespace) -> int:
 
     _check_least("--seeds", args.seeds, 1)
     _check_least("--steps", args.steps, 20)
-    out = Path(args.output)
+    out = args.output
     out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
@@ -99,7 +99,7 @@ def run_train(args: argparse.Namespace) -> int:
     runs = build_runs(args.groups or DEFAULT_GROUPS, main_epochs=main_epochs, rows=args.rows)
     paths = dataset_paths(args.data)
     settings = [*args.set, *([f"device={args.device}"] if args.device else [])]
-    out = Path(args.output)
+    out = args.output
     if args.list:
         for run in runs:
             say(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))

@@ -28,7 +28,7 @@ MAX_DRAWN_CLASSES = 50  # above this the picture is a grey square
 
 
 class Classification(Task):
-    recipes = ""
+    recipes = "recipes"
     default_recipe = "quickstart"
     data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")

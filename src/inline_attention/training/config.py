@@ -258,17 +258,17 @@ class TrainConfig(LoopConfig):
 Config = TypeVar("Config", bound=LoopConfig)
 
 
-_RECIPES = files("inline_attention") / "recipes"
+_PACKAGE = files("inline_attention")
 
 
-def recipe_names(folder: str = "") -> list[str]:
+def recipe_names(folder: str = "recipes") -> list[str]:
     """The recipes of a task, which has a folder of its own unless it is classification."""
-    return sorted(file.name.removesuffix(".yaml") for file in (_RECIPES / folder).iterdir() if file.is_file())
+    return sorted(file.name.removesuffix(".yaml") for file in (_PACKAGE / folder).iterdir() if file.is_file())
 
 
-def describe_recipe(name: str, folder: str = "") -> str:
+def describe_recipe(name: str, folder: str = "recipes") -> str:
     """What the first line of a recipe, a comment, says about it."""
-    with (_RECIPES / folder / f"{name}.yaml").open(encoding="utf-8") as file:
+    with (_PACKAGE / folder / f"{name}.yaml").open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip()
 
 
@@ -281,7 +281,7 @@ def load_recipe(
     recipe: str,
     *,
     defaults: Config,
-    folder: str = "",
+    folder: str = "recipes",
     overrides: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
@@ -298,7 +298,7 @@ def load_recipe(
             raise ValueError(
                 f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
             )
-        text, name = (_RECIPES / folder / f"{recipe}.yaml").read_text(), recipe
+        text, name = (_PACKAGE / folder / f"{recipe}.yaml").read_text(), recipe
     config = settings.update(dataclasses.replace(defaults, recipe=name), read_yaml(text, recipe))
     return change(config, overrides=overrides, flags=flags)
 

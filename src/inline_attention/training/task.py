@@ -82,7 +82,7 @@ Writer = Callable[[Path], None]
 class Task(ABC):
     """One per run and rank. The loop calls its methods in the order in which they stand here."""
 
-    recipes: ClassVar[str]  # folder of its recipes below the package's; "": the recipes of classification
+    recipes: ClassVar[str]  # folder of its recipes in the package
     default_recipe: ClassVar[str | None]  # None: the user must name one
     data_hint: ClassVar[str]  # how to name the data, for who has not
     headline: ClassVar[Headline]

@@ -27,7 +27,7 @@ from inline_attention import create_model
 from inline_attention.cli import COMMANDS, build_parser, main, parse
 from inline_attention.data import DataConfig
 from inline_attention.models.weights import save_weights
-from inline_attention.training.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import preprocessing
 
 COMMANDS_BY_TEXT = {str(command): command for page in PAGES for command in documented.commands(page)}
 LINES = [command for command in COMMANDS_BY_TEXT.values() if not command.is_mention]

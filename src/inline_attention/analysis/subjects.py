@@ -12,7 +12,7 @@ from inline_attention.data import EvalLoader, open_eval_data, open_files
 from inline_attention.data.samples import sample_photographs
 from inline_attention.data.sources import find_images
 from inline_attention.models.shipped import shipped_models
-from inline_attention.training.classifier import load_classifier, model_name
+from inline_attention.tasks.classification.classifier import load_classifier, model_name
 
 from .extract import attention_kinds
 from .suite import Subject, label_subjects

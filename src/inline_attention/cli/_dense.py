@@ -108,7 +108,7 @@ def write_result(
         write_json(args.json, {**facts, **figures, **read})
 
 
-def farewell(outcome: "Outcome", *, command: str, result: str, files: Mapping[str, str]) -> str:
+def describe_outcome(outcome: "Outcome", *, command: str, result: str, files: Mapping[str, str]) -> str:
     """The last lines of a run: its result, and where things are. `files`: what is in the run folder, by its name."""
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"

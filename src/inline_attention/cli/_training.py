@@ -60,7 +60,7 @@ def split_settings(arguments: "Sequence[str]") -> tuple[str | None, list[str]]:
     return first, list(arguments[1:])
 
 
-def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Callable[[Outcome], str]") -> int:
+def run_training(args: argparse.Namespace, *, task: "type[Task]", describe_outcome: "Callable[[Outcome], str]") -> int:
     from inline_attention.training import settings
     from inline_attention.training.config import describe_recipe, recipe_names
     from inline_attention.training.run_folder import plan_run
@@ -82,7 +82,7 @@ def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Cal
     if outcome.signal:
         return 128 + outcome.signal
     if outcome.is_first_rank:
-        say_text(farewell(outcome))
+        say_text(describe_outcome(outcome))
     return 0
 
 

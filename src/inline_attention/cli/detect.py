@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    return run_training(args, task=_task(), farewell=_farewell)
+    return run_training(args, task=_task(), describe_outcome=_describe_outcome)
 
 
 def _task() -> "type[Task]":
@@ -54,14 +54,14 @@ def _task() -> "type[Task]":
     return Detection
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary = outcome.summary
     result = (
         f"box AP {summary['val_box_ap']:.2f}% (AP50 {summary['val_box_ap50']:.2f}%), "
         f"mask AP {summary['val_mask_ap']:.2f}% (AP50 {summary['val_mask_ap50']:.2f}%) on the validation split "
         f"(best box AP {summary['best_box_ap']:.2f}%, epoch {summary['best_epoch']})"
     )
-    return _dense.farewell(outcome, command="detect", result=result, files={"classes": "per_class.csv"})
+    return _dense.describe_outcome(outcome, command="detect", result=result, files={"classes": "per_class.csv"})
 
 
 def _models(args: argparse.Namespace) -> int:

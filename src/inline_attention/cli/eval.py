@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
         write_json,
     )
     from inline_attention.data import open_eval_data
-    from inline_attention.training.classifier import load_classifier, model_name
-    from inline_attention.training.evaluate import evaluate
+    from inline_attention.tasks.classification.classifier import load_classifier, model_name
+    from inline_attention.tasks.classification.evaluation import evaluate
 
     check_writable(args.csv, args.json)
     device = choose_device(args.device)

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from inline_attention.data import open_files
     from inline_attention.data.sources import find_images
-    from inline_attention.training.classifier import Guess, load_classifier, model_name, predict
+    from inline_attention.tasks.classification.classifier import Guess, load_classifier, model_name, predict
 
     name, images = split_model(args.arguments)
     paths = find_images(images)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    return run_training(args, task=_task(), farewell=_farewell)
+    return run_training(args, task=_task(), describe_outcome=_describe_outcome)
 
 
 def _task() -> "type[Task]":
@@ -58,14 +58,14 @@ def _task() -> "type[Task]":
     return Segmentation
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary = outcome.summary
     result = (
         f"mIoU {summary['val_miou']:.2f}%, mAcc {summary['val_macc']:.2f}% on the validation split "
         f"(best {summary['best_miou']:.2f}%, epoch {summary['best_epoch']})"
     )
     files = {"classes": "per_class.csv", "pictures": "examples.png"}
-    return _dense.farewell(outcome, command="segment", result=result, files=files)
+    return _dense.describe_outcome(outcome, command="segment", result=result, files=files)
 
 
 def _models(args: argparse.Namespace) -> int:

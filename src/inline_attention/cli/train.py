@@ -23,16 +23,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return run_training(args, task=_task(), farewell=_farewell)
+    return run_training(args, task=_task(), describe_outcome=_describe_outcome)
 
 
 def _task() -> "type[Task]":
-    from inline_attention.training.classification import Classification
+    from inline_attention.tasks.classification.task import Classification
 
     return Classification
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"
     lines = [

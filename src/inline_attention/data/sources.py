@@ -103,7 +103,7 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
         current = waiting.pop()
         status = os.stat(current)
         if (status.st_dev, status.st_ino) in visited:
-            _logger.warning("%s links to a folder that is searched already; it is left out", as_utf8(current))
+            _logger.warning("%s links to a folder that is searched already; it is left out", utf8_name(current))
             continue
         visited.add((status.st_dev, status.st_ino))
         with os.scandir(current) as entries:
@@ -130,8 +130,8 @@ def find_images(names: Iterable[str | Path]) -> list[Path]:
     return paths
 
 
-def as_utf8(path: str | Path) -> str:
-    """A file name that can be written as UTF-8, whatever bytes it holds."""
+def utf8_name(path: str | Path) -> str:
+    """A file name that can be encoded as UTF-8: other bytes are written as escapes."""
     return os.fspath(path).encode("utf-8", "backslashreplace").decode()
 
 
@@ -161,7 +161,7 @@ class FolderSource:
             (entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")),
             key=natural_key,
         )
-        self.class_names = [as_utf8(name) for name in names]
+        self.class_names = [utf8_name(name) for name in names]
         if not names:
             raise ValueError(f"no images in {str(folder)!r}: expected one folder a class with images in it")
         self._root = folder

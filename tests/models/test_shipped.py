@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inline_attention import create_model, list_models
+from inline_attention.analysis import Subject
 from inline_attention.analysis.subjects import open_subjects
-from inline_attention.analysis.suite import Subject
 from inline_attention.cli import main
 from inline_attention.cli.predict import split_model
 from inline_attention.data import DataConfig

@@ -14,8 +14,8 @@ from inline_attention.data.sources import find_images
 from inline_attention.models.shipped import shipped_models
 from inline_attention.tasks.classification.classifier import load_classifier, model_name
 
-from .extract import attention_kinds
-from .suite import Subject, label_subjects
+from .base import Subject, label_subjects
+from .hooks import attention_kinds
 
 DEFAULT_MODEL = "inline_deit_tiny"  # untrained, where the package has no weights
 

@@ -7,6 +7,7 @@ arXiv 2107.00652.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from inline_attention.layers.attention import (
     unstack,
 )
 from inline_attention.layers.embed import pad_image
+from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
+from inline_attention.layers.written_out import WrittenOut
 
 from . import registry
 from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
@@ -96,6 +99,24 @@ class StripeAttention(SoftmaxAttention):
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
         out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
         return plan.merge(out, batch=q.shape[0]).flatten(1, 2).unflatten(2, heads)
+
+    def write_out(self, x: Tensor, grid: Grid, **options: Any) -> WrittenOut:
+        found = super().write_out(x, grid, **options)
+        place = torch.arange(grid[0] * grid[1], device=x.device)
+        stripes = torch.zeros_like(place)[None]  # (branches, N): which stripe a token is in
+        if self.stripe is not None:
+            stripes = torch.stack([place % grid[1] // self.stripe, place // grid[1] // self.stripe])
+        by_head = stripes.repeat_interleave(self.num_heads // len(stripes), 0)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            together = by_head[None, heads, rows, None] == by_head[None, heads, None, :]
+            return found.matrix(rows, samples, heads, together if mask is None else together & mask)
+
+        convolutions = [conv for conv in self.positions if isinstance(conv, nn.Conv2d)]
+        weight = torch.cat([conv.weight for conv in convolutions])[:, 0][None]
+        bias = torch.cat([conv.bias for conv in convolutions if conv.bias is not None])
+        local = (*found.local, LocalTerm(weight, bias, regions=stripes))
+        return replace(found, matrix=matrix, local=local, stripes=self.stripe is not None)
 
 
 class MappedStripeAttention(StripeAttention):

@@ -7,6 +7,7 @@ arXiv 2102.12122.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from inline_attention.layers.attention import (
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import resize_map_for_each
+from inline_attention.layers.written_out import WrittenOut
 
 from . import registry
 from .base import (
@@ -83,6 +85,12 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
         keys = token_mask.unflatten(1, grid)[:, last :: self.reduction, last :: self.reduction].flatten(1)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)
         return self.softmax_rows(q, k, v, mask=keys[:, None, None, :])
+
+    def write_out(self, x: Tensor, grid: Grid, **options: Any) -> WrittenOut:
+        found = super().write_out(x, grid, **options)
+        if self.reduction == 1:
+            return found
+        return replace(found, key_grid=(grid[0] // self.reduction, grid[1] // self.reduction))
 
 
 class MappedReducedSoftmaxAttention(ReducedSoftmaxAttention):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-MARKDOWN = sorted([*ROOT.glob("*.md"), *(p for top in ("docs", "src", "tests") for p in (ROOT / top).rglob("*.md"))])
+MARKDOWN = sorted([*ROOT.glob("*.md"), *(p for top in ("docs", "src", "study", "tests") for p in (ROOT / top).rglob("*.md"))])
 GENERATED = {
     "index.md",
     "contributing.md",

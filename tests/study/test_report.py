@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
-from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
-from inline_attention.study.report import front, gap_table, page, write_report
-from inline_attention.study.results import collect
+from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
+from study.report import front, gap_table, page, write_report
+from study.results import collect
 
 
 def test_gaps_beyond_two_standard_errors_are_bold(tmp_path: Path) -> None:

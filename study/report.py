@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from inline_attention.bench.model import EAGER
-from inline_attention.study.claims import Claim, judge
-from inline_attention.study.grid import (
+from study.claims import Claim, judge
+from study.grid import (
     BASELINES,
     DATASETS,
     FEATURE_MAPS,
@@ -23,8 +23,8 @@ from inline_attention.study.grid import (
     command_line,
     feature_map_row,
 )
-from inline_attention.study.measures import build_model, masking_drops, speed_name, uniform_over_chance
-from inline_attention.study.results import Results, RunResult, Sample, Setting, describe_seeds
+from study.measures import build_model, masking_drops, speed_name, uniform_over_chance
+from study.results import Results, RunResult, Sample, Setting, describe_seeds
 
 RESULTS, PAGE = "results.json", "results.md"
 
@@ -70,7 +70,7 @@ def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Pa
 _MARKS = ("<!-- results of the study -->", "<!-- end of the results -->")
 _HEAD = """# Results
 
-What [the study](study.md) measured, as `inline study report DIR --docs docs` writes it.
+What [the study](study.md) measured, as `python -m study report DIR --docs docs` writes it.
 [All numbers](results/study.json) come with the command, seeds, commit and machine of each row. Top-1 is that after the
 last epoch, with the standard deviation over seeds.
 """
@@ -129,7 +129,7 @@ def remake(result: RunResult) -> str:
 
 
 def _draw(results: Results, out: Path) -> list[Path]:
-    from inline_attention.study import plots
+    from study import plots
 
     made: list[Path] = []
 
@@ -266,7 +266,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     if results.probes is not None:
         environment = results.probes["environment"]
         where = _where([environment["inline-attention"]], environment["cpu"])
-        command = f"`inline study probes`, {where}, seed {results.probes['seed']}.\n"
+        command = f"`python -m study probes`, {where}, seed {results.probes['seed']}.\n"
         parts += ["## Probes\n", command, probe_table(results.probes), *_pictures(figures, "probes")]
     for setting in sorted(results.settings, key=lambda s: s != main):
         parts += [f"## {setting}\n", *_tables(results, setting), made_where(results, setting)]
@@ -328,7 +328,7 @@ def made_where(results: Results, setting: Setting) -> str:
 
 
 _COMMANDS = """Each makes a run again; further seeds of a row with `--seed`. In capitals: the folder of the images.
-Analyses and timings: `inline study report DIR --data tiny_imagenet=TINY_IMAGENET,imagenette=IMAGENETTE`.
+Analyses and timings: `python -m study report DIR --data tiny_imagenet=TINY_IMAGENET,imagenette=IMAGENETTE`.
 """
 
 

@@ -1,34 +1,52 @@
 """The paper's argument on a small scale: probes of one layer, a grid of trained models, a report of both.
 
-`probes` needs minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`; it can be
-stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there, `pack` the
-weights that come with the package.
+`probes` takes minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`. It can be
+stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there, and `pack`
+makes the weights that come with the package. Run it from a checkout: `python -m study --help`.
 """
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inline_attention.cli import CommandParser, run_parser
 from inline_attention.printing import say
 
 if TYPE_CHECKING:
-    from inline_attention.study.grid import Run
-    from inline_attention.study.runner import GridRunner, Outcome
+    from study.grid import Run
+    from study.runner import GridRunner, Outcome
+
+OUT = "runs/study"  # git ignores it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a run failed, 2 bad input (one line, no traceback), 130 interrupted."""
+    return run_parser(build_parser, sys.argv[1:] if argv is None else argv, name="python -m study")
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="python -m study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    configure(parser)
+    return parser
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
 
     probes = parts.add_parser("probes", help="what one attention layer can and cannot do; minutes on a CPU")
-    probes.add_argument("--out", default="study", metavar="DIR", help="for probes.json and probes.png (study)")
+    probes.add_argument("--out", default=OUT, metavar="DIR", help=f"for probes.json and probes.png ({OUT})")
     probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repetition (0)")
     probes.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions (3)")
     probes.add_argument("--steps", type=int, default=400, metavar="N", help="updates of each probe (400)")
-    probes.set_defaults(study=run_probes)
+    probes.set_defaults(run=run_probes)
 
     train = parts.add_parser("train", help="make the grid of trained models, or go on with it")
-    train.add_argument("--out", default="study", metavar="DIR", help="folder of the run folders (study)")
+    train.add_argument("--out", default=OUT, metavar="DIR", help=f"folder of the run folders ({OUT})")
     train.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
     train.add_argument("--groups", nargs="+", metavar="G", help="parts of the grid, in this order (all but check)")
     train.add_argument("--rows", nargs="+", metavar="ROW", help="these models alone")
@@ -40,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--list", action="store_true", help="print the commands of the runs and stop")
     train.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run")
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
-    train.set_defaults(study=run_train)
+    train.set_defaults(run=run_train)
 
     report = parts.add_parser("report", help="tables, figures and verdicts from what is there")
     report.add_argument("out", metavar="DIR", help="what `probes` and `train` were given as --out")
@@ -50,23 +68,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
     report.add_argument("--docs", metavar="FOLDER", help="write a page of the documentation besides")
     report.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
-    report.set_defaults(study=run_report)
+    report.set_defaults(run=run_report)
 
     pack = parts.add_parser("pack", help="make the package's weights of the three models it ships")
     pack.add_argument("out", metavar="DIR", help="what `train` was given as --out")
     pack.add_argument("--to", metavar="FOLDER", help="where to write them (default: into the package)")
-    pack.set_defaults(study=run_pack)
-
-
-def run(args: argparse.Namespace) -> int:
-    return args.study(args)
+    pack.set_defaults(run=run_pack)
 
 
 def run_probes(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.study import probes
-    from inline_attention.study.plots import draw_probes, save
+    from study import probes
+    from study.plots import draw_probes, save
 
     _check_least("--seeds", args.seeds, 1)
     _check_least("--steps", args.steps, 20)
@@ -87,9 +101,9 @@ def run_probes(args: argparse.Namespace) -> int:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    from inline_attention.study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
-    from inline_attention.study.runner import GridRunner, dataset_paths
     from inline_attention.training.distributed import choose_device
+    from study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
+    from study.runner import GridRunner, dataset_paths
 
     main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
     _check_least("--main-epochs", main_epochs, 1)
@@ -124,10 +138,10 @@ def run_train(args: argparse.Namespace) -> int:
 def run_report(args: argparse.Namespace) -> int:
     from inline_attention.bench.timing import Effort
     from inline_attention.cli._output import choose_device
-    from inline_attention.study import measures
-    from inline_attention.study.report import write_docs, write_report
-    from inline_attention.study.results import collect
-    from inline_attention.study.runner import dataset_paths
+    from study import measures
+    from study.report import write_docs, write_report
+    from study.results import collect
+    from study.runner import dataset_paths
 
     out, device = Path(args.out), choose_device(args.device)
     images = measures.IMAGES if args.max_images is None else args.max_images
@@ -149,8 +163,8 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    from inline_attention.study.package import pack_models
-    from inline_attention.study.results import collect
+    from study.pack import pack_models
+    from study.results import collect
 
     for path in pack_models(collect(Path(args.out)), folder=args.to):
         say(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
@@ -181,3 +195,7 @@ def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
 
         runner.show, runner.tell = show, lambda line: console.print(line, markup=False)
         return runner.make(runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

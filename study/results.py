@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inline_attention.bench.record import fastest, read_record
-from inline_attention.study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
-from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished
 from inline_attention.training import settings
 from inline_attention.training.config import TrainConfig, read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
+from study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
+from study.runner import FAILURE, SESSIONS, has_failed, is_finished
 
 ANALYSIS, SPEED, PROBES = "analysis.json", "speed.json", "probes.json"
 SWEEP = "sweep.json"  # what `inline bench sweep --json` wrote, if it was put there
@@ -125,7 +125,7 @@ class Results:
     runs: list[RunResult]
     again: list[RunResult]
     failures: dict[str, str]  # run → what it said
-    device_seconds: float  # that all calls of `inline study train` took
+    device_seconds: float  # that all calls of `python -m study train` took
     probes: dict[str, Any] | None
     speed: dict[str, Any] | None
     sweep: Sweep | None
@@ -188,7 +188,7 @@ def run_folders(out: Path) -> list[tuple[Run, Path]]:
 def collect(out: Path) -> Results:
     """Finished runs of a folder; ValueError where there is nothing at all."""
     if not out.is_dir():
-        raise ValueError(f"there is no folder {str(out)!r}; `inline study train --out {out}` makes it")
+        raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --out {out}` makes it")
     folders = run_folders(out)
     runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}

@@ -1,4 +1,4 @@
-"""The grid of `inline study train`: which models, on which data, for how long, with which seeds. Edit here.
+"""The grid of `python -m study train`: which models, on which data, for how long, with which seeds. Edit here.
 
 Equal parameters: all DeiT rows have one width and depth, and what an attention adds (the kernel generator of the local
 residual, focused attention's positions) is taken from the MLP, whose ratio each row gives.
@@ -16,7 +16,8 @@ import yaml
 from inline_attention.models.deit import STUDY
 from inline_attention.training.config import TrainConfig, load_config
 
-RECIPE = "study"
+RECIPE = Path(__file__).with_name("study.yaml")
+RECIPE_NAME = "study/study.yaml"  # in printed commands, which are run from the checkout
 DEIT = {name: STUDY[name] for name in ("embed_dim", "depth", "num_heads")}
 SWIN = {"embed_dim": 64, "depths": [2, 2, 2], "num_heads": [2, 4, 8]}
 PLAIN, WITH_RESIDUAL = 4.5, 3.5  # MLP ratios that make the DeiT rows equal
@@ -179,7 +180,7 @@ class Run:
         return DATASETS[self.dataset].tokens(self.patch)
 
     def overrides(self) -> list[str]:
-        """Settings of `inline train study`, as key=value"""
+        """Settings beside the recipe's, as key=value"""
         row, dataset = ROWS[self.row], DATASETS[self.dataset]
         kwargs = {**dataset.deit, "patch_size": self.patch, **row.kwargs} if row.is_deit else dict(row.kwargs)
         values = {
@@ -192,13 +193,15 @@ class Run:
         }
         return [f"{key}={as_yaml(value)}" for key, value in values.items()]
 
-    def arguments(self, path: str, out: Path, *, extra: Sequence[str] = ()) -> list[str]:
+    def arguments(
+        self, path: str, out: Path, *, extra: Sequence[str] = (), recipe: str | Path = RECIPE_NAME
+    ) -> list[str]:
         """Of `inline`: starts the run, or goes on with it."""
         where = ["--data", path, "--seed", str(self.seed), "--output", str(out / self.name), "--resume", "auto"]
-        return ["train", RECIPE, *where, *self.overrides(), *extra]
+        return ["train", str(recipe), *where, *self.overrides(), *extra]
 
     def config(self, *, extra: Iterable[str] = ()) -> TrainConfig:
-        return load_config(RECIPE, overrides=[*self.overrides(), *extra], flags={"seed": self.seed})
+        return load_config(str(RECIPE), overrides=[*self.overrides(), *extra], flags={"seed": self.seed})
 
 
 _NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")

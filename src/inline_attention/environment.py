@@ -34,7 +34,7 @@ def describe_environment() -> dict[str, str]:
         "inline-attention": f"{__version__}{_commit()}",
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "cpu": f"{_cpu_name()}, {_count(os.cpu_count() or 1, 'core')}, {_count(torch.get_num_threads(), 'thread')}",
     }
     facts |= {name: _version(name) for name in PACKAGES}
     facts["torch built for CUDA"] = torch.version.cuda or "no"
@@ -48,6 +48,10 @@ def describe_environment() -> dict[str, str]:
     else:
         facts["gpu"] = "mps" if torch.backends.mps.is_available() else "none"
     return facts
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _version(package: str) -> str:

@@ -1,10 +1,21 @@
 import io
+import os
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_images import fuzz_readers
 from PIL import Image
 
-from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data import DataConfig, open_files
+from inline_attention.data.decode import UnreadableImage, decode_image, image_size, read_image
+from inline_attention.dense.detection.data import load, without_annotations
+from inline_attention.dense.segmentation.data import PlainFiles
+from inline_attention.dense.segmentation.sources import read_mask
+from inline_attention.explore.pictures import decode_picture
 
 GRADIENT = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
 COLOURS = np.stack([GRADIENT, GRADIENT.T, 255 - GRADIENT], axis=-1)
@@ -17,8 +28,8 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> io.Byte
     return buffer
 
 
-def pixels(file: io.BytesIO, in_chans: int = 3, **options: bool) -> np.ndarray:
-    return np.asarray(decode_image(file, in_chans=in_chans, **options)).astype(int)
+def pixels(file: io.BytesIO, in_chans: int = 3) -> np.ndarray:
+    return np.asarray(decode_image(file, in_chans=in_chans)).astype(int)
 
 
 def test_colour_and_greyscale() -> None:
@@ -69,13 +80,100 @@ def test_animation_gives_its_first_frame() -> None:
     assert (decoded == [255, 0, 0]).all()
 
 
-def test_exif_rotation_is_an_option() -> None:
+def turned() -> tuple[bytes, np.ndarray]:
+    """A PNG file as phones write photographs, and its pixels upright."""
     exif = Image.Exif()
     exif[0x0112] = 6  # shown correctly after a quarter turn clockwise
-    file = encoded(Image.fromarray(COLOURS), exif=exif)
+    landscape = COLOURS[:5]
+    return encoded(Image.fromarray(landscape), exif=exif).getvalue(), np.rot90(landscape, -1)
+
+
+def test_photographs_are_upright(tmp_path: Path) -> None:
+    content, upright = turned()
+    assert (pixels(io.BytesIO(content)) == upright).all()
+    path = tmp_path / "photo.png"
+    path.write_bytes(content)
+    assert (np.asarray(read_image(path)) == upright).all()
+    assert image_size(path) == upright.shape[:2] == (8, 5)
+
+
+def test_every_command_reads_photographs_alike(tmp_path: Path) -> None:
+    """Classification, segmentation with its masks, detection and the web page."""
+    content, upright = turned()
+    path = tmp_path / "photo.png"
+    path.write_bytes(content)
+    config = DataConfig(img_size=[8, 5], eval_transform="resize", workers=0, mean=[0.0] * 3, std=[1.0] * 3)
+    (batch,) = open_files([path], config=config)
+    assert ((batch.images[0].permute(1, 2, 0) * 255).round().numpy() == upright).all()
+    assert (PlainFiles([path]).read(0)[0] == upright).all()
+    (annotated,) = without_annotations([path], ["cat"]).images
+    assert annotated.size == (8, 5)
+    assert (np.asarray(load(annotated)) == upright).all()
+    assert np.abs(np.asarray(decode_picture(content).resize((5, 5))).astype(int) - upright[1:6]).mean() < 20
+    mask = tmp_path / "mask.png"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(GRADIENT[:5]).save(mask, exif=exif)
+    assert (read_mask(mask) == np.rot90(GRADIENT[:5], -1)).all()
+
+
+def test_damaged_exif_data_do_not_matter() -> None:
+    file = encoded(Image.fromarray(COLOURS), exif=b"Exif\0\0not a directory of tags")
     assert (pixels(file) == COLOURS).all()
-    file.seek(0)
-    assert (pixels(file, exif_rotation=True) == np.rot90(COLOURS, -1)).all()
+
+
+# Images that are attacks
+
+
+def test_only_known_formats_are_opened(tmp_path: Path) -> None:
+    """Pillow goes by the content: for this file it starts Ghostscript, whatever the name says."""
+    path = tmp_path / "photo.jpg"
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n")
+    for read in (read_image, image_size, read_mask):
+        with pytest.raises(UnreadableImage, match="not an image in a known format"):
+            read(path)
+
+
+def png_header(width: int, height: int, *, depth: int, colour: int) -> bytes:
+    """A PNG file that declares a size, with a few compressed zeros in it."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    rows = zlib.compress(bytes(4096))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(("width", "height"), [(9460, 9460), (30000, 30000), (1, 90_000_000)])
+def test_the_number_of_pixels_is_limited(tmp_path: Path, width: int, height: int) -> None:
+    path = tmp_path / "photo.png"
+    path.write_bytes(png_header(width, height, depth=16, colour=0))
+    for read in (read_image, image_size, read_mask):
+        with pytest.raises(UnreadableImage, match=r"more than the limit of 89,478,485|exceeds limit"):
+            read(path)
+
+
+def test_sixteen_bits_take_little_more_memory_than_the_image() -> None:
+    values = np.arange(4_000_000, dtype=np.uint16).reshape(2000, 2000)
+    tracemalloc.start()
+    decode_image(Image.fromarray(values), in_chans=1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * values.size  # the values, the result, and a part of them as wider integers
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "photo.jpg")
+    with pytest.raises(UnreadableImage, match="not a regular file"):
+        read_image(tmp_path / "photo.jpg")
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's about damaged metadata
+def test_damaged_images_are_read_or_refused(tmp_path: Path) -> None:
+    outcome = fuzz_readers(tmp_path, count=400, seed=0)
+    assert outcome["read"] > 40
+    assert outcome["skipped"] > 100
 
 
 def test_unreadable() -> None:

@@ -238,6 +238,41 @@ def test_images_of_a_few_pixels(folder: Path) -> None:
         assert len(merged(data.train.epoch(epoch))[0]) == 24
 
 
+def test_a_line_that_a_transform_would_blow_up(folder: Path) -> None:
+    """Its short side is enlarged to the size of the input, and with it the long one."""
+    Image.new("L", (1, 65_000)).save(folder / "val" / "a" / "000.png")
+    loader = open_eval_data(config(folder, img_size=224, eval_transform="timm"))
+    assert sum(len(batch.images) for batch in loader) == 23
+    (skipped,) = loader.skipped
+    assert skipped.reason == "256 × 16640000 pixels, more than the limit of 89,478,485; scale it down"
+    whole = open_eval_data(config(folder, img_size=224))  # both sides are resized: no side of this is long
+    assert sum(len(batch.images) for batch in whole) == 24
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_a_transform_cannot_handle_is_skipped(
+    folder: Path, in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (31, 7)).save(folder / "train" / "a" / "000.png")
+    Image.new("RGB", (31, 7)).save(folder / "val" / "a" / "000.png")
+    for name in ("resize", "crop"):
+        original = getattr(Image.Image, name)
+
+        def out_of_memory(
+            image: Image.Image, *args: object, original: Callable = original, **kwargs: object
+        ) -> Image.Image:
+            if image.width == 31:
+                raise MemoryError
+            return original(image, *args, **kwargs)
+
+        monkeypatch.setattr(Image.Image, name, out_of_memory)
+    data = open_data(config(folder, in_memory=in_memory, auto_augment=None))
+    assert len(merged(data.train.epoch(0))[0]) == 24
+    assert len(merged(iter(data.val))[0]) == 23
+    for loader in (data.train, data.val):
+        assert [image.reason for image in loader.skipped] == ["it cannot be transformed (MemoryError: )"]
+
+
 @pytest.mark.parametrize(("max_broken", "allowed"), [(0, 0), (0.01, 1), (0.1, 3), (2, 2)])
 def test_too_many_unreadable_stop_the_run(folder: Path, max_broken: float, allowed: int) -> None:
     names = [f"b/{number:03}.png" for number in range(allowed)]

@@ -1,3 +1,8 @@
+import json
+import os
+import shutil
+import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +19,8 @@ MakeFolder = Callable[..., Path]
 
 
 def config(path: object, **options: object) -> DataConfig:
-    return DataConfig(path=str(path), img_size=8, batch_size=2, workers=0, **options)
+    defaults: dict[str, object] = {"img_size": 8, "batch_size": 2, "workers": 0}
+    return DataConfig(path=str(path), **{**defaults, **options})
 
 
 def test_packed_strings() -> None:
@@ -80,10 +86,84 @@ def test_different_classes(make_folder: MakeFolder) -> None:
         open_data(config(root))
 
 
-def test_batch_larger_than_data(make_folder: MakeFolder) -> None:
+@pytest.mark.parametrize(
+    ("images", "batch_size", "world_size", "lowered"),
+    [(10, 12, 1, 10), (7, 12, 1, 6), (7, 5, 1, 5), (3, 5, 1, 3), (1, 4, 1, 1), (9, 8, 2, 4), (3, 2, 3, 1)],
+)
+def test_a_batch_is_no_larger_than_the_data(
+    make_folder: MakeFolder, images: int, batch_size: int, world_size: int, lowered: int
+) -> None:
+    root = make_folder(train={"cat": images}, val={"cat": 1})
+    for in_memory in (False, True):
+        options = config(root, batch_size=batch_size, mixup=0.0, cutmix=0.0, in_memory=in_memory)
+        data = open_data(options, world_size=world_size)
+        assert data.train.batch_size == lowered
+        assert [len(batch.images) for batch in data.train.epoch(0)] == [lowered] * data.train.steps_per_epoch
+        assert data.train.steps_per_epoch == images // (lowered * world_size)
+        assert [len(batch.images) for batch in data.val] == [1]
+
+
+def test_more_ranks_than_images(make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 3}, val={"cat": 1})
-    with pytest.raises(ValueError, match=r"a batch of 2 on 2 rank\(s\) needs 4 images, the training split has 3"):
-        open_data(config(root), world_size=2)
+    with pytest.raises(ValueError, match=r"the training split has 3 image\(s\) for 4 ranks; use fewer ranks"):
+        open_data(config(root), world_size=4)
+    (root / "train" / "cat" / "001.png").unlink()
+    (root / "train" / "cat" / "002.png").unlink()
+    with pytest.raises(ValueError, match="mixup mixes pairs and needs an even number"):
+        open_data(config(root, mixup=0.8))
+
+
+# What is no regular file
+
+
+def test_links_to_folders_above_are_searched_once(make_folder: MakeFolder, caplog) -> None:
+    root = make_folder(val={"cat": 3, "dog": 2})
+    cat, dog = root / "val" / "cat", root / "val" / "dog"
+    (cat / "loop").symlink_to(cat)
+    (cat / "more").mkdir()
+    for number in range(12):  # without a memory of what was searched: 12! ways through them
+        (cat / "more" / f"way{number}").mkdir()
+    for number in range(12):
+        for other in range(12):
+            (cat / "more" / f"way{number}" / f"to{other}").symlink_to(cat / "more" / f"way{other}")
+    (cat / "more" / "a.png").symlink_to(cat / "000.png")  # a link to a file is one more image
+    (dog / "linked").symlink_to(cat)  # and a folder may be part of two classes
+    source = FolderSource(root / "val")
+    names = [os.path.relpath(source.path(index), root / "val") for index in range(len(source))]
+    images = ["000.png", "001.png", "002.png", "more/a.png"]
+    assert names == [
+        *(f"cat/{name}" for name in images),
+        "dog/000.png",
+        "dog/001.png",
+        *(f"dog/linked/{n}" for n in images),
+    ]
+    assert "loop links to a folder that is searched already; it is left out" in caplog.text
+
+
+def test_a_pipe_is_an_unreadable_image(make_folder: MakeFolder) -> None:
+    root = make_folder(val={"cat": 3})
+    os.mkfifo(root / "val" / "cat" / "a.png")
+    (root / "val" / "cat" / "b.png").symlink_to(root / "nowhere.png")
+    loader = open_eval_data(config(root, max_broken=2))
+    assert sum(len(batch.images) for batch in loader) == 3
+    assert {Path(image.path).name: image.reason for image in loader.skipped} == {
+        "a.png": "not a regular file",
+        "b.png": "No such file or directory",
+    }
+
+
+def test_names_that_are_not_utf8(make_folder: MakeFolder) -> None:
+    root = make_folder(val={"cat": 1})
+    folder = os.fsencode(root / "val") + b"/caf\xe9"
+    os.mkdir(folder)
+    shutil.copy(root / "val" / "cat" / "000.png", folder + b"/\xff.png")
+    with open(folder + b"/broken\xff.png", "wb"):
+        pass
+    loader = open_eval_data(config(root))
+    assert loader.class_names == ["caf\\udce9", "cat"]
+    assert [target for batch in loader for target in batch.targets.tolist()] == [0, 1]
+    (skipped,) = loader.skipped
+    assert json.dumps([*skipped], ensure_ascii=False).encode()  # a result file can hold the name
 
 
 # Labels of a model
@@ -150,6 +230,9 @@ def test_zip_without_folders_numbers_its_classes(tmp_path: Path) -> None:
     [
         ("train", "n01/a.JPEG 0", r"train_map\.txt' line 5 is 'n01/a\.JPEG 0'; expected 'path<TAB>label'"),
         ("train", "n01/a.JPEG\tcat", r"train_map\.txt' line 5 is .*cat'; expected 'path<TAB>label'"),
+        ("train", "n01/a.JPEG\t²", r"train_map\.txt' line 5 is .*; expected 'path<TAB>label'"),
+        ("train", "n01/a.JPEG\t1000000000", r"label 1000000000 in .*train_map\.txt' line 5 is out of range"),
+        ("train", f"n01/a.JPEG\t{'9' * 5000}", r"label 9{20} in .*train_map\.txt' line 5 is out of range"),
         ("train", "n01/a.JPEG\t-1", r"label -1 in .*train_map\.txt' line 5 is out of range"),
         ("train", "n04/a.JPEG\t3", r"1 class\(es\) without images in .*train_map\.txt': '2'"),
         ("val", "a.JPEG\t2", r"label 2 in .*val_map\.txt' line 5 is out of range; expected 0 to 1"),
@@ -175,6 +258,35 @@ def test_damage_inside_a_zip_is_an_unreadable_image(tmp_path: Path) -> None:
     (skipped,) = loader.skipped
     assert skipped.path.endswith("val.zip:n02/x.JPEG")
     assert "wrong checksum" in skipped.reason
+
+
+def patched_zip(archive: Path, sizes: bytes) -> None:
+    """Write another size of the first member, unpacked, into the archive's directory."""
+    content = bytearray(archive.read_bytes())
+    entry = content.index(b"PK\x01\x02")
+    content[entry + 24 : entry + 28] = sizes
+    archive.write_bytes(content)
+
+
+def test_a_member_that_is_larger_than_it_says(tmp_path: Path) -> None:
+    """Zeros that inflate to a thousand times the packed size, and a directory that speaks of 100 bytes."""
+    make_zip(tmp_path / "zip", "val", TRAIN_LINES)
+    archive = tmp_path / "zip" / "val.zip"
+    with zipfile.ZipFile(archive, "w", compression=zipfile.ZIP_DEFLATED) as opened:
+        opened.writestr("n02/x.JPEG", bytes(50_000_000))
+        for line in TRAIN_LINES[1:]:
+            with opened.open(line.split("\t")[0], "w") as file:
+                Image.new("RGB", (8, 8)).save(file, "PNG")
+    for declared, why in ((100, "not the 100 bytes that the archive declares"), (2**31, "more than the limit of")):
+        patched_zip(archive, struct.pack("<I", declared))
+        loader = open_eval_data(config(tmp_path / "zip"))
+        tracemalloc.start()
+        assert sum(len(batch.images) for batch in loader) == 3
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 5_000_000
+        (skipped,) = loader.skipped
+        assert why in skipped.reason
 
 
 def test_zip_of_another_kind(tmp_path: Path) -> None:
@@ -229,12 +341,32 @@ def test_tar_errors(tmp_path: Path) -> None:
     root = tmp_path / "tars"
     root.mkdir()
     (root / "val.tar").write_bytes(b"this is no tar file")
+    with pytest.raises(ValueError, match=r"val\.tar' has no end-of-archive mark after its 19 bytes"):
+        open_eval_data(config(root))
+    (root / "val.tar").write_bytes(b"this is no tar file".ljust(1024, b"\0"))
     with pytest.raises(ValueError, match=r"val\.tar' cannot be read .*; repair or remove it"):
         open_eval_data(config(root))
     with tarfile.open(root / "val.tar", "w"):
         pass
     with pytest.raises(ValueError, match=r"no images in .*val\.tar'"):
         open_eval_data(config(root))
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.5, 0.9])
+def test_a_tar_file_that_was_cut_off(make_folder: MakeFolder, tmp_path: Path, kept: float) -> None:
+    import tarfile
+
+    root = make_folder(val={"cat": 8, "dog": 8})
+    (tmp_path / "whole").mkdir()
+    with tarfile.open(tmp_path / "whole" / "val.tar", "w") as tar:
+        tar.add(root / "val", arcname=".")
+        blocks = tar.offset // 512
+    content = (tmp_path / "whole" / "val.tar").read_bytes()
+    assert open_eval_data(config(tmp_path / "whole")).num_images == 16
+    for end in (int(kept * blocks) * 512, int(kept * blocks) * 512 + 100):
+        (tmp_path / "whole" / "val.tar").write_bytes(content[:end])
+        with pytest.raises(ValueError, match=r"val\.tar' has no end-of-archive mark .*Copy it again"):
+            open_eval_data(config(tmp_path / "whole"))
 
 
 def test_hugging_face_data_set(make_folder: MakeFolder) -> None:

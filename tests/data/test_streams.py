@@ -2,12 +2,16 @@
 
 import io
 import json
+import multiprocessing
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import training_runs
 from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data
@@ -96,20 +100,162 @@ def test_global_generators_are_left_alone(shards: Path) -> None:
     assert drawn == expected.tolist()
 
 
-def test_unreadable_images_are_counted(shards: Path) -> None:
-    content = b"no image at all"
-    with tarfile.open(shards / "val-0000.tar", "a") as tar:
-        for suffix, part in (("png", content), ("cls", b"1")):
-            member = tarfile.TarInfo(f"999999.{suffix}")
+def append(shard: Path, name: str, content: bytes, label: bytes = b"1") -> None:
+    with tarfile.open(shard, "a") as tar:
+        for suffix, part in (("png", content), ("cls", label)):
+            member = tarfile.TarInfo(f"{name}.{suffix}")
             member.size = len(part)
             tar.addfile(member, io.BytesIO(part))
-    loader = open_eval_data(config(shards))
+
+
+def float_tiff() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8), dtype=np.float32)).save(buffer, "TIFF")
+    return buffer.getvalue()
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("content", "label", "why"),
+    [
+        (b"no image at all", b"1", "not an image"),
+        (EPS, b"1", "not an image"),
+        (float_tiff(), b"1", "floating-point"),
+        (b"", b"1", "empty file"),
+        (b"", b"cat", "its label is b'cat', which is no number"),
+    ],
+)
+def test_unreadable_images_are_counted(shards: Path, workers: int, content: bytes, label: bytes, why: str) -> None:
+    append(shards / "val-0000.tar", "999999", content, label)
+    loader = open_eval_data(config(shards, workers=workers))
     for _ in range(2):
         assert sorted(seen(loader)) == EVERY_IMAGE
-        assert len(loader.skipped) == 1
-    assert "cannot identify image" in next(iter(loader.skipped)).reason
+        (skipped,) = loader.skipped
+        assert skipped.path.endswith("val-0000.tar:999999")
+        assert why in skipped.reason
     with pytest.raises(ValueError, match="1 unreadable images, more than the limit of 0"):
-        seen(open_eval_data(config(shards, max_broken=0)))
+        seen(open_eval_data(config(shards, max_broken=0, workers=workers)))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_training_goes_on_after_unreadable_images(shards: Path, workers: int) -> None:
+    for number, content in enumerate((float_tiff(), EPS, b"no image at all")):
+        append(shards / f"train-000{number}.tar", f"99999{number}", content)
+    loader = open_data(config(shards, workers=workers, max_broken=5)).train
+    for epoch in range(3):
+        batches = list(loader.epoch(epoch))
+        assert [len(batch.images) for batch in batches] == [4] * loader.steps_per_epoch == [4] * 6
+        assert set(seen(batches)) <= set(EVERY_IMAGE)
+    assert 0 < len(loader.skipped) <= 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_can_be_read(shards: Path, workers: int) -> None:
+    for shard in shards.glob("train-*.tar"):
+        shard.unlink()
+        append(shard, "000000", b"no image at all")
+    with pytest.raises(ValueError, match="no readable image found"):
+        list(open_data(config(shards, workers=workers, max_broken=5)).train.epoch(0))
+    for shard in shards.glob("train-*.tar"):
+        shard.write_bytes(bytes(1024))
+    with pytest.raises(ValueError, match="no images in 'wds/"):
+        list(open_data(config(shards, workers=workers)).train.epoch(0))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_end_after_an_error(shards: Path, workers: int) -> None:
+    """Also where the one who iterates holds on to the iterator, as a traceback does."""
+    for shard in shards.glob("*.tar"):
+        append(shard, "999999", encoded(0), b"7")
+    data = open_data(config(shards, workers=workers))
+    for start in (lambda: data.train.epoch(0), lambda: iter(data.val)):
+        batches = start()
+        with pytest.raises(ValueError, match=r"label 7 of .*\.tar:999999 is out of range; expected 0 to 2"):
+            list(batches)
+        assert multiprocessing.active_children() == []
+
+
+def test_workers_end_when_the_loader_is_closed(shards: Path) -> None:
+    loader = open_data(config(shards, workers=2)).train
+    abandoned = loader.epoch(0)
+    next(abandoned)
+    loader.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_run_with_a_bad_label_ends(shards: Path, tmp_path: Path) -> None:
+    for shard in shards.glob("train*.tar"):
+        append(shard, "999999", encoded(0), b"7")
+    settings = ("data.num_classes=3", "data.in_memory=false", "data.in_chans=3", "data.workers=1", "data.batch_size=4")
+    data = f"--data=wds/{shards}"
+    arguments = training_runs.arguments(tmp_path / "run", *settings, data)
+    program = "import sys; from inline_attention.cli import main; sys.exit(main(sys.argv[1:]))"
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert finished.returncode == 2, finished.stderr
+    assert "label 7 of" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shard_is_missing(shards: Path, workers: int) -> None:
+    """Before a run starts, or while it goes on."""
+    data = open_data(config(shards, workers=workers))
+    for split in ("train", "val"):
+        (shards / f"{split}-0002.tar").unlink()
+    for batches in (data.train.epoch(0), iter(data.val)):
+        with pytest.raises(ValueError, match=r"shard '.*-0002\.tar' does not exist"):
+            list(batches)
+    with pytest.raises(ValueError, match=r"1 of 5 shards are missing: .*train-0002\.tar"):
+        open_data(config(shards))
+
+
+def test_a_shard_was_cut_off(shards: Path) -> None:
+    shard = shards / "val-0002.tar"
+    shard.write_bytes(shard.read_bytes()[:2048])
+    with pytest.raises(ValueError, match=r"val-0002\.tar' has no end-of-archive mark"):
+        open_eval_data(config(shards))
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        [],
+        {"splits": []},
+        {"splits": {"val": 3}},
+        {"splits": {"val": {"name": "val"}}},
+        {"splits": {"val": {"name": "val", "num_samples": 5, "filenames": 7, "shard_lengths": []}}},
+        {"splits": {"val": {"name": "val", "num_samples": 5, "filenames": [1, 2], "shard_lengths": []}}},
+        {"splits": {"val": {"name": "val", "num_samples": "5", "filenames": ["val-0000.tar"], "shard_lengths": []}}},
+        {"splits": {"val": {"name": "val", "num_samples": -5, "filenames": ["val-0000.tar"], "shard_lengths": []}}},
+    ],
+)
+def test_an_info_file_of_another_shape(shards: Path, info: object) -> None:
+    (shards / "_info.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r"'val' of 'wds/|the shards of 'wds/"):
+        open_eval_data(config(shards))
+
+
+def test_names_of_shards_are_not_commands(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """webdataset runs what stands behind "pipe:"; without a folder in front a name could begin so."""
+    monkeypatch.chdir(shards)
+    split = {"name": "val", "num_samples": 1, "filenames": ["pipe:touch executed"], "shard_lengths": [1]}
+    (shards / "_info.json").write_text(json.dumps({"splits": {"val": split}}))
+    options = config(Path())
+    options.path = "wds/"
+    with pytest.raises(ValueError, match="1 of 1 shards are missing"):
+        list(open_eval_data(options))
+    assert not (shards / "executed").exists()
+
+
+def test_a_batch_is_no_larger_than_the_data(shards: Path) -> None:
+    loader = open_data(config(shards, batch_size=64)).train
+    assert loader.batch_size == 24
+    assert [len(batch.images) for batch in loader.epoch(0)] == [24]
 
 
 def test_sixteen_bits_are_scaled(tmp_path: Path) -> None:
@@ -135,7 +281,7 @@ def test_errors(shards: Path) -> None:
         open_data(config(shards, batch_size=2), world_size=6)
     with pytest.raises(ValueError, match=r"data\.in_memory and data\.repeats need random access"):
         open_data(config(shards, in_memory=True))
-    with pytest.raises(ValueError, match="label 2 out of range; expected 0 to 1"):
+    with pytest.raises(ValueError, match=r"label 2 of .* is out of range; expected 0 to 1"):
         list(open_data(config(shards, num_classes=2)).train.epoch(0))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from coco_shapes import CATEGORY_IDS, NAMES, draw_shapes, write_annotations
 
-from inline_attention.dense.detection.coco import check_same_categories, decode_masks, read_coco
+from inline_attention.dense.detection.coco import _uncompressed, check_same_categories, decode_masks, read_coco
 
 mask_utils = pytest.importorskip("pycocotools.mask")
 
@@ -114,7 +114,7 @@ def annotation(**changes: Any) -> dict[str, Any]:
             "its run lengths add up to 12 pixels, not 6144",
         ),
         (annotation(segmentation={"size": [64, 96]}), "its run lengths are null; expected a list of numbers"),
-        (annotation(segmentation={"size": None, "counts": [1]}), r"its mask is for None \(height, width\)"),
+        (annotation(segmentation={"size": None, "counts": [1]}), r"its mask is for null \(height, width\)"),
         (annotation(segmentation={"size": [64, 96], "counts": ["a"]}), r'its run lengths are \["a"\]; expected a list'),
         (annotation(segmentation={"size": [64, 96], "counts": [6149, -5]}), r"its run lengths are \[6149, -5\]"),
         (annotation(image_id=[0]), r"image_id of annotations\[0\] is \[0\]; expected a whole number"),
@@ -123,6 +123,24 @@ def annotation(**changes: Any) -> dict[str, Any]:
         (annotation(area="large"), 'annotation 42 of image 0: area is "large"; expected a number'),
         (annotation(iscrowd="no"), 'annotation 42 of image 0: iscrowd is "no"; expected 0 or 1'),
         ("all", r'annotations\[0\] is "all"; expected an object'),
+        # pycocotools crashes, or takes as much memory as the outline is long.
+        (
+            annotation(segmentation=[[0, 0, 2.5e7, 0, 0, 9]]),
+            r"a polygon reaches x = 2.5e\+07, far outside of its image",
+        ),
+        (annotation(segmentation=[[0, 0, 4e8, 0, 0, 4e8]]), r"a polygon reaches x = 4e\+08, far outside of its image"),
+        (annotation(segmentation=[[0, 0, 9, 0, 0, -4e8]]), r"a polygon reaches y = -4e\+08, far outside of its image"),
+        (annotation(segmentation=[[0, 0, 95, 63] * 9000]), "its polygons are 1,710,000 pixels long; expected at most"),
+        (annotation(segmentation=[[0, 0, 10**400, 0, 0, 9]]), "a polygon is .*; expected x0, y0"),
+        (annotation(bbox=[0, 0, 10**400, 9]), "expected four numbers"),
+        (annotation(bbox=[0, 0, True, 9]), "expected four numbers"),
+        (annotation(image_id=2**64), r"image_id of annotations\[0\] is too large"),
+        # Compressed run lengths: pycocotools would read or write beyond its memory.
+        (annotation(segmentation={"size": [64, 96], "counts": "ooooooo"}), 'its run lengths are "ooooooo"; expected'),
+        (annotation(segmentation={"size": [64, 96], "counts": "PPPPPPPP0"}), 'its run lengths are "PPPPPPPP0"'),
+        (annotation(segmentation={"size": [64, 96], "counts": "é"}), 'its run lengths are "é"; expected'),
+        (annotation(segmentation={"size": [64, 96], "counts": ""}), 'its run lengths are ""; expected'),
+        (annotation(segmentation={"size": [64, 96], "counts": "5"}), "its run lengths add up to 5 pixels, not 6144"),
         ({"id": 42, "image_id": 0, "category_id": 3}, r"annotations\[0\] has no bbox"),
     ],
 )
@@ -143,11 +161,45 @@ def test_damaged_json_is_an_error_with_its_line(tmp_path: Path, content: dict[st
         read_coco(tmp_path, SPLIT)
 
 
-def test_damaged_run_lengths_name_the_image(tmp_path: Path, content: dict[str, Any]) -> None:
-    content["annotations"] = [annotation(segmentation={"size": [64, 96], "counts": "ooooooo"})]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nests lists too deeply"),
+        ('{"images": ' + "9" * 5000 + "}", "cannot be read: Exceeds the limit"),
+    ],
+    ids=["nested", "digits"],
+)
+def test_json_that_python_refuses(tmp_path: Path, content: dict[str, Any], text: str, message: str) -> None:
+    write_annotations(tmp_path, SPLIT, content).write_text(text)
+    with pytest.raises(ValueError, match=rf"instances_train.json {message}"):
+        read_coco(tmp_path, SPLIT)
+
+
+def test_polygons_that_cross_the_border_are_cut_there(tmp_path: Path, content: dict[str, Any]) -> None:
+    """As tools write them that draw beyond the image: they are rasterised, and what lies outside is dropped."""
+    content["annotations"] = [annotation(bbox=[80, 50, 90, 60], segmentation=[[80, 50, 170, 50, 170, 110, 80, 110]])]
     image = read(tmp_path, content).images[0]
-    with pytest.raises(ValueError, match=r"a mask of .*0000.png cannot be decoded"):
-        decode_masks(image, image.instances)
+    expected = np.zeros((64, 96), np.uint8)
+    expected[50:, 80:] = 1
+    assert np.array_equal(decode_masks(image, image.instances)[0], expected)
+
+
+def test_masks_that_would_not_fit_into_memory(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["images"][0].update(height=9000, width=9000)
+    content["annotations"] = [annotation()] * 60
+    with pytest.raises(ValueError, match="so many objects that their masks take more than 4 GiB"):
+        read(tmp_path, content)
+
+
+def test_compressed_run_lengths_are_read_as_pycocotools_writes_them() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        mask = (draw.random(draw.integers(1, 90, 2)) < draw.random()).astype(np.uint8)
+        mask[: len(mask) // 2] &= mask[0, 0]  # long runs, too
+        columns = mask.ravel(order="F")
+        starts = np.flatnonzero(np.diff(columns, prepend=0)).tolist()
+        runs = np.diff([0, *starts, columns.size]).tolist()
+        assert _uncompressed(mask_utils.encode(np.asfortranarray(mask))["counts"].decode()) == runs
 
 
 @pytest.mark.parametrize(
@@ -163,6 +215,16 @@ def test_damaged_run_lengths_name_the_image(tmp_path: Path, content: dict[str, A
         (lambda c: c["images"][0].update(height="64"), r'height of images\[0\] is "64"; expected a whole number'),
         (lambda c: c.update(annotations=5), "annotations is 5; expected a list of objects"),
         (lambda c: c["images"][0].update(height=0), "image 0 is 0 high and 96 wide"),
+        (lambda c: c["images"][0].update(height=10**9), "image 0 is 1000000000 high and 96 wide; expected at most"),
+        (lambda c: c["images"][0].update(id=10**30), r"id of images\[0\] is too large"),
+        (
+            lambda c: c["images"][0].update(file_name="/etc/passwd"),
+            "file_name is '/etc/passwd'; expected a path inside",
+        ),
+        (lambda c: c["images"][0].update(file_name="../val/1.png"), "file_name is '../val/1.png'; expected a path"),
+        (lambda c: c["images"][0].update(file_name="a/../../1.png"), "expected a path inside the folder of images"),
+        (lambda c: c["images"][0].update(file_name="C:\\1.png"), "expected a path inside the folder of images"),
+        (lambda c: c["images"][0].update(file_name=""), "file_name is ''; expected a path inside"),
         (lambda c: c["images"][0].pop("width"), r"images\[0\] has no width"),
         (
             lambda c: c["images"][2].update(file_name="gone.png"),

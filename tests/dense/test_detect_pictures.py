@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from inline_attention.dense.colours import class_colour
+from inline_attention.dense.colours import class_colour, ink_on
 from inline_attention.dense.detection.average_precision import ImageResult, as_records
 from inline_attention.dense.detection.pictures import draw
 
@@ -28,6 +28,23 @@ def test_the_sure_object_is_drawn() -> None:
     assert (picture[100:] == 0).all()
     everything = np.asarray(draw(Image.new("RGB", (120, 120)), result(), class_names=["cat", "dog"], min_score=0.2))
     assert (everything[109, 109] > 0).any()
+
+
+@pytest.mark.parametrize("corner", [(40.0, 50.0), (100.0, 0.0)], ids=["above", "in the corner"])
+def test_text_stands_on_a_plate_inside_the_picture(corner: tuple[float, float]) -> None:
+    """Whole letters, with a margin of the class's colour around them, also for a box at the border."""
+    x, y = corner
+    found = result()
+    found.boxes[0] = [x, y, x + 20, y + 20]
+    picture = draw(Image.new("RGB", (120, 120), (90, 90, 90)), found, class_names=["cat", "dog"], min_score=0.5)
+    pixels = np.asarray(picture)
+    ink = (pixels == ink_on(class_colour(2))).all(2)
+    rows, columns = np.flatnonzero(ink.any(1)), np.flatnonzero(ink.any(0))
+    assert columns[-1] - columns[0] > 35  # "dog 0.90", nothing of it cut off
+    ring = pixels[rows[0] - 2 : rows[-1] + 3, columns[0] - 2 : columns[-1] + 3].copy()
+    assert ring.shape[:2] == (rows[-1] - rows[0] + 5, columns[-1] - columns[0] + 5)
+    ring[2:-2, 2:-2] = class_colour(2)
+    assert (ring == class_colour(2)).all()
 
 
 def test_records_for_json() -> None:

@@ -1,6 +1,8 @@
 """Images and masks: layouts, augmentation, loaders, and everything that can be wrong with them."""
 
+import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,16 +217,26 @@ def test_image_and_mask_are_cut_alike() -> None:
     mask = np.kron(np.arange(12, dtype=np.uint8).reshape(3, 4), np.ones((16, 16), np.uint8))
     pixels = np.repeat((mask * 20)[..., None], 3, axis=2)
     transform = TrainTransform(config("", crop=[40, 24], scale=[0.5, 2.0], photometric=False, max_class_share=1.0))
-    fill = [round(255 * value) for value in (0.485, 0.456, 0.406)]
     for seed in range(20):
         random.seed(seed)
         image, classes = transform(pixels, mask)
-        assert image.shape == (40, 24, 3)
-        padding = classes == IGNORED
-        assert (image[padding] == fill).all()
+        assert image.shape == (*classes.shape, 3)
+        assert classes.shape[0] <= 40
+        assert classes.shape[1] <= 24
         # Bilinear mixes at borders between cells; away from them both agree.
-        agree = np.abs(image[..., 0].astype(int) - classes * 20) <= 1
-        assert agree[~padding].mean() > 0.6
+        assert (np.abs(image[..., 0].astype(int) - classes * 20) <= 1).mean() > 0.6
+
+
+def test_a_batch_says_which_part_of_a_crop_is_the_image(folder: Path) -> None:
+    """The images have 48×64 pixels. Crops of 64×64 are padded below, crops of 32×32 are not."""
+    (batch,) = open_segment_data(config(folder, crop=64, scale=[1, 1]), seed=0).train.epoch(0)
+    assert batch.images.shape == (4, 3, 64, 64)
+    assert batch.sizes is not None
+    assert batch.sizes.tolist() == [[48, 64]] * 4
+    assert (batch.masks[:, 48:] == IGNORED).all()
+    assert (batch.masks[:, :48] != IGNORED).any()
+    (batch,) = open_segment_data(config(folder, crop=32, scale=[1, 1]), seed=0).train.epoch(0)
+    assert batch.sizes is None
 
 
 def test_crops_are_not_all_of_one_class() -> None:
@@ -263,6 +275,22 @@ def test_colours_are_distorted_in_bounds() -> None:
         assert np.ptp(np.asarray(distort(grey)), axis=2).max() <= 1  # grey has no hue to turn
 
 
+def test_a_batch_is_no_larger_than_the_data(folder: Path) -> None:
+    loader = open_segment_data(config(folder, batch_size=8), seed=0).train
+    assert [len(batch.images) for batch in loader.epoch(0)] == [loader.batch_size] == [6]
+
+
+def test_links_and_pipes(folder: Path) -> None:
+    """A link to a folder above is not followed for ever, and a pipe is not waited for."""
+    (folder / "images" / "train" / "loop").symlink_to(folder / "images" / "train")
+    os.mkfifo(folder / "images" / "train" / "pipe.png")
+    shutil.copy(next((folder / "masks" / "train").iterdir()), folder / "masks" / "train" / "pipe.png")
+    data = open_segment_data(config(folder, max_broken=1), seed=0)
+    assert len(list(data.train.epoch(0))) == 1
+    assert {image.reason for image in data.train.skipped} <= {"not a regular file"}
+    assert data.train.steps_per_epoch == 7 // 4
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -271,7 +299,6 @@ def test_colours_are_distorted_in_bounds() -> None:
         (dict(max_class_share=0.0), "data.max_class_share is 0.0"),
         (dict(eval_scales=[]), "data.eval_scales is"),
         (dict(window_stride=0.0), "data.window_stride is"),
-        (dict(batch_size=7), "a batch of 7 on 1 rank.* lower data.batch_size"),
         (dict(path="nowhere"), "data path 'nowhere' does not exist"),
         (dict(classes=["one"]), "holds the class number"),
     ],

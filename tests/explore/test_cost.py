@@ -1,6 +1,7 @@
 """Costs are those of the models named, and a measurement gives a timing for each, one at a time, within its time."""
 
 import pytest
+import torch
 from explored import CPU
 
 from inline_attention.explore import cost
@@ -24,7 +25,25 @@ def test_softmax_alone_grows_faster_than_the_tokens() -> None:
         growth[kind] = (large.macs / small.macs / tokens, large.activation_bytes / small.activation_bytes / tokens)
     for kind in ("linear", "inline"):
         assert growth[kind] == pytest.approx((1, 1), abs=0.02)
-    assert min(growth["softmax"]) > 2
+    macs, memory = growth["softmax"]
+    assert macs > 2
+    assert memory == pytest.approx(1, abs=0.02)  # no N×N weights are kept
+
+
+def test_softmax_memory_is_what_a_forward_pass_keeps() -> None:
+    """Counted without computing, and measured on a CPU."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    model = cost.deit_tiny("softmax")
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(torch.randn(1, 3, 224, 224))
+    measured = sum(storage.nbytes() for place, storage in kept.items() if place not in parameters)
+    assert cost.count("softmax", 224).activation_bytes == pytest.approx(measured, rel=0.02)
 
 
 def test_a_measurement() -> None:

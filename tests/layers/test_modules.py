@@ -169,7 +169,9 @@ def test_position_conv_is_a_depthwise_convolution_of_v() -> None:
     without.load_state_dict(module.state_dict(), strict=False)
     x = tokens()
     v = module.qkv(x)[..., 16:]
-    added = module.position(v.unflatten(1, GRID).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
+    v_map = v.unflatten(1, GRID).permute(0, 3, 1, 2)
+    added = nn.functional.conv2d(v_map, module.position.weight, module.position.bias, padding=1, groups=8)
+    added = added.permute(0, 2, 3, 1).flatten(1, 2)
     assert_close(module(x, GRID), without(x, GRID) + added @ module.proj.weight.T)
 
 

@@ -132,7 +132,6 @@ def test_what_is_not_weights_is_not_kept(hub, server, body, message):
     server.body = body
     with pytest.raises(ValueError, match=message) as caught:
         download(server.url, filename="model.pth", progress=False)
-    assert "pretrained=False" in str(caught.value)
     assert ".partial" not in str(caught.value)
     assert list(hub.iterdir()) == []
 
@@ -143,7 +142,7 @@ def test_http_error_is_one_sentence(hub, server, status):
     with pytest.raises(ConnectionError, match=str(status)) as caught:
         download(server.url, filename="model.pth", progress=False)
     message = str(caught.value)
-    for part in ("127.0.0.1", "model.pth", str(hub), "pretrained=False"):
+    for part in ("127.0.0.1", "model.pth", str(hub)):
         assert part in message
     assert "\n" not in message
     assert list(hub.iterdir()) == []
@@ -156,7 +155,7 @@ def test_unreachable_host_is_one_sentence(hub):
         with pytest.raises(ConnectionError, match="refused") as caught:
             download(url, filename="model.pth", progress=False)
     message = str(caught.value)
-    for part in ("127.0.0.1", "model.pth", str(hub), "pretrained=False"):
+    for part in ("127.0.0.1", "model.pth", str(hub)):
         assert part in message
     assert "\n" not in message
 

@@ -1,6 +1,8 @@
 """The mathematics: InLine attention against its definition, its propositions, its precision and its errors."""
 
 import itertools
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from torch.nn import functional as F
 
 from inline_attention.ops import (
     FEATURE_MAPS,
+    FeatureMap,
     attention_matrix,
     inline_attention,
     inline_attention_packed,
     linear_attention,
     local_residual,
 )
+from inline_attention.ops.attention import _warn_of_order
 
 MAPS = sorted(FEATURE_MAPS)
 # Tokens of a 4×5 map behind one prefix token.
@@ -90,8 +94,8 @@ def test_state_form_is_the_definition(feature_map: str) -> None:
 def test_state_form_is_the_matrix_form(feature_map: str, masked: bool) -> None:
     q, k, v = qkv()
     mask = some_mask() if masked else None
-    matrix = attention_matrix(q, k, feature_map=feature_map, token_mask=mask)
-    out = inline_attention(q, k, v, feature_map=feature_map, token_mask=mask)
+    matrix = attention_matrix(q, k, feature_map=feature_map, token_mask=mask, query_mask=mask)
+    out = inline_attention(q, k, v, feature_map=feature_map, token_mask=mask, query_mask=mask)
     assert_close(out, apply_matrix(matrix, v))
 
 
@@ -99,8 +103,10 @@ def test_state_form_is_the_matrix_form(feature_map: str, masked: bool) -> None:
 def test_linear_attention_is_its_matrix_form(feature_map: str) -> None:
     q, k, v = qkv()
     mask = some_mask()
-    matrix = attention_matrix(q, k, kind="linear", feature_map=feature_map, token_mask=mask)
-    assert_close(linear_attention(q, k, v, feature_map=feature_map, token_mask=mask), apply_matrix(matrix, v))
+    matrix = attention_matrix(q, k, kind="linear", feature_map=feature_map, token_mask=mask, query_mask=mask)
+    assert_close(
+        linear_attention(q, k, v, feature_map=feature_map, token_mask=mask, query_mask=mask), apply_matrix(matrix, v)
+    )
 
 
 def test_softmax_matrix_is_pytorchs_attention() -> None:
@@ -134,8 +140,8 @@ def test_local_residual_is_a_convolution_with_a_kernel_per_sample(masked: bool) 
     present = present[:, :, None, None].to(v.dtype)
     expected = local_by_convolution(v * present, weight) * present
     options = dict(grid=GRID, num_prefix_tokens=PREFIX, token_mask=mask)
-    with_local = inline_attention(q, k, v, local_weight=weight, **options)
-    assert_close(with_local - inline_attention(q, k, v, token_mask=mask), expected)
+    with_local = inline_attention(q, k, v, local_weight=weight, query_mask=mask, **options)
+    assert_close(with_local - inline_attention(q, k, v, token_mask=mask, query_mask=mask), expected)
     assert_close(local_residual(v, weight, **options), expected)
 
 
@@ -152,10 +158,65 @@ def test_gradients(feature_map: str, masked: bool, local: bool) -> None:
 
     def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> Tensor:
         return inline_attention(
-            q, k, v, feature_map=feature_map, local_weight=weight, grid=GRID, num_prefix_tokens=PREFIX, token_mask=mask
-        )
+            q, k, v, feature_map=feature_map, local_weight=weight, grid=GRID, num_prefix_tokens=PREFIX,
+            token_mask=mask, query_mask=mask,
+        )  # fmt: skip
 
     assert torch.autograd.gradcheck(call, (q, k, v, weight))
+
+
+def test_masks_of_queries_and_keys_are_independent() -> None:
+    """With as many queries as keys too. The local residual reads present values and is added to present queries."""
+    q, k, v = qkv()
+    weight, keys = local_kernels(), some_mask()
+    queries = keys.flip(1)
+    options = dict(local_weight=weight, grid=GRID, num_prefix_tokens=PREFIX)
+    out = inline_attention(q, k, v, token_mask=keys, query_mask=queries, **options)
+    matrix = attention_matrix(q, k, token_mask=keys, query_mask=queries)
+    present = queries[:, :, None, None]
+    local = local_by_convolution(v * keys[:, :, None, None], weight) * present
+    assert_close(out, apply_matrix(matrix, v) + local)
+    assert_close(inline_attention(q, k, v, token_mask=keys, **options) * present, out)
+    linear = attention_matrix(q, k, kind="linear", feature_map="relu", token_mask=keys, query_mask=queries)
+    assert_close(linear_attention(q, k, v, token_mask=keys, query_mask=queries), apply_matrix(linear, v))
+
+
+@pytest.mark.parametrize("attend", [inline_attention, linear_attention])
+def test_a_token_mask_says_nothing_of_queries(attend: Callable[..., Tensor]) -> None:
+    """Cross-attention with as many queries as keys: every query is there, and gets what it gets among more queries."""
+    q, k, v = qkv()
+    mask = some_mask()
+    more = torch.cat([q, randn(BATCH, 3, HEADS, DIM, seed=7)], 1)
+    out = attend(q, k, v, token_mask=mask)
+    assert_close(out, attend(more, k, v, token_mask=mask)[:, :TOKENS])
+    assert (out.abs().sum((2, 3)) > 0).all()
+    for kind in ("inline", "linear", "softmax"):
+        matrix = attention_matrix(q, k, kind=kind, feature_map="exp", token_mask=mask)
+        assert (matrix.abs().sum((1, 3)) > 0).all()
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_second_derivatives(feature_map: str, masked: bool, local: bool) -> None:
+    q, k, v = (x[:1, :7, :1, :2].requires_grad_() for x in qkv())
+    mask = torch.tensor([[True, False, True, True, True, False, True]]) if masked else None
+    weight = local_kernels()[:1, :1, :2].requires_grad_() if local else None
+
+    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> Tensor:
+        return inline_attention(
+            q, k, v, feature_map=feature_map, local_weight=weight, grid=(2, 3), num_prefix_tokens=1,
+            token_mask=mask, query_mask=mask,
+        )  # fmt: skip
+
+    assert torch.autograd.gradgradcheck(call, (q, k, v, weight))
+
+
+def test_second_derivatives_of_one_tensor_in_three_places() -> None:
+    x = randn(1, 5, 1, 2).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: inline_attention(x, x, x), (x,))
+    weight = local_kernels()[:1, :1, :2].requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda v, w: local_residual(v, w, grid=(1, 5)), (x, weight))
 
 
 def test_gradients_of_queries_of_another_length() -> None:
@@ -308,8 +369,11 @@ def test_masked_is_removed(feature_map: str, garbage: float) -> None:
     """Outputs and gradients are those of the tokens present, whatever the absent ones hold."""
     mask = some_mask()
     tensors = [x.masked_fill(~mask[:, :, None, None], garbage).requires_grad_() for x in qkv()]
-    out = inline_attention(*tensors, feature_map=feature_map, token_mask=mask)
+    out = inline_attention(*tensors, feature_map=feature_map, token_mask=mask, query_mask=mask)
     upstream = randn(*out.shape, seed=9)
+    again = torch.autograd.grad(out, tensors, upstream, create_graph=True)
+    assert all(x.isfinite().all() for x in (*again, *torch.autograd.grad(sum(x.sum() for x in again), tensors)))
+    out = inline_attention(*tensors, feature_map=feature_map, token_mask=mask, query_mask=mask)
     out.backward(upstream)
     assert (out[~mask] == 0).all()
     for b in range(BATCH):
@@ -323,6 +387,46 @@ def test_masked_is_removed(feature_map: str, garbage: float) -> None:
             assert y.grad is not None
             assert_close(x.grad[b, present], y.grad[0])
             assert (x.grad[b, ~present] == 0).all()
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("garbage", [0.0, float("nan"), float("inf")])
+def test_masked_is_removed_from_linear_attention(feature_map: str, garbage: float) -> None:
+    mask = some_mask()
+    tensors = [x.abs().masked_fill(~mask[:, :, None, None], garbage).requires_grad_() for x in qkv()]
+    out = linear_attention(*tensors, feature_map=feature_map, token_mask=mask, query_mask=mask)
+    upstream = randn(*out.shape, seed=9)
+    grads = torch.autograd.grad(out, tensors, upstream)
+    for b in range(BATCH):
+        removed = [x.detach()[b : b + 1, mask[b]].requires_grad_() for x in tensors]
+        expected = linear_attention(*removed, feature_map=feature_map)
+        expected_grads = torch.autograd.grad(expected, removed, upstream[b : b + 1, mask[b]])
+        assert_close(out[b, mask[b]], expected[0])
+        for x, y in zip(grads, expected_grads, strict=True):
+            assert_close(x[b, mask[b]], y[0])
+            assert (x[b, ~mask[b]] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["inline", "linear", "softmax"])
+@pytest.mark.parametrize("garbage", [0.0, float("nan"), float("inf")])
+def test_masked_is_removed_from_a_matrix(kind: str, garbage: float) -> None:
+    """Also where a sample has no token at all."""
+    mask = some_mask()
+    mask[1] = False
+    q, k = (x.abs().masked_fill(~mask[:, :, None, None], garbage).requires_grad_() for x in qkv()[:2])
+    matrix = attention_matrix(q, k, kind=kind, token_mask=mask, query_mask=mask)
+    upstream = randn(*matrix.shape, seed=9)
+    grads = torch.autograd.grad(matrix, (q, k), upstream)
+    present = mask[0]
+    removed = [x.detach()[:1, present].requires_grad_() for x in (q, k)]
+    expected = attention_matrix(*removed, kind=kind)
+    expected_grads = torch.autograd.grad(expected, removed, upstream[:1][:, :, present][..., present])
+    assert_close(matrix[:1][:, :, present][..., present], expected)
+    assert not matrix[1].any()
+    for x, y in zip(grads, expected_grads, strict=True):
+        assert_close(x[0, present], y[0])
+        assert not x[0, ~present].any()
+        assert not x[1].any()
 
 
 def test_a_masked_border_is_a_smaller_map() -> None:
@@ -473,6 +577,13 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(scale=torch.tensor(0.5)), "scale is a tensor; expected a number"),
         (dict(grid=(-3, -7)), "pass the"),
         (dict(local_weight=local_kernels()), "local_weight needs grid"),
+        (dict(local_weight=local_kernels() * 1j, grid=(3, 7)), "dtype torch.complex128; .* in floating point"),
+        (
+            dict(query_mask=torch.ones(BATCH, 3, dtype=torch.bool)),
+            r"query_mask has .* expected bool \(B, N\) = \(2, 21\)",
+        ),
+        (dict(query_mask=torch.ones(BATCH, TOKENS)), "query_mask has .* dtype torch.float32"),
+        (dict(k=randn(BATCH, HEADS, TOKENS, DIM), v=randn(BATCH, HEADS, TOKENS, DIM)), r"use x\.transpose\(1, 2\)"),
         (dict(local_weight=local_kernels()[..., :8], grid=(3, 7)), r"expected \(B, heads, d, 9\) = \(2, 3, 4, 9\)"),
         (
             dict(q=randn(BATCH, 5, HEADS, DIM), local_weight=local_kernels(), grid=(3, 7)),
@@ -516,3 +627,49 @@ def test_unknown_kind_of_matrix() -> None:
     q, k, _ = qkv()
     with pytest.raises(ValueError, match="kind='cosine' is unknown"):
         attention_matrix(q, k, kind="cosine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(pair_mask=torch.ones(5, 1, 1, 1, dtype=torch.bool)), r"pair_mask has shape .* = \(2, 3, 21, 21\)"),
+        (dict(pair_mask=torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)), "pair_mask has shape"),
+        (dict(pair_mask=torch.ones(TOKENS, TOKENS)), "pair_mask is torch.float32; expected bool"),
+        (dict(pair_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool, device="meta")), "pair_mask is on meta"),
+        (dict(kind="softmax", bias=torch.zeros(7, HEADS, TOKENS, TOKENS)), "bias has shape"),
+        (dict(kind="softmax", bias=torch.zeros(HEADS, TOKENS, 7)), "bias has shape"),
+        (dict(kind="softmax", bias=torch.ones(TOKENS, TOKENS, dtype=torch.bool)), "bias is torch.bool"),
+        (dict(bias=torch.zeros(TOKENS, TOKENS)), "only softmax has"),
+    ],
+)
+def test_errors_of_a_matrix(arguments: dict, message: str) -> None:
+    q, k, _ = qkv()
+    with pytest.raises(ValueError, match=message):
+        attention_matrix(q, k, **arguments)
+
+
+@pytest.mark.parametrize("attend", [inline_attention, linear_attention])
+def test_a_hint_at_rows_in_the_order_of_pytorchs_attention(attend: Callable[..., Tensor]) -> None:
+    """One warning a process, and none for rows as they should be or for a single short side."""
+    rows = qkv()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_order.cache_clear()
+        attend(*rows)
+        attend(rows[0][:, :2], *rows[1:])
+        with pytest.raises(UserWarning, match=r"pass x\.transpose\(1, 2\)"):
+            attend(*(x.transpose(1, 2) for x in rows))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            attend(*(x.transpose(1, 2) for x in rows))
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_a_new_feature_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of FEATURE_MAPS is all it takes on the reference."""
+    square = FeatureMap(torch.square, lambda x, grad: 2 * x * grad)
+    monkeypatch.setitem(FEATURE_MAPS, "square", square)
+    tensors = [x[:1, :6, :1, :2].requires_grad_() for x in qkv()]
+    assert_close(inline_attention(*tensors, feature_map="square"), definition(*tensors, "square", 2**-0.5))
+    assert torch.autograd.gradcheck(lambda *x: inline_attention(*x, feature_map="square"), tensors)

@@ -12,15 +12,18 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from kernel_cases import DEVICE, DTYPES, GPU, PATHS, compare, configured, errors, make_inputs, random_case, run
 
-from inline_attention.ops import backends, fused, inline_attention, inline_attention_packed  # needs Triton
+from inline_attention.ops import (
+    FEATURE_MAPS,
+    FeatureMap,
+    backends,
+    fused,
+    inline_attention,
+    inline_attention_packed,
+)
 from inline_attention.ops.attention import inline_attention_projected
 from inline_attention.ops.kernels.blocks import tile_tokens
-
-GPU = torch.cuda.is_available()
-
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -36,51 +39,19 @@ def _poisoned_memory():
 @pytest.fixture(params=["fused", "split"])
 def path(request, monkeypatch):
     """Both ways through the kernels, whatever the heuristic would take."""
-    tokens = 10**9 if request.param == "fused" else 0
-    monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(fused_tokens=tokens, fused_programs=0))
+    monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(**PATHS[request.param]))
     return request.param
 
 
-def make_inputs(batch, grid, prefix, heads, head_dim, dtype, *, local=True, masked=False, mean=0.0, seed=0):
-    """The attention of random tokens is about N^-1/2 in size. The local residual's is made so, or it would hide it."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = prefix + grid[0] * grid[1]
-    qkv = (torch.randn(batch, tokens, 3, heads, head_dim, generator=generator) + mean).to(DEVICE, dtype)
-    weight = torch.randn(batch, heads, head_dim, 9, generator=generator) / (3 * tokens**0.5)
-    weight = weight.to(DEVICE, dtype) if local else None
-    grad = torch.randn(batch, tokens, heads, head_dim, generator=generator).to(DEVICE, dtype)
-    mask = (torch.rand(batch, tokens, generator=generator) > 0.3).to(DEVICE) if masked else None
-    return qkv, weight, grad, dict(grid=grid, num_prefix_tokens=prefix, token_mask=mask)
-
-
-def run(qkv, weight, grad, options, *, backend, dtype=None, feature_map="identity"):
-    """Output and gradients of q, k, v and of the local weight, by name."""
-    dtype = dtype or qkv.dtype
-    qkv = qkv.detach().to(dtype).requires_grad_()
-    leaves = [qkv]
-    if weight is not None:
-        weight = weight.detach().to(dtype).requires_grad_()
-        leaves.append(weight)
-    out = inline_attention(*qkv.unbind(2), feature_map=feature_map, local_weight=weight, backend=backend, **options)
-    grad_qkv, *grad_weight = torch.autograd.grad(out, leaves, grad.to(dtype))
-    results = [out.detach(), *grad_qkv.unbind(2), *grad_weight]
-    return dict(zip(("out", "dq", "dk", "dv", "dweight"), results, strict=False))
-
-
 def assert_accurate(exact, plain, fast, what=""):
-    """At most twice the error of the reference backend on the same inputs, and one rounding: each result by itself."""
-    for name, z in fast.items():
-        x, y = exact[name], plain[name]
-        assert z.dtype == y.dtype
-        error, allowed = (z - x).norm(), 2 * (y - x).norm() + torch.finfo(z.dtype).eps * x.norm()
-        assert error <= allowed, f"{name}: error {error / x.norm():.2e}, allowed {allowed / x.norm():.2e} {what}"[:400]
+    for name, error, allowed in errors(exact, plain, fast):
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e} {what}"[:400]
 
 
-def check(qkv, weight, grad, options, *, feature_map="identity"):
-    exact = run(qkv, weight, grad, options, backend="reference", dtype=torch.float64, feature_map=feature_map)
-    plain = run(qkv, weight, grad, options, backend="reference", feature_map=feature_map)
-    fast = run(qkv, weight, grad, options, backend="triton", feature_map=feature_map)
-    assert_accurate(exact, plain, fast, f"for {tuple(qkv.shape)}, {qkv.dtype}, {feature_map}, {options}")
+def check(*inputs, feature_map="identity"):
+    for name, error, allowed in compare(*inputs, feature_map=feature_map):
+        what = f"{tuple(inputs[0].shape)}, {inputs[0].dtype}, {feature_map}, {inputs[3]}"
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e} for {what}"[:400]
 
 
 def test_bit_identical_from_run_to_run(path):
@@ -161,6 +132,24 @@ def test_queries_of_another_length(path):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("given", [("token_mask",), ("query_mask",), ("token_mask", "query_mask")])
+def test_masks_of_queries_and_keys_are_independent(given, local, path):
+    """With as many queries as keys too, and whatever absent ones hold."""
+    qkv, weight, grad, options = make_inputs(2, (3, 7), 1, 2, 16, torch.float32, local=local, masked=True)
+    masks = dict(token_mask=options["token_mask"], query_mask=options["query_mask"].flip(1))
+    options |= {name: masks[name] if name in given else None for name in masks}
+    check(qkv, weight, grad, options)
+    clean = run(qkv, weight, grad, options, backend="triton")
+    if "query_mask" in given:
+        qkv[..., 0, :, :][~masks["query_mask"]] = torch.nan
+        grad[~masks["query_mask"]] = torch.nan
+    if "token_mask" in given:
+        qkv[..., 1:, :, :][~masks["token_mask"]] = torch.nan
+    poisoned = run(qkv, weight, grad, options, backend="triton")
+    assert all(torch.equal(clean[name], poisoned[name]) for name in clean)
+
+
 def heads_first(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -214,7 +203,7 @@ def test_any_strides_of_a_mask(layout, path):
     qkv, weight, grad, options = make_inputs(3, (3, 3), 0, 1, 16, torch.float32, masked=True)
     mask = MASKS[layout](options["token_mask"])
     assert not mask.is_contiguous()
-    check(qkv, weight, grad, options | dict(token_mask=mask))
+    check(qkv, weight, grad, options | dict(token_mask=mask, query_mask=mask))
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 2, 16), (2, 6, 0, 16)])
@@ -464,10 +453,48 @@ def test_old_gpus_get_the_reference(monkeypatch):
         x = torch.empty(1, 4, 3, 1, 16, device="cuda")
     for capability, expected in [((7, 5), "reference"), ((8, 0), "triton"), ((9, 0), "triton")]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
-        assert backends.choose("auto", [x]) == expected
+        assert backends.choose("auto", x) == expected
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     with pytest.raises(ValueError, match="compute capability"):
-        backends.choose("triton", [x])
+        backends.choose("triton", x)
+
+
+def test_a_feature_map_that_the_kernels_do_not_have(monkeypatch):
+    """ "auto" takes the reference, "triton" refuses, and no kernel takes it for another."""
+    square = FeatureMap(torch.square, lambda x, grad: 2 * x * grad)
+    q = torch.randn(1, 6, 1, 16, device=DEVICE)
+    for name in ("square", "relu"):  # a new name, and one that is given another meaning
+        monkeypatch.setitem(FEATURE_MAPS, name, square)
+        assert torch.equal(
+            inline_attention(q, q, q, feature_map=name),
+            inline_attention(q, q, q, feature_map=name, backend="reference"),
+        )
+        with pytest.raises(ValueError, match=f"the kernels do not have feature_map='{name}'"):
+            inline_attention(q, q, q, feature_map=name, backend="triton")
+    with pytest.raises(Exception, match="no branch in the kernels"):
+        fused.inline_attention(
+            [q[:, :, None]] * 3, None, None, None, None,
+            feature_map="square", scale=1.0, grids=[(1, 1)], num_prefix_tokens=0,
+        )  # fmt: skip
+
+
+def test_rocm_gets_the_reference(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 1, 16, device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert backends.choose("auto", x) == "reference"
+    with pytest.raises(ValueError, match="ROCm"):
+        backends.choose("triton", x)
+
+
+def test_second_derivatives_are_refused():
+    q = torch.randn(1, 6, 1, 16, device=DEVICE, requires_grad=True)
+    (grad,) = torch.autograd.grad(inline_attention(q, q, q, backend="triton").square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(grad.sum(), q)
 
 
 def test_says_why_not():
@@ -479,26 +506,12 @@ def test_says_why_not():
         inline_attention(q, q, q, backend="triton")
 
 
-def random_case(seed, dtype, *, limit):
-    generator = torch.Generator().manual_seed(seed)
-    pick = lambda *options: options[torch.randint(len(options), (), generator=generator)]  # noqa: E731  # reads best here
-    grid = tuple(int(torch.randint(1, limit, (), generator=generator)) for _ in range(2))
-    options = dict(local=pick(True, True, False), masked=pick(True, False), mean=pick(0.0, 1.0, 4.0), seed=seed)
-    heads, head_dim = pick(1, 2, 3, 6), pick(16, 24, 32, 40, 48, 64, 80, 128) if GPU else pick(16, 32)
-    case = (pick(1, 2, 5), grid, pick(0, 1, 4), heads, head_dim, dtype)
-    return make_inputs(*case, **options), pick("identity", "relu", "leaky_relu", "exp")
-
-
 @pytest.mark.parametrize("seed", range(210 if GPU else 4))
-def test_random_shapes(seed, monkeypatch):
-    limit = 96 if GPU else 6
-    if seed % 4 == 1:  # one kernel each way, which serves short sequences
-        limit = min(limit, 17)
-        monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(fused_tokens=10**9, fused_programs=0))
-    elif seed % 4 == 3:
-        monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(fused_tokens=0))
-    inputs, feature_map = random_case(seed, DTYPES[seed % len(DTYPES)], limit=limit)
-    check(*inputs, feature_map=feature_map)
+def test_random_shapes(seed):
+    """`gpu_check.py random` runs more of them."""
+    case = random_case(seed)
+    with configured(**case.config):
+        check(*case.inputs, feature_map=case.feature_map)
 
 
 @pytest.mark.gpu
@@ -592,7 +605,7 @@ class TestOnGPU:
         curves = {}
         for backend in ("triton", "reference"):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(backends, "choose", lambda *_, backend=backend: backend)
+                patch.setattr(backends, "choose", lambda *_, backend=backend, **__: backend)
                 torch.manual_seed(0)
                 model = create_model("inline_deit_tiny", depth=4, img_size=64, num_classes=8).cuda()
                 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -144,6 +144,16 @@ def check_types(param_dtype: torch.dtype | None, log: Path) -> None:
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
         with gathered(model):
             assert {p.dtype for p in model.parameters()} == {param_dtype or torch.float32}
+        # The statistics of batch norm are buffers, which are not cast: its parameters are not either.
+        normed = spread(
+            torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)),
+            strategy="fsdp",
+            ranks=ranks,
+            param_dtype=param_dtype,
+        )
+        for mode in (True, False):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=param_dtype is not None):
+                normed.train(mode)(torch.randn(2, 3, 8, 8))
 
 
 def test_unfreezing_in_a_sharded_run(tmp_path: Path) -> None:

@@ -316,8 +316,19 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
         run(tmp_path / "run", *small, "model.kwargs.depth=2", data=str(folder_of_images), resume="auto")
     with pytest.raises(ValueError, match=r"optim.accumulate=4: an epoch has 3 batches"):
         run(tmp_path / "new", *small, "optim.accumulate=4", data=str(folder_of_images))
-    with pytest.raises(ValueError, match=r"a batch of 64 on 1 rank.* lower data.batch_size"):
-        run(tmp_path / "new", "data.batch_size=64", data=str(folder_of_images))
+
+
+def test_a_folder_with_fewer_images_than_a_batch(
+    folder_of_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if the lower batch had been asked for: the same rates, the same weights, and a line that says so."""
+    run(tmp_path / "lowered", "data.batch_size=64", data=str(folder_of_images))
+    assert "data.batch_size=64 lowered to 24" in capsys.readouterr().out
+    run(tmp_path / "asked", "data.batch_size=24", data=str(folder_of_images))
+    assert "lowered" not in capsys.readouterr().out
+    _runs.assert_same_weights(tmp_path / "lowered", tmp_path / "asked")
+    rates = [[record["lr"] for record in _runs.metrics(tmp_path / name)] for name in ("lowered", "asked")]
+    assert rates[0] == rates[1]
 
 
 def test_unreadable_images_are_counted_once(folder_of_images: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import timm.scheduler
 import torch
 
+from inline_attention.training.classification import Classification
 from inline_attention.training.config import load_config
 from inline_attention.training.schedule import Schedule
 
@@ -83,7 +84,7 @@ def test_published_training_settings(recipe: str) -> None:
     assert config.optim.clip_norm == clip
     assert config.ema.decay_per_step(config.global_batch(RANKS)) == average
     assert config.model.drop_path == drop_path
-    assert config.data.img_size == size
+    assert Classification(config).config.data.img_size == size
     assert (config.optim.betas, config.optim.eps, config.optim.label_smoothing) == ((0.9, 0.999), 1e-8, 0.1)
     data = config.data
     assert data.auto_augment == "rand-m9-mstd0.5-inc1"
@@ -178,3 +179,11 @@ def test_warm_up_may_fill_the_whole_run() -> None:
     for kind in ("cosine", "linear", "step"):
         schedule = Schedule(kind, 1.0, 0.0, 0.1, 10, 10, 0, drop_every=1, drop_factor=0.1)
         assert [schedule.rate(s) for s in (0, 9)] == pytest.approx([0.0, 0.9])
+
+
+@pytest.mark.parametrize("batch", [1, 12, 64, 4096])
+def test_fine_tuning_has_one_rate_at_every_batch(batch: int) -> None:
+    config = load_config("finetune", overrides=[f"data.batch_size={batch}", "optim.lr=3e-4"])
+    schedule = config.build_schedule(steps_per_epoch=10, world_size=4)
+    assert schedule.peak == 3e-4
+    assert schedule.rate(0) == config.schedule.warmup_lr

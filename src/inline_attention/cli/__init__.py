@@ -16,7 +16,7 @@ from typing import Any
 from inline_attention.printing import printable, say
 from inline_command import COMMANDS, main
 
-__all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "run_command", "run_parser"]
+__all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "parse", "run_command", "run_parser"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -54,7 +54,7 @@ def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name:
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(handlers=[_LogHandler()])
     try:
-        args = _parse(build(), argv)
+        args = parse(build(), argv)
         return args.run(args) or 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("INLINE_TRACEBACK"):
@@ -66,7 +66,7 @@ def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name:
         return 130
 
 
-def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """argparse ends a list of arguments at the first option; here what stands behind it goes on with the list."""
     args, rest = parser.parse_known_args(argv)
     if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):

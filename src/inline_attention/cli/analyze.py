@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         write(analysis, subjects, out)
         print_summary(analysis)
         if analysis.warning is not None:
-            print(f"warning: {analysis.warning} (--data, --images)", file=sys.stderr)
+            say(f"warning: {analysis.warning} (--data, --images)", file=sys.stderr)
         done.append(analysis)
     if args.analysis == "all":
         write_report(done, subjects, out, device)

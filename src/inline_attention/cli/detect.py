@@ -180,6 +180,7 @@ def _predict(args: argparse.Namespace) -> int:
 
     from inline_attention.cli._output import choose_device, free_name, image_progress, write_json
     from inline_attention.cli.predict import find_images
+    from inline_attention.data.sources import printable
     from inline_attention.dense.detection.average_precision import as_records
     from inline_attention.dense.detection.data import DetectionEvalLoader, without_annotations
     from inline_attention.dense.detection.evaluate import detect
@@ -206,9 +207,11 @@ def _predict(args: argparse.Namespace) -> int:
             drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=args.min_score)
             drawn.save(picture, quality=92)
             objects = as_records(result, trained.class_names, min_score=args.min_score)
-            found.append({"image": str(path), "picture": str(picture), "objects": objects})
+            found.append({"image": printable(path), "picture": printable(picture), "objects": objects})
             counts = Counter(record["class"] for record in objects)
-            print(f"{path}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing"))
+            print(
+                f"{printable(path)}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing")
+            )
             on_images(1)
     skipped = [image._asdict() for image in loader.skipped]
     write_json(str(args.output / "objects.json"), {"model": trained.title, "images": found, "skipped_images": skipped})

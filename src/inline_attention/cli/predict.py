@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         write_json,
     )
     from inline_attention.data import open_files
+    from inline_attention.data.sources import printable
     from inline_attention.training.classifier import Guess, load_classifier, predict
 
     name, images = split_model(args.arguments)
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     found = []
     with image_progress("predicting", total=len(paths)) as on_images:
         for prediction in predict(classifier, loader, device=device, topk=args.topk):
-            found.append((str(paths[prediction.sample]), prediction.guesses))
+            found.append((printable(paths[prediction.sample]), prediction.guesses))
             on_images(1)
 
     for path, guesses in found:
@@ -109,17 +110,17 @@ def choose_weights(name: str | None, weights: str | None) -> tuple[str | None, s
 
 def find_images(arguments: list[str]) -> list[Path]:
     """Files as they are named, and the images below folders, in order."""
-    from inline_attention.data.sources import IMAGE_EXTENSIONS
+    from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files
 
     paths: list[Path] = []
     for argument in map(Path, arguments):
         if argument.is_dir():
-            below = sorted(p for p in argument.rglob("*") if p.suffix.lower() in IMAGE_EXTENSIONS and p.is_file())
+            below = sorted(map(Path, find_files(argument, IMAGE_EXTENSIONS)))
             if not below:
                 raise ValueError(f"no images in folder {str(argument)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
             paths.extend(below)
         elif argument.is_file():
             paths.append(argument)
         else:
-            raise ValueError(f"image {str(argument)!r} does not exist")
+            raise ValueError(f"image {str(argument)!r} does not exist or is no regular file")
     return paths

@@ -1,6 +1,7 @@
 """Batches of uint8 images as the workers make them, and the feeds they come from."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.config import DataConfig, LoaderConfig
-from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data.decode import UnreadableImage, decode_image, reason
 from inline_attention.data.order import epoch_order, rank_positions, replacement
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
 from inline_attention.data.skipped import SkippedImage
@@ -19,7 +20,7 @@ from inline_attention.data.sources import Source
 from inline_attention.data.transforms import BoxErasing, ErasedBox, Transform, eval_transform, train_transform
 
 T = TypeVar("T")
-_MAX_REPLACEMENTS = 100  # in a row; the limit on unreadable images stops the run long before
+MAX_REPLACEMENTS = 100  # in a row; the limit on unreadable images stops the run long before
 
 
 class SampleKey(NamedTuple):
@@ -109,7 +110,18 @@ def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image
     except Exception as error:  # the file has gone, or the archive around it is damaged: zip, tar and zlib errors
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
     with file:
-        return decode_image(file, in_chans=config.in_chans, exif_rotation=config.exif_rotation), label
+        return decode_image(file, in_chans=config.in_chans), label
+
+
+@contextmanager
+def transforming() -> Iterator[None]:
+    """An image that the transform inside cannot handle counts as unreadable."""
+    try:
+        yield
+    except UnreadableImage:
+        raise
+    except Exception as error:
+        raise UnreadableImage(f"it cannot be transformed ({reason(error)})") from error
 
 
 def read_or_replace(
@@ -124,7 +136,7 @@ def read_or_replace(
 ) -> tuple[T, int] | None:
     """What `read` makes of a sample, or of another where it is unreadable, and of which; None: there is none."""
     shown = sample
-    for attempt in range(_MAX_REPLACEMENTS):
+    for attempt in range(MAX_REPLACEMENTS):
         try:
             return read(shown), shown
         except UnreadableImage as error:
@@ -150,7 +162,7 @@ class TrainSamples(Dataset[RawBatch]):
 
     def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> Sample | None:
         found = read_or_replace(
-            partial(load_image, self._source, config=self._config),
+            partial(self._read, key),
             key.sample,
             path=self._source.path,
             seed=self._seed,
@@ -158,11 +170,14 @@ class TrainSamples(Dataset[RawBatch]):
             num_samples=len(self._source),
             skipped=skipped,
         )
-        if found is None:
-            return None
-        (image, label), shown = found
-        pixels, erased = self._augment(image, seed=derive_seed("augment", self._seed, *key))
-        return Sample(pixels, label, shown, erased)
+        return None if found is None else found[0]
+
+    def _read(self, key: SampleKey, sample: int) -> Sample:
+        """`sample` takes the place of `key.sample` where that is unreadable; the randomness is the key's."""
+        image, label = load_image(self._source, sample, config=self._config)
+        with transforming():
+            pixels, erased = self._augment(image, seed=derive_seed("augment", self._seed, *key))
+        return Sample(pixels, label, sample, erased)
 
 
 class EvalSamples(Dataset[RawBatch]):
@@ -178,11 +193,28 @@ class EvalSamples(Dataset[RawBatch]):
         for index in indices:
             try:
                 image, label = load_image(self._source, index, config=self._config)
+                with transforming():
+                    pixels = self._transform(image)
             except UnreadableImage as error:
                 skipped.append(SkippedImage(self._source.path(index), str(error)))
             else:
-                samples.append(Sample(self._transform(image), label, index))
+                samples.append(Sample(pixels, label, index))
         return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped)
+
+
+def fitting_batch(batch_size: int, *, num_samples: int, world_size: int) -> int:
+    """The batch of a rank: `batch_size`, or less where the training split has fewer images than ranks × batch.
+
+    An even batch stays even, since mixup mixes pairs.
+    """
+    if batch_size * world_size <= num_samples:
+        return batch_size
+    fitting = num_samples // world_size
+    if batch_size % 2 == 0 and fitting > 1:
+        fitting -= fitting % 2
+    if fitting == 0:
+        raise ValueError(f"the training split has {num_samples} image(s) for {world_size} ranks; use fewer ranks")
+    return fitting
 
 
 class TrainPlan:
@@ -192,14 +224,10 @@ class TrainPlan:
         self, num_samples: int, *, batch_size: int, seed: int, rank: int, world_size: int, repeats: int = 0
     ) -> None:
         self._num_samples, self._seed, self._repeats = num_samples, seed, repeats
-        self._positions = rank_positions(batch_size, rank=rank, world_size=world_size)
-        self._global_batch = batch_size * world_size
+        self.batch_size = fitting_batch(batch_size, num_samples=num_samples, world_size=world_size)
+        self._positions = rank_positions(self.batch_size, rank=rank, world_size=world_size)
+        self._global_batch = self.batch_size * world_size
         self.steps = num_samples // self._global_batch
-        if self.steps == 0:
-            raise ValueError(
-                f"a batch of {batch_size} on {world_size} rank(s) needs {self._global_batch} images, "
-                f"the training split has {num_samples}; lower data.batch_size"
-            )
 
     def __call__(self, epoch: int, start_step: int) -> Iterator[list[SampleKey]]:
         order = epoch_order(self._num_samples, seed=self._seed, epoch=epoch, repeats=self._repeats)
@@ -274,7 +302,7 @@ class _ErrorsAsValues(Dataset[Any]):
             return error
 
 
-def _raise_errors(batch: Any) -> Any:
+def raise_error(batch: Any) -> Any:
     if isinstance(batch, ValueError):
         raise ValueError(str(batch))  # not itself: its traceback would hold what holds it, and so the workers
     return batch
@@ -304,17 +332,20 @@ class WorkerFeed(Generic[LoadedT]):
 
     def batches(self, epoch: int, start_step: int) -> Iterator[LoadedT]:
         self._keys.position = (epoch, start_step)
-        return map(_raise_errors, iter(self._loader))  # the workers start here and now
+        return map(raise_error, iter(self._loader))  # the workers start here and now
 
     def to(self, device: torch.device) -> None:
         pass
 
     def close(self) -> None:
-        # Workers that are kept end with their iterator. That may live as long as Python, which then waits for them.
-        iterator: Any = self._loader._iterator
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
+        shut_down(self._loader._iterator)
+        self._loader._iterator = None
+
+
+def shut_down(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator. Otherwise they live as long as Python, which waits for them."""
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 def loader_arguments(config: LoaderConfig, *, workers: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 EVAL_TRANSFORMS = ("published", "timm", "resize")
+MAX_CLASSES = 1_000_000  # far above any data set; a damaged label must not ask for gigabytes of class names
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random")
 
 
@@ -62,12 +63,11 @@ class DataConfig(LoaderConfig):
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the usual one
     target_key: str | None = None  # hfds/, tfds/: the column of the label
 
-    img_size: int | list[int] = 224  # side, or [height, width]
+    img_size: int | list[int] | None = 224  # side, or [height, width]; None, in training: the model's own
     in_chans: int = 3  # 1: greyscale
     mean: list[float] | None = None  # for pixels in 0..1; None: ImageNet's, averaged for one channel
     std: list[float] | None = None
     interpolation: str = "bicubic"
-    exif_rotation: bool = False  # False: ignore the EXIF orientation, as torchvision and timm do
 
     augment: bool = True  # False: training images get the evaluation transform
     augment_on_device: bool = False  # with in_memory: crop, flip and colour jitter there, by the batch
@@ -91,6 +91,8 @@ class DataConfig(LoaderConfig):
     @property
     def size(self) -> tuple[int, int]:
         """(height, width)"""
+        if self.img_size is None:
+            raise ValueError("data.img_size is null, and there is no model whose size it could be; give a size")
         height, width = [self.img_size] * 2 if isinstance(self.img_size, int) else self.img_size
         return height, width
 
@@ -109,8 +111,9 @@ class DataConfig(LoaderConfig):
     def validate(self) -> None:
         super().validate()
         check = self.check
-        is_pair = isinstance(self.img_size, int) or len(self.img_size) == 2
-        check("img_size", is_pair and min(self.size) >= 1, "a positive side or [height, width]")
+        if self.img_size is not None:
+            is_pair = isinstance(self.img_size, int) or len(self.img_size) == 2
+            check("img_size", is_pair and min(self.size) >= 1, "a positive side, [height, width], or null")
         check("in_chans", self.in_chans in (1, 3), "1 (greyscale) or 3 (colour)")
         for name, values in (("mean", self.mean), ("std", self.std)):
             check(
@@ -120,7 +123,8 @@ class DataConfig(LoaderConfig):
             )
         check("std", self.std is None or min(self.std) > 0, "positive values")
         check("interpolation", self.interpolation in INTERPOLATIONS, _one_of(INTERPOLATIONS))
-        check("num_classes", self.num_classes is None or self.num_classes >= 1, "at least 1, or null")
+        in_range = self.num_classes is None or 1 <= self.num_classes <= MAX_CLASSES
+        check("num_classes", in_range, f"1 to {MAX_CLASSES}, or null")
         for name, bounds in (("scale", self.scale), ("ratio", self.ratio)):
             check(name, len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
         for name in ("hflip", "random_erase", "mixup_switch", "mixup_prob"):

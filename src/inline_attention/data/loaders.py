@@ -139,15 +139,15 @@ class TrainLoader(Generic[LoadedT, Ready]):
         """The batches of an epoch, from `start_step` on; the seed settles which images and augmentations they hold."""
         if not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(f"start_step is {start_step}; an epoch has {self.steps_per_epoch} steps")
-        return self._stage(self._timed(self._feed.batches(epoch, start_step)))
+        return self._stage(self._timed(self._feed.batches(epoch, start_step), steps=self.steps_per_epoch - start_step))
 
-    def _timed(self, batches: Iterator[LoadedT]) -> Iterator[LoadedT]:
-        while True:
+    def _timed(self, batches: Iterator[LoadedT], *, steps: int) -> Iterator[LoadedT]:
+        for step in range(steps):
             start = time.perf_counter()
             raw = next(batches, None)
             self.waiting_seconds += time.perf_counter() - start
             if raw is None:
-                return
+                raise ValueError(f"the training data ended {steps - step} batches before the end of the epoch")
             self.skipped.extend(raw.skipped)
             self.skipped.replaced += raw.replaced
             if len(raw) != self.batch_size:
@@ -305,7 +305,7 @@ def _train_loader(
     return TrainLoader(
         feed,
         stage=ImageStage(config),
-        batch_size=config.batch_size,
+        batch_size=plan.batch_size,
         steps_per_epoch=plan.steps,
         skipped=skipped,
         exact_resume=True,
@@ -313,12 +313,7 @@ def _train_loader(
 
 
 def _train_plan(source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int) -> TrainPlan:
-    if config.mixes and config.batch_size % 2:
-        raise ValueError(
-            f"data.batch_size is {config.batch_size}; mixup mixes pairs and needs an even number "
-            "(or set data.mixup and data.cutmix to 0)"
-        )
-    return TrainPlan(
+    plan = TrainPlan(
         len(source),
         batch_size=config.batch_size,
         seed=seed,
@@ -326,24 +321,30 @@ def _train_plan(source: Source, *, config: DataConfig, seed: int, rank: int, wor
         world_size=world_size,
         repeats=config.repeats,
     )
+    _check_even(plan.batch_size, config)
+    return plan
+
+
+def _check_even(batch_size: int, config: DataConfig) -> None:
+    if config.mixes and batch_size % 2:
+        raise ValueError(
+            f"data.batch_size is {batch_size}; mixup mixes pairs and needs an even number "
+            "(or set data.mixup and data.cutmix to 0)"
+        )
 
 
 def _open_train_stream(
     config: DataConfig, *, seed: int, rank: int, world_size: int
 ) -> tuple[TrainLoader[RawBatch, Batch], list[str]]:
     stream = Stream(config, config.train_split, training=True, seed=seed, rank=rank, world_size=world_size)
-    steps = stream.num_samples // (config.batch_size * world_size)
-    if steps == 0:
-        raise ValueError(
-            f"a batch of {config.batch_size} on {world_size} rank(s) is more than the {stream.num_samples} "
-            "images of the training split; lower data.batch_size"
-        )
+    _check_even(stream.batch_size, config)
+    steps = stream.num_samples // (stream.batch_size * world_size)
     feed = StreamFeed(StreamSamples(stream), stream, steps=steps, workers=config.resolved_workers(world_size))
     skipped = _skip_list(config, stream.num_samples)
     loader = TrainLoader(
         feed,
         stage=ImageStage(config),
-        batch_size=config.batch_size,
+        batch_size=stream.batch_size,
         steps_per_epoch=steps,
         skipped=skipped,
         exact_resume=False,

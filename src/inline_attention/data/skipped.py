@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from inline_attention.data.sources import printable
+
 _logger = logging.getLogger(__name__)
 
 
@@ -34,7 +36,7 @@ class SkippedImages:
 
     def extend(self, images: Iterable[SkippedImage]) -> None:
         """Note the files, each once in the log; ValueError when there are more than `limit`."""
-        for image in images:
+        for image in (SkippedImage(printable(path), reason) for path, reason in images):
             self._reasons.setdefault(image.path, image.reason)
             if image.path not in self._told:
                 self._told.add(image.path)

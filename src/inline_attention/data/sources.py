@@ -6,6 +6,7 @@ raised before anything starts. Streams (WebDataset, TensorFlow datasets) have no
 """
 
 import io
+import logging
 import os
 import struct
 import tarfile
@@ -20,11 +21,14 @@ import numpy as np
 from PIL import Image
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from inline_attention.data.config import DataConfig
+from inline_attention.data.config import MAX_CLASSES, DataConfig
+from inline_attention.data.decode import MAX_BYTES, UnreadableImage, open_file
 
 IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
+
+_logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -85,6 +89,36 @@ def check_same_classes(train: Source, val: Source, *, train_split: str, val_spli
     )
 
 
+def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
+    """The files with these extensions at any depth below a folder, in the order of their folders and names.
+
+    Links are followed. A folder that links lead to a second time is left out and named in the log: without that, a
+    link to a folder above it would never end.
+    """
+    endings = tuple(extensions)
+    visited: set[tuple[int, int]] = set()
+    found: list[tuple[str, list[str]]] = []
+    waiting = [os.fspath(folder)]
+    while waiting:
+        current = waiting.pop()
+        status = os.stat(current)
+        if (status.st_dev, status.st_ino) in visited:
+            _logger.warning("%s links to a folder that is searched already; it is left out", printable(current))
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        with os.scandir(current) as entries:
+            ordered = sorted(entries, key=lambda entry: entry.name)
+        files = [entry.name for entry in ordered if entry.name.lower().endswith(endings) and not entry.is_dir()]
+        found.append((current, files))
+        waiting.extend(entry.path for entry in reversed(ordered) if entry.is_dir())
+    return [os.path.join(parent, name) for parent, names in sorted(found) for name in names]
+
+
+def printable(path: str | Path) -> str:
+    """A file name that can be printed and written as UTF-8, whatever bytes it holds."""
+    return os.fspath(path).encode("utf-8", "backslashreplace").decode()
+
+
 class PackedStrings(Sequence[str]):
     """Many strings in two arrays. A list of a million str is copied into every worker, object by object, as
     reference counts touch its pages; arrays stay shared."""
@@ -107,31 +141,29 @@ class FolderSource:
     named = True
 
     def __init__(self, folder: Path) -> None:
-        self.class_names = sorted(
+        names = sorted(
             (entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")),
             key=natural_key,
         )
-        if not self.class_names:
+        self.class_names = [printable(name) for name in names]
+        if not names:
             raise ValueError(f"no images in {str(folder)!r}: expected one folder a class with images in it")
-        samples = make_dataset(
-            str(folder),
-            class_to_idx={name: label for label, name in enumerate(self.class_names)},
-            extensions=IMAGE_EXTENSIONS,
-            allow_empty=True,
-        )
-        if not samples:
-            raise ValueError(f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
         self._root = folder
-        self._labels = np.array([label for _, label in samples])
+        # Sample numbers, and with them every random draw, follow the plain order of the names.
+        labels = sorted(range(len(names)), key=names.__getitem__)
+        found = [find_files(folder / names[label], IMAGE_EXTENSIONS) for label in labels]
+        self._labels = np.repeat(labels, [len(paths) for paths in found])
+        if len(self._labels) == 0:
+            raise ValueError(f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
         _check_every_class_has_images(self._labels, self.class_names, where=f"folder {str(folder)!r}")
         start = len(os.path.join(folder, ""))
-        self._paths = PackedStrings(path[start:] for path, _ in samples)
+        self._paths = PackedStrings(path[start:] for paths in found for path in paths)
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open(self.path(index), "rb"), int(self._labels[index])
+        return open_file(self.path(index)), int(self._labels[index])
 
     def path(self, index: int) -> str:
         return os.path.join(self._root, self._paths[index])
@@ -150,7 +182,7 @@ class FilesSource:
         return len(self._paths)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open(self.path(index), "rb"), 0
+        return open_file(self.path(index)), 0
 
     def path(self, index: int) -> str:
         return self._paths[index]
@@ -187,7 +219,8 @@ class ZipSource:
             raise ValueError(f"{str(archive)!r} is encrypted or neither stored nor deflated; pack it again")
         # Arrays instead of a ZipFile in each worker, which would hold an object for every image.
         self._offsets = np.array([member.header_offset for member in chosen])
-        self._sizes = np.array([member.compress_size for member in chosen])
+        self._packed_sizes = np.array([member.compress_size for member in chosen])
+        self._sizes = np.array([member.file_size for member in chosen])
         self._checksums = np.array([member.CRC for member in chosen])
         self._deflated = np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in chosen])
         self._paths, self._labels, self._archive = PackedStrings(paths), labels, str(archive)
@@ -204,9 +237,14 @@ class ZipSource:
         file.seek(self._offsets[index])
         name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # the local header has its own lengths
         file.seek(name_length + extra_length, os.SEEK_CUR)
-        content = file.read(self._sizes[index])
+        size, packed_size = int(self._sizes[index]), int(self._packed_sizes[index])
+        if max(size, packed_size) > MAX_BYTES:
+            raise UnreadableImage(f"{max(size, packed_size):,} bytes, more than the limit of {MAX_BYTES:,}")
+        content = file.read(packed_size)
         if self._deflated[index]:
-            content = zlib.decompress(content, wbits=-zlib.MAX_WBITS)
+            content = zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(content, size + 1)
+        if len(content) != size:
+            raise UnreadableImage(f"not the {size:,} bytes that the archive declares")
         if zlib.crc32(content) != self._checksums[index]:
             raise OSError("wrong checksum: the archive is damaged here")
         return io.BytesIO(content), int(self._labels[index])
@@ -224,6 +262,8 @@ class TarSource:
     named = True
 
     def __init__(self, root: Path) -> None:
+        for path in sorted(root.glob("*.tar")) if root.is_dir() else [root]:
+            check_tar_end(path)
         try:
             # Not cached: a tar file opened before the workers start would share its position among them.
             self._reader = ReaderImageInTar(str(root), cache_tarfiles=False, cache_tarinfo=False)
@@ -248,6 +288,19 @@ class TarSource:
     def path(self, index: int) -> str:
         member, tar, _ = self._reader.samples[self._order[index]]
         return f"{self._root / tar if tar else self._root}:{member.name}"
+
+
+def check_tar_end(path: str | Path) -> None:
+    """ValueError for a tar file that was cut off: readers take the images before the cut for all there are."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - tarfile.BLOCKSIZE))
+        is_whole = size % tarfile.BLOCKSIZE == 0 and file.read() == bytes(tarfile.BLOCKSIZE)
+    if not is_whole:
+        raise ValueError(
+            f"{str(path)!r} has no end-of-archive mark after its {size:,} bytes: it was cut off, or is no tar file. "
+            "Copy it again, or pack it again"
+        )
 
 
 class HuggingFaceSource:
@@ -277,6 +330,8 @@ class HuggingFaceSource:
         names = getattr(self._reader.dataset.features[label_key], "names", None)  # timm's only look at "label"
         labels = np.array(self._reader.dataset[label_key])
         self.named = names is not None
+        if not self.named and labels.max() >= MAX_CLASSES:
+            raise ValueError(f"label {labels.max()} in 'hfds/{name}' is out of range; expected 0 to {MAX_CLASSES - 1}")
         self.class_names = names or [str(i) for i in range(config.num_classes or int(labels.max()) + 1)]
         count = len(self.class_names)
         if labels.min() < 0 or labels.max() >= count:
@@ -389,35 +444,37 @@ def label_map(data_classes: list[str], *, named: bool, model_classes: list[str])
     return np.array([positions[name] for name in data_classes])
 
 
-def _read_map(map_file: Path, *, num_classes: int | None = None) -> tuple[list[str], np.ndarray]:
+def _read_map(map_file: Path, *, num_classes: int = MAX_CLASSES) -> tuple[list[str], np.ndarray]:
     if not map_file.is_file():
         raise ValueError(f"{str(map_file)!r} is missing: the zip layout needs it, with 'path<TAB>label' lines")
     paths, labels = [], []
-    with open(map_file, encoding="utf-8") as lines:
+    with open(map_file, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             path, tab, label = line.rstrip("\r\n").rpartition("\t")
-            if not tab or not path or not label.strip().lstrip("-").isdigit():
+            digits = label.strip().removeprefix("-")
+            if not tab or not path or not digits.isascii() or not digits.isdigit():
                 raise ValueError(f"{str(map_file)!r} line {number} is {line.rstrip()!r}; expected 'path<TAB>label'")
-            if int(label) < 0 or (num_classes is not None and int(label) >= num_classes):
-                allowed = "0 or more" if num_classes is None else f"0 to {num_classes - 1}"
-                raise ValueError(f"label {int(label)} in {str(map_file)!r} line {number} is out of range; "
-                                 f"expected {allowed}")  # fmt: skip
+            if label.strip() != digits or len(digits) > 18 or int(digits) >= num_classes:
+                raise ValueError(
+                    f"label {label.strip()[:20]} in {str(map_file)!r} line {number} is out of range; "
+                    f"expected 0 to {num_classes - 1}"
+                )
             paths.append(path)
-            labels.append(int(label))
+            labels.append(int(digits))
     if not paths:
         raise ValueError(f"no images in {str(map_file)!r}: the map is empty")
     return paths, np.array(labels)
 
 
 def _folder_names(paths: list[str], labels: np.ndarray, *, count: int) -> tuple[list[str], bool]:
-    folders: list[set[str]] = [set() for _ in range(count)]
-    for path, label in zip(paths, labels, strict=True):
-        folders[label].add(path.rpartition("/")[0].rpartition("/")[2])
-    names = [next(iter(found)) if len(found) == 1 else "" for found in folders]
-    if all(names) and len(set(names)) == count:
-        return names, True
+    folders: dict[int, set[str]] = {}
+    for path, label in zip(paths, labels.tolist(), strict=True):
+        folders.setdefault(label, set()).add(path.rpartition("/")[0].rpartition("/")[2])
+    names = {label: found.pop() for label, found in folders.items() if len(found) == 1}
+    if len(names) == count and all(names.values()) and len(set(names.values())) == count:
+        return [names[label] for label in range(count)], True
     return [str(label) for label in range(count)], False
 
 

@@ -1,37 +1,135 @@
-"""Data without random access, through timm's readers: WebDataset shards ("wds/FOLDER") and "tfds/NAME".
+"""Data without random access: WebDataset shards ("wds/FOLDER") and, through timm's reader, "tfds/NAME".
 
 The order of a stream depends on the number of ranks and workers, and a stream cannot be entered in the
 middle: a resumed epoch starts again at its first shard. Evaluation still counts every image exactly once.
 """
 
-import logging
-from collections.abc import Iterator
+import io
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
-from itertools import count, islice
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from PIL import Image
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from inline_attention.data.batches import Augment, RawBatch, Sample, as_it_is, collate, loader_arguments
+from inline_attention.data.batches import (
+    MAX_REPLACEMENTS,
+    Augment,
+    RawBatch,
+    Sample,
+    as_it_is,
+    collate,
+    fitting_batch,
+    loader_arguments,
+    raise_error,
+    shut_down,
+    transforming,
+)
 from inline_attention.data.config import DataConfig
-from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data.decode import UnreadableImage, decode_image, reason
 from inline_attention.data.seeding import derive_seed, restored_generators
 from inline_attention.data.skipped import SkippedImage
-from inline_attention.data.sources import label_map
+from inline_attention.data.sources import check_tar_end, label_map
 from inline_attention.data.transforms import eval_transform
 
 _PACKAGES = {
     "wds": ("webdataset", "webdataset"),
     "tfds": ("tensorflow_datasets", "tensorflow tensorflow-datasets"),
 }
+_IMAGE_KEYS = "jpg;png;webp"
+# Buffers in which shards and images are shuffled, as large as in timm's reader: (size, filled before the first draw)
+_SHARD_BUFFER, _IMAGE_BUFFER = (500, 100), (8192, 2048)
 
 
 def is_stream(path: str) -> bool:
     return path.partition("/")[0] in _PACKAGES and "/" in path
+
+
+class Item(NamedTuple):
+    """One image of a stream with its label, or the reason why there is none."""
+
+    name: str
+    image: bytes | Image.Image
+    label: Any
+    damage: str = ""
+
+
+class Reader(Protocol):
+    """Reads its part of a split once, from the first image to the last."""
+
+    def read(self, *, epoch: int, part: int, parts: int, rng: random.Random) -> Iterator[Item]: ...
+
+
+class ShardReader:
+    """WebDataset shards. The images stay encoded: the package's own reader decodes them and says what is wrong."""
+
+    def __init__(self, shards: list[str], *, config: DataConfig, alt_label: str, shuffle_seed: int | None) -> None:
+        """shuffle_seed: None leaves the images in their order."""
+        self._shards, self._alt_label, self._shuffle_seed = shards, alt_label, shuffle_seed
+        self._image_keys = (config.input_key or _IMAGE_KEYS).split(";")
+        self._label_key = config.target_key or "cls"
+
+    def read(self, *, epoch: int, part: int, parts: int, rng: random.Random) -> Iterator[Item]:
+        import webdataset as wds
+
+        damages: list[Item] = []
+
+        def note(error: Exception) -> bool:
+            if isinstance(error, FileNotFoundError):
+                raise ValueError(f"shard {error.filename!r} does not exist") from error
+            where = next((text for text in reversed(error.args) if isinstance(text, str)), "a shard")
+            damages.append(Item(where, b"", b"", reason(error)))
+            return True
+
+        shards: Iterable[dict[str, str]] = iter([{"url": shard} for shard in self._shards])
+        if self._shuffle_seed is not None:
+            shards = _shuffled(shards, _SHARD_BUFFER, random.Random(self._shuffle_seed + epoch))
+        samples = wds.tarfile_to_samples(handler=note)(islice(shards, part, None, parts))
+        if self._shuffle_seed is not None:
+            samples = _shuffled(samples, _IMAGE_BUFFER, rng)
+        for sample in samples:
+            yield self._item(sample)
+        yield from damages
+
+    def _item(self, sample: dict[str, Any]) -> Item:
+        name = f"{sample['__url__']}:{sample['__key__']}"
+        image = next((sample[key] for key in self._image_keys if key in sample), b"")
+        label: Any = sample.get(self._label_key, b"")
+        try:
+            if self._alt_label:  # labels of other kinds are in the JSON part of a sample
+                label = json.loads(sample["json"])[self._alt_label]
+            return Item(name, image, int(label))
+        except (ValueError, LookupError, TypeError) as error:
+            return Item(name, b"", b"", f"its label is {label!r}, which is no number ({error})")
+
+
+def _shuffled(items: Iterable[Any], buffer: tuple[int, int], rng: random.Random) -> Iterator[Any]:
+    import webdataset as wds
+
+    size, initial = buffer
+    return wds.shuffle(size, initial=initial, rng=rng)(items)
+
+
+class TensorFlowReader:
+    """A TensorFlow data set, through timm's reader, which divides it among ranks and workers by itself."""
+
+    def __init__(self, reader: Any, *, name: str) -> None:
+        self._reader, self._name = reader, name
+
+    def read(self, *, epoch: int, part: int, parts: int, rng: random.Random) -> Iterator[Item]:
+        self._reader.set_epoch(epoch)
+        self._reader.ds = None  # a fresh pipeline: its shuffling starts over
+        if get_worker_info() is None:
+            self._reader.worker_seed = rng.getrandbits(62)
+        for position, (image, label) in enumerate(self._reader):
+            yield Item(f"{self._name}, part {part} of {parts}, {position}", image, label)
 
 
 class Stream:
@@ -54,73 +152,109 @@ class Stream:
             rank,
             world_size,
         )
-        self.kind, _, place = config.path.partition("/")
-        module, packages = _PACKAGES[self.kind]
+        kind, _, place = config.path.partition("/")
+        module, packages = _PACKAGES[kind]
         if find_spec(module) is None:
             raise ImportError(f"data path {config.path!r} needs other packages: pip install {packages}")
         if config.in_memory or config.repeats > 1:
             raise ValueError(f"data.in_memory and data.repeats need random access; {config.path!r} is a stream")
-        self._place = place
-        self.reader = self._open(split)
-        # The reader would ask torch.distributed; evaluation divides the data itself.
-        self.reader.dist_rank, self.reader.dist_num_replicas = (rank, world_size) if training else (0, 1)
-        self.num_samples = int(self.reader.num_samples)
-        self.is_empty = False
         self.max_workers: int | None = None
         self.keeps_every = 1  # this rank keeps every so many images of its stream
-        if self.kind == "wds":
-            self._divide_shards()
-        elif not training:
-            self.keeps_every = world_size
-        names = self.reader.class_to_idx
+        self.is_empty = False
+        timm_reader = self._open(kind, place, split)
+        self.reader: Reader
+        if kind == "wds":
+            self.reader = self._divide_shards(timm_reader.split_info, place)
+        else:
+            # The reader would ask torch.distributed; evaluation divides the data itself.
+            timm_reader.dist_rank, timm_reader.dist_num_replicas = (rank, world_size) if training else (0, 1)
+            self.reader = TensorFlowReader(timm_reader, name=config.path)
+            self.keeps_every = 1 if training else world_size
+        self.num_samples = _whole_number(timm_reader.num_samples, split, config)
+        self.batch_size = config.batch_size
+        if training:
+            self.batch_size = fitting_batch(config.batch_size, num_samples=self.num_samples, world_size=world_size)
+        names = timm_reader.class_to_idx
         self.named = bool(names)
         if not names and config.num_classes is None:
             raise ValueError(f"{config.path!r} does not say how many classes it has; set data.num_classes")
         self.class_names = sorted(names, key=names.__getitem__) or [str(i) for i in range(config.num_classes or 0)]
 
-    def _open(self, split: str) -> Any:
+    def _open(self, kind: str, place: str, split: str) -> Any:
+        """timm's reader of the split, which knows how many images it has."""
         config = self.config
         try:
             return create_reader(
-                f"{self.kind}/{'' if self.kind == 'wds' else self._place}",
-                root=self._place if self.kind == "wds" else None,
+                f"{kind}/{'' if kind == 'wds' else place}",
+                root=place if kind == "wds" else None,
                 split=split,
                 is_training=self.training,
                 batch_size=config.batch_size,
-                seed=derive_seed("stream", self.seed) % 2**31,
-                input_img_mode="RGB" if self.kind == "tfds" else "",  # "": our own conversion, right for 16 bits
+                seed=self._shuffle_seed,
                 input_key=config.input_key,
                 target_key=config.target_key,
             )
-        except (RuntimeError, LookupError, AssertionError, ValueError) as error:
-            reason = str(error).partition("\n")[0]  # TensorFlow's go on to list every data set there is
-            if self.kind == "wds":
-                reason += (
+        except (RuntimeError, LookupError, AssertionError, ValueError, TypeError, AttributeError) as error:
+            described = str(error).partition("\n")[0]  # TensorFlow's go on to list every data set there is
+            if kind == "wds":
+                described += (
                     "; expected a split of FOLDER/_info.json, or a pattern such as 'train-{0000..0099}.tar|128000'"
                 )
-            raise ValueError(f"split {split!r} of {config.path!r} cannot be opened: {reason}") from error
+            raise ValueError(f"split {split!r} of {config.path!r} cannot be opened: {described}") from error
 
-    def _divide_shards(self) -> None:
-        shards = list(self.reader.split_info.filenames)
-        if self.training:
-            if len(shards) < self.world_size:
-                raise ValueError(
-                    f"{self.config.path!r} has {len(shards)} training shard(s) for {self.world_size} ranks; "
-                    "every rank needs one"
-                )
-            self.max_workers = len(shards) // self.world_size
+    @property
+    def _shuffle_seed(self) -> int:
+        return derive_seed("stream", self.seed) % 2**31
+
+    def _divide_shards(self, split_info: Any, place: str) -> ShardReader:
+        names = list(split_info.filenames)
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"the shards of {self.config.path!r} are {names[:3]}…; expected file names")
+        is_local = "://" not in place
+        # An absolute path, since webdataset runs what stands behind "pipe:" at the beginning of a name.
+        root = os.path.abspath(place) if is_local else place
+        shards = [os.path.join(root, name) for name in names]
+        if is_local:
+            _check_shards(shards)
+        if not self.training:
+            # Whole shards for each rank: every image is counted once. There may be more ranks than shards.
+            shards = shards[self.rank :: self.world_size]
+            self.max_workers, self.is_empty = len(shards), not shards
+        elif len(shards) < self.world_size:
+            raise ValueError(
+                f"{self.config.path!r} has {len(shards)} training shard(s) for {self.world_size} ranks; "
+                "every rank needs one"
+            )
         else:
-            # timm's reader pads or cuts the ranks to equal length; whole shards for each rank count exactly.
-            mine = shards[self.rank :: self.world_size]
-            self.max_workers = len(mine)
-            self.is_empty = not mine  # more ranks than shards
-            if mine and mine != shards:
-                self.reader = self._open("::".join(mine))
-                self.reader.dist_rank, self.reader.dist_num_replicas = 0, 1
+            self.max_workers = len(shards) // self.world_size
+        return ShardReader(
+            shards,
+            config=self.config,
+            alt_label=split_info.alt_label,
+            shuffle_seed=self._shuffle_seed if self.training else None,
+        )
 
 
-class StreamSamples(IterableDataset[RawBatch]):
-    """Whole batches of a stream, so that a worker's unreadable images travel with them."""
+def _check_shards(shards: list[str]) -> None:
+    missing = [shard for shard in shards if not os.path.isfile(shard)]
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:3])}")
+    for shard in shards:
+        if shard.endswith(".tar"):
+            check_tar_end(shard)
+
+
+def _whole_number(value: object, split: str, config: DataConfig) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"split {split!r} of {config.path!r} has {value!r} images; expected a whole number")
+    return value
+
+
+class StreamSamples(IterableDataset[RawBatch | ValueError]):
+    """Whole batches of a stream, so that a worker's unreadable images travel with them.
+
+    An error in the data is a value too: raised inside of a worker it would reach the user as a traceback.
+    """
 
     def __init__(self, stream: Stream, *, model_classes: list[str] | None = None) -> None:
         self._stream, config = stream, stream.config
@@ -130,72 +264,77 @@ class StreamSamples(IterableDataset[RawBatch]):
         classes = stream.class_names
         self._labels = label_map(classes, named=stream.named, model_classes=model_classes or classes)
 
-    def __iter__(self) -> Iterator[RawBatch]:
+    def __iter__(self) -> Iterator[RawBatch | ValueError]:
+        try:
+            yield from self._batches()
+        except ValueError as error:
+            yield error
+
+    def _batches(self) -> Iterator[RawBatch]:
         stream, config = self._stream, self._stream.config
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        stream_number = stream.rank * workers + number
-        lost = _LostSamples(f"{config.path}, stream {stream_number}")
+        stream_number, streams = stream.rank * workers + number, workers * stream.world_size
         shape = (config.in_chans, *config.size)
         samples: list[Sample] = []
         skipped: list[SkippedImage] = []
-        with lost:
-            mine = islice(enumerate(stream.reader), stream.rank % stream.keeps_every, None, stream.keeps_every)
-            for position, (image, label) in mine:
-                sample_id = position * workers * stream.world_size + stream_number
-                try:
-                    with restored_generators() if worker is None else nullcontext():
-                        samples.append(self._sample(image, int(label), sample_id))
-                except UnreadableImage as error:
-                    skipped.append(SkippedImage(f"{config.path}, stream {stream_number}, {position}", str(error)))
-                if len(samples) == config.batch_size:
-                    yield collate(samples, shape=shape, skipped=[*skipped, *lost.take()])
-                    samples, skipped = [], []
-            skipped.extend(lost.take())
-        if not stream.training and (samples or skipped):
+        broken_in_a_row = 0
+        # In training the number of batches is fixed: after the last image a stream starts again.
+        batches_left = -(-stream.num_samples // (streams * stream.batch_size)) if stream.training else None
+        mine = islice(self._items(number, workers), stream.rank % stream.keeps_every, None, stream.keeps_every)
+        for position, item in enumerate(mine):
+            if batches_left == 0:
+                return
+            try:
+                with restored_generators() if worker is None else nullcontext():
+                    samples.append(self._sample(item, position * streams + stream_number))
+                broken_in_a_row = 0
+            except UnreadableImage as error:
+                skipped.append(SkippedImage(item.name, str(error)))
+                broken_in_a_row += 1
+            if len(samples) == stream.batch_size or (stream.training and broken_in_a_row == MAX_REPLACEMENTS):
+                yield collate(samples, shape=shape, skipped=skipped)
+                samples, skipped = [], []
+                batches_left = None if batches_left is None else batches_left - 1
+        if samples or skipped:
             yield collate(samples, shape=shape, skipped=skipped)
 
-    def _sample(self, image: Image.Image, label: int, sample_id: int) -> Sample:
+    def _items(self, number: int, workers: int) -> Iterator[Item]:
+        """This worker's images: once in evaluation, again and again in training."""
+        stream, worker = self._stream, get_worker_info()
+        rng = random.Random(derive_seed("stream", stream.seed, self.epoch) if worker is None else worker.seed)
+        # Shards of an evaluation are this rank's alone; training divides those of all ranks.
+        part, parts = number, workers
+        if stream.training:
+            part, parts = stream.rank * workers + number, stream.world_size * workers
+        while True:
+            is_empty = True
+            for item in stream.reader.read(epoch=self.epoch, part=part, parts=parts, rng=rng):
+                yield item
+                is_empty = False
+            if not stream.training:
+                return
+            if is_empty:
+                raise ValueError(f"no images in {stream.config.path!r}, split {stream.config.train_split!r}")
+
+    def _sample(self, item: Item, sample_id: int) -> Sample:
+        if item.damage:
+            raise UnreadableImage(item.damage)
+        label = int(item.label)
         if not 0 <= label < len(self._labels):
-            raise ValueError(f"label {label} out of range; expected 0 to {len(self._labels) - 1} (data.num_classes)")
-        config = self._stream.config
-        image = decode_image(image, in_chans=config.in_chans, exif_rotation=config.exif_rotation)
+            raise ValueError(
+                f"label {label} of {item.name} is out of range; expected 0 to {len(self._labels) - 1} "
+                "(data.num_classes)"
+            )
+        file = io.BytesIO(item.image) if isinstance(item.image, bytes) else item.image
+        image = decode_image(file, in_chans=self._stream.config.in_chans)
         target = int(self._labels[label])
-        if self._augment is None:
-            return Sample(self._transform(image), target, sample_id)
-        seed = derive_seed("augment", self._stream.seed, self.epoch, sample_id)
-        pixels, erased = self._augment(image, seed=seed)
-        return Sample(pixels, target, sample_id, erased)
-
-
-class _LostSamples(logging.Handler):
-    """Images that the WebDataset reader could not decode: it drops them with a line in its log, no more."""
-
-    _logger = logging.getLogger("timm.data.readers.reader_wds")
-
-    def __init__(self, where: str) -> None:
-        super().__init__(level=logging.WARNING)
-        self._where, self._numbers = where, count()
-        self._lost: list[SkippedImage] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if text.startswith("Handling webdataset error"):
-            reason = text.removeprefix("Handling webdataset error ").removesuffix(" Ignoring.")
-            self._lost.append(SkippedImage(f"{self._where}, unreadable image {next(self._numbers)}", reason))
-
-    def take(self) -> list[SkippedImage]:
-        lost, self._lost = self._lost, []
-        return lost
-
-    def __enter__(self) -> "_LostSamples":
-        self._propagated, self._logger.propagate = self._logger.propagate, False  # we report them ourselves
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.propagate = self._propagated
+        with transforming():
+            if self._augment is None:
+                return Sample(self._transform(image), target, sample_id)
+            seed = derive_seed("augment", self._stream.seed, self.epoch, sample_id)
+            pixels, erased = self._augment(image, seed=seed)
+            return Sample(pixels, target, sample_id, erased)
 
 
 class StreamFeed:
@@ -204,14 +343,13 @@ class StreamFeed:
     def __init__(self, samples: StreamSamples, stream: Stream, *, steps: int | None, workers: int) -> None:
         self._samples, self._stream, self._steps = samples, stream, steps
         self._workers = workers if stream.max_workers is None else min(workers, stream.max_workers)
+        self._iterator: Iterator[Any] | None = None
 
     def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
+        self.close()
         if self._stream.is_empty:
             return iter(())
         self._samples.epoch = epoch
-        self._stream.reader.set_epoch(epoch)
-        self._stream.reader.ds = None  # a fresh pipeline: its shuffling starts over
-        self._stream.reader.worker_seed = derive_seed("stream", self._stream.seed, epoch)  # without workers
         loader = DataLoader(
             self._samples,
             batch_size=None,
@@ -219,10 +357,18 @@ class StreamFeed:
             generator=torch.Generator().manual_seed(derive_seed("stream", self._stream.seed, epoch)),
             **loader_arguments(self._stream.config, workers=self._workers),
         )
-        return islice(loader, None if self._steps is None else self._steps - start_step)
+        self._iterator = iter(loader)  # the workers start here and now
+        return self._until_the_end(islice(self._iterator, None if self._steps is None else self._steps - start_step))
+
+    def _until_the_end(self, batches: Iterator[Any]) -> Iterator[RawBatch]:
+        try:
+            yield from map(raise_error, batches)
+        finally:
+            self.close()
 
     def to(self, device: torch.device) -> None:
         pass
 
     def close(self) -> None:
-        pass
+        shut_down(self._iterator)
+        self._iterator = None

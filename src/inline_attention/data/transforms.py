@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.transforms import Compose
 
 from inline_attention.data.config import DataConfig
+from inline_attention.data.decode import check_pixels
 
 Transform = Callable[[Image.Image], Tensor]  # PIL image -> (C, H, W) uint8
 
@@ -70,7 +71,7 @@ def eval_transform(config: DataConfig) -> Transform:
     "timm": short side to size/crop_pct, centre crop.
     "resize": both sides to size.
     """
-    return create_transform(
+    transform = create_transform(
         config.size,
         is_training=False,
         use_prefetcher=True,
@@ -78,6 +79,23 @@ def eval_transform(config: DataConfig) -> Transform:
         crop_mode="center" if config.eval_transform == "timm" else "squash",
         crop_pct={"published": _PUBLISHED_CROP, "timm": config.crop_pct, "resize": 1.0}[config.eval_transform],
     )
+    return _BoundedResize(config, transform) if config.eval_transform == "timm" else transform
+
+
+class _BoundedResize:
+    """Refuses an image that "timm" would enlarge beyond the pixel limit before it cuts out the centre.
+
+    The short side of a line of 1 × 65,000 pixels becomes 256 and its long side 16.6 million.
+    """
+
+    def __init__(self, config: DataConfig, transform: Transform) -> None:
+        self._transform = transform
+        self._size = [side / config.crop_pct for side in config.size]  # (height, width) that the image has to cover
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        scale = max(self._size[0] / image.height, self._size[1] / image.width)
+        check_pixels(round(scale * image.width), round(scale * image.height))
+        return self._transform(image)
 
 
 class ErasedBox(NamedTuple):

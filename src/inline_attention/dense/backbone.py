@@ -3,9 +3,11 @@
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from inline_attention.layers.padding import own_positions, sizes_on_map, zero_padding
 from inline_attention.layers.windows import ceil_div
 from inline_attention.models.cswin import CSwin
 from inline_attention.models.deit import DeiT
@@ -48,19 +50,32 @@ class Backbone(nn.Module):
             self.channels = tuple(dims)
         self.model = model
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """Images (B, 3, H, W) → four maps (B, C_i, ⌈H/s⌉, ⌈W/s⌉) at the strides s = 4, 8, 16, 32"""
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
+        """Images (B, 3, H, W) → four maps (B, C_i, ⌈H/s⌉, ⌈W/s⌉) at the strides s = 4, 8, 16, 32
+
+        sizes: (B, 2) integers, the true (height, width) of images that are padded at the bottom and right; None where
+        no image is. Each image's own part of a map, ⌈height/s⌉ by ⌈width/s⌉, is then what the image would give alone,
+        and the rest is zero.
+        """
+        options: dict[str, Any] = dict(intermediates_only=True) | ({} if sizes is None else dict(sizes=sizes))
         model: Any = self.model  # timm's contract
         if self.pyramid is not None:
-            (tokens,) = model.forward_intermediates(x, 1, norm=True, intermediates_only=True)
-            maps = self.pyramid(tokens)
+            (tokens,) = model.forward_intermediates(x, 1, norm=True, **options)
+            maps = self.pyramid(tokens, None if sizes is None else sizes_on_map(sizes, PATCH))
             # The last patches of sides that are no multiple of 16 hang over; so would their finer maps.
-            sizes = [[ceil_div(side, stride) for side in x.shape[2:]] for stride in STRIDES]
-            return [y[:, :, :rows, :columns] for y, (rows, columns) in zip(maps, sizes, strict=True)]
-        if not self.norms:
-            return model.forward_intermediates(x, intermediates_only=True)
-        maps = model.forward_intermediates(x, output_fmt="NHWC", intermediates_only=True)
-        return [norm(y).permute(0, 3, 1, 2) for norm, y in zip(self.norms, maps, strict=True)]
+            grids = [[ceil_div(side, stride) for side in x.shape[2:]] for stride in STRIDES]
+            maps = [y[:, :, :rows, :columns] for y, (rows, columns) in zip(maps, grids, strict=True)]
+        elif not self.norms:
+            return model.forward_intermediates(x, **options)
+        else:
+            maps = model.forward_intermediates(x, output_fmt="NHWC", **options)
+            maps = [norm(y).permute(0, 3, 1, 2) for norm, y in zip(self.norms, maps, strict=True)]
+        if sizes is None:
+            return maps
+        return [
+            zero_padding(y, sizes_on_map(sizes, stride), channels="first")
+            for y, stride in zip(maps, STRIDES, strict=True)
+        ]
 
     def group_matcher(self, *, prefix: str, coarse: bool = False) -> dict[str, Any]:
         """The model's layer groups (timm's contract) for a module that holds this one as `prefix`.
@@ -107,8 +122,12 @@ class SimplePyramid(nn.Module):
         )
         self.to_stride_8 = nn.ConvTranspose2d(dim, dim // 2, 2, stride=2)
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [self.to_stride_4(x), self.to_stride_8(x), x, F.max_pool2d(x, 2, ceil_mode=True)]
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
+        """(B, C, H, W) → the four maps; sizes (B, 2): each image's own part of x, beyond which nothing is pooled"""
+        pooled = x
+        if sizes is not None:
+            pooled = x.masked_fill(~own_positions(sizes, (x.shape[2], x.shape[3]))[:, None], -torch.inf)
+        return [self.to_stride_4(x), self.to_stride_8(x), x, F.max_pool2d(pooled, 2, ceil_mode=True)]
 
 
 def create_backbone(

@@ -1,24 +1,12 @@
 """Images from files, and as a model sees them."""
 
-from pathlib import Path
-
 import torch
-from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data.decode import read_image as read_image  # one reader for every command
 
 MEAN, STD = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # of pixels in 0..1
-
-
-def read_image(path: Path) -> Image.Image:
-    """RGB; UnreadableImage says why not."""
-    try:
-        with open(path, "rb") as file:
-            return decode_image(file, in_chans=3)
-    except OSError as error:
-        raise UnreadableImage(str(error)) from error
 
 
 class Normalise:

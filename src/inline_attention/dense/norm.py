@@ -1,4 +1,4 @@
-"""Batch norm over the global batch, on any device."""
+"""Batch norm over the global batch, on any device, and over the images' own pixels alone."""
 
 import torch
 import torch.distributed as dist
@@ -7,25 +7,30 @@ from torch.distributed.nn.functional import all_reduce
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm whose statistics are those of the batches of all ranks, which are equally large.
+    """Batch norm whose statistics are those of the batches of all ranks, without the padding of images.
 
-    torch's own SyncBatchNorm knows no CPU, where two ranks shall train as one does, too.
+    torch's own SyncBatchNorm does not run on a CPU, where two ranks should train as one does, too.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) → the same"""
+    def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
+        """(B, C, H, W) → the same; present (B, 1, H, W) bool, False on padding, None where there is none"""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if not self.training or ranks == 1:
+        if not self.training or (ranks == 1 and present is None):
             return super().forward(x)
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         assert self.momentum is not None
-        wide = x.float()
-        count = ranks * x.numel() / x.shape[1]
-        mean = all_reduce(wide.sum((0, 2, 3))) / count
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        kept = wide if present is None else wide.masked_fill(~present, 0)
+        own = wide.new_ones(()).mul(x.numel() // x.shape[1]) if present is None else present.sum().to(wide.dtype)
+        sums = torch.cat([kept.sum((0, 2, 3)), own[None]])
+        if ranks > 1:  # which may differ in how much is padding
+            sums = all_reduce(sums)
+        mean, count = sums[:-1] / sums[-1], sums[-1]
         centred = wide - mean[:, None, None]
-        variance = all_reduce(centred.square().sum((0, 2, 3))) / count
+        squares = (centred if present is None else centred.masked_fill(~present, 0)).square().sum((0, 2, 3))
+        variance = (all_reduce(squares) if ranks > 1 else squares) / count
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)

@@ -31,7 +31,7 @@ class Counts:
     size: int
     tokens: int
     macs: int
-    activation_bytes: int  # what training keeps of one image, with neither checkpointing nor a fused kernel
+    activation_bytes: int  # what training keeps of one image, without checkpointing
 
 
 def deit_tiny(kind: str) -> VisionModel:

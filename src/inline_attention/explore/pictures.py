@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
-from inline_attention.data.decode import UnreadableImage, decode_image
+from inline_attention.data.decode import TooManyPixels, UnreadableImage, decode_image, open_image
 
 # Of all that Pillow reads, what cameras, browsers and screenshots write: every other parser is one more to trust.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -26,24 +26,18 @@ class BadPicture(Exception):
 def decode_picture(data: bytes) -> Image.Image:
     """The centre square of an image file, RGB, `SIDE` pixels a side. Its size is known before a pixel is decoded."""
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise BadPicture(_too_many_pixels()) from error
-    except Exception as error:  # parsers of damaged files raise nearly every built-in exception
+        image = open_image(io.BytesIO(data), formats=FORMATS, max_pixels=MAX_PIXELS)
+    except TooManyPixels as error:
+        raise BadPicture(f"at most {MAX_PIXELS // 10**6} million pixels are decoded here ({error})") from error
+    except UnreadableImage as error:
         raise BadPicture(f"this is not an image that can be read here; expected {', '.join(FORMATS)}") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise BadPicture(f"the image has {image.width} × {image.height} pixels: {_too_many_pixels()}")
     try:
         # A JPEG decodes at a half, quarter or eighth of its size many times faster; other formats ignore this.
         image.draft("RGB", (2 * SIDE, 2 * SIDE))
-        decoded = decode_image(image, in_chans=3, exif_rotation=True)
+        decoded = decode_image(image, in_chans=3)
     except UnreadableImage as error:
         raise BadPicture(f"the image is damaged: {error}") from error
     return ImageOps.fit(decoded, (SIDE, SIDE), Image.Resampling.BICUBIC)
-
-
-def _too_many_pixels() -> str:
-    return f"at most {MAX_PIXELS // 10**6} million pixels are decoded here; scale it down first"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from .attention import (
 )
 from .baselines import AngularAttention, EfficientAttention, EnhancedAttention, FocusedAttention, HydraAttention
 from .block import Block
-from .embed import PatchEmbed
+from .embed import PatchConv2d, PatchEmbed
 from .local import LocalKernel
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "LinearAttention",
     "LocalKernel",
     "MappedSoftmaxAttention",
+    "PatchConv2d",
     "PatchEmbed",
     "SoftmaxAttention",
     "register_attention",

@@ -12,37 +12,41 @@ from torch.nn import functional as F
 
 from inline_attention.ops import (
     FEATURE_MAPS,
+    Backend,
+    Grid,
     attention_matrix,
     inline_attention_projected,
-    linear_attention,
     local_residual,
 )
-from inline_attention.ops.attention import Backend
 from inline_attention.ops.feature_maps import get_feature_map
+from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
+from inline_attention.ops.reference import accumulation_dtype, linear_attention, zero_absent
 from inline_attention.ops.tracing import is_exporting
 
-from .local import TAPS, LocalKernel, LocalTerm
-
-Grid = tuple[int, int]
+from .local import LocalKernel, LocalTerm, ParameterPair
 
 ATTENTIONS: dict[str, type["Attention"]] = {}  # by the names that models know them by
 AttentionT = TypeVar("AttentionT", bound="Attention")
 
 
 def register_attention(cls: type[AttentionT]) -> type[AttentionT]:
-    """Makes an attention known under its `kind`."""
-    assert cls.kind not in ATTENTIONS
-    ATTENTIONS[cls.kind] = cls
+    """Makes an attention known under its `kind`, for every model that takes an attention by name."""
+    kind = getattr(cls, "kind", None)
+    if not isinstance(kind, str) or not kind:
+        raise ValueError(f"{cls.__name__}.kind is {kind!r}; expected the name to register it under, such as 'mine'")
+    if kind in ATTENTIONS:
+        raise ValueError(f"{cls.__name__}.kind is {kind!r}, which is {ATTENTIONS[kind].__name__}; choose another name")
+    ATTENTIONS[kind] = cls
     return cls
 
 
 def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Mean of the tokens present: x (B, N, C), token_mask (B, N) → (B, C)"""
+    """Mean of the tokens present, its sum in at least float32: x (B, N, C), token_mask (B, N) → (B, C) in x's dtype"""
     if token_mask is None:
-        return x.mean(1)
-    present = token_mask[:, :, None]
-    return x.masked_fill(~present, 0).sum(1) / present.sum(1).clamp(min=1)
+        return x.mean(1)  # PyTorch sums in float32 by itself here
+    total = zero_absent(x, token_mask).sum(1, dtype=accumulation_dtype(x.dtype))
+    return (total / token_mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
 class AffineMap(nn.Module):
@@ -89,6 +93,9 @@ class Attention(nn.Module):
     kind: str  # the name that models know it by
     # Which of the model-wide choices (feature_map, local_residual) this attention follows.
     follows: ClassVar[tuple[str, ...]] = ()
+    # Whether a token mask is all that an image in a padded batch needs. Where a term depends on how tokens are laid
+    # out, such as a learned position, blocks attend image by image.
+    masks_padding: ClassVar[bool] = True
     backend: Backend = "auto"  # of what has several, as `inline_attention`; set it on a module to have another
 
     def __init__(
@@ -127,7 +134,8 @@ class Attention(nn.Module):
             raise ValueError(f"feature_map={feature_map!r} is unknown; expected one of {names}")
         self.feature_map = feature_map
         self.local = LocalKernel(dim, num_heads) if local_residual else None
-        self.position = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if position_conv else None
+        # The weight and bias of a depthwise 3×3 convolution. It is computed with the local residual, in one pass.
+        self.position = ParameterPair((dim, 1, 3, 3), (dim,), fan_in=TAPS) if position_conv else None
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -147,7 +155,7 @@ class Attention(nn.Module):
         return projections
 
     def local_weight(self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None) -> Tensor | None:
-        """All that is a 3×3 kernel on v, as one: generated and positional → (B, heads, d, 9)"""
+        """The sum of all 3×3 kernels on v, generated and positional → (B, heads, d, 9)"""
         weight = None
         if self.local is not None:
             mean = masked_mean(x, token_mask) if token_mean is None else token_mean
@@ -165,14 +173,14 @@ class Attention(nn.Module):
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        """q, k and v from `project` → (B, N, heads, d), the local terms included"""
+        """q, k and v from `project` → (B, N, heads, d), the local terms included, zeros for absent tokens"""
         q, k, v = unstack(projections)
         out = self.attend_globally(q, k, v, grid=grid, token_mask=token_mask)
         if local_weight is not None:
             out = out + local_residual(
                 v, local_weight, grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask
             )
-        return out
+        return zero_absent(out, token_mask)
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         """The attention itself, without local terms: q (B, Nq, heads, d), k and v (B, N, heads, d) → as q"""
@@ -191,22 +199,33 @@ class Attention(nn.Module):
             x: tokens (B, N, C), prefix tokens first, then the map row by row.
             grid: (height, width) of the map.
             token_mean: (B, C), what the local kernels are made from. Default: the mean of x.
-            token_mask: (B, N) bool, True for a token that is present.
+            token_mask: (B, N) bool, True for a token that is present. The others may hold anything, NaN included: they
+                change no output and no gradient of the ones present. Their own outputs are what the output projection
+                makes of zeros.
 
         Returns:
             (B, N, C)
         """
+        x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
         x = x.to(product_dtype(x))  # for the mean token too: compiled, a norm's output is then written once
         projections = self.project(x, grid)
         local_weight = self.local_weight(x, token_mean, token_mask)
-        return self.merge(self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight))
+        out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight)
+        return self.merge(self.add_position_bias(out, token_mask))
+
+    def add_position_bias(self, out: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Adds the bias of the positional convolution to the map's tokens: (B, N, heads, d) → the same"""
+        if self.position is None:
+            return out
+        bias = self.position.bias.to(out.dtype).unflatten(0, out.shape[2:])  # which autocast would widen to its own
+        if self.num_prefix_tokens:
+            bias = bias.expand(out.shape[1] - self.num_prefix_tokens, -1, -1)
+            bias = F.pad(bias, (0, 0, 0, 0, self.num_prefix_tokens, 0))
+        return zero_absent(out + bias, token_mask)
 
     def merge(self, out: Tensor) -> Tensor:
         """Heads (B, N, heads, d), local terms included, through the output projection → (B, N, C)"""
-        out = out.flatten(2)
-        if self.position is not None and self.position.bias is not None:
-            out = out + self.position.bias
-        return self.proj_drop(self.proj(out))
+        return self.proj_drop(self.proj(out.flatten(2)))
 
     # The same attention written out, O(N²): for analysis and tests, never on a model's path.
 
@@ -233,10 +252,11 @@ class Attention(nn.Module):
         return out
 
     def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
-        """All that is added to the weights' product with v; `local_weight` as the method of that name gives it."""
+        """All that is added to the weights' product with v; `local_weight` is what the method of that name returns."""
         if local_weight is None:
             return []
-        return [LocalTerm(local_weight.flatten(1, 2).unflatten(2, (3, 3)))]
+        bias = None if self.position is None else self.position.bias
+        return [LocalTerm(local_weight.flatten(1, 2).unflatten(2, (3, 3)), bias)]
 
 
 @register_attention
@@ -265,6 +285,7 @@ class InLineAttention(Attention):
             grid=grid,
             num_prefix_tokens=self.num_prefix_tokens,
             token_mask=token_mask,
+            query_mask=token_mask,
             backend=self.backend,
         )
 
@@ -289,7 +310,7 @@ class LinearAttention(Attention):
         super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        return linear_attention(q, k, v, feature_map=self.feature_map, token_mask=token_mask)
+        return linear_attention(q, k, v, token_mask, token_mask, feature_map=get_feature_map(self.feature_map))
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
         return attention_matrix(q[:, rows], k, kind="linear", feature_map=self.feature_map, pair_mask=mask)
@@ -297,19 +318,20 @@ class LinearAttention(Attention):
 
 @register_attention
 class SoftmaxAttention(Attention):
-    """Softmax attention through PyTorch's scaled_dot_product_attention. φ, if any, is applied to q and k before it."""
+    """Softmax attention through PyTorch's scaled_dot_product_attention."""
 
     kind = "softmax"
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        if self.feature_map != "identity":
-            self.kind = MappedSoftmaxAttention.kind  # also for the families' own softmax attentions
+        if self.feature_map != "identity" and self.kind == SoftmaxAttention.kind:
+            raise ValueError(
+                f"feature_map={self.feature_map!r}: {type(self).__name__} has none. "
+                f"MappedSoftmaxAttention ({MappedSoftmaxAttention.kind!r}) applies one to q and k before the softmax"
+            )
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        mask = None if token_mask is None else token_mask[:, None, None, :]
-        out = self.softmax_rows(q, k, v, mask=mask)
-        return out if token_mask is None else out.masked_fill(~token_mask[:, :, None, None], 0)
+        return self.softmax_rows(q, k, v, mask=None if token_mask is None else token_mask[:, None, None, :])
 
     def weights(
         self,

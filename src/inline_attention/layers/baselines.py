@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import attention_matrix, linear_attention
-from inline_attention.ops.reference import accumulation_dtype, without_autocast
+from inline_attention.ops import FEATURE_MAPS, Grid, attention_matrix
+from inline_attention.ops.reference import accumulation_dtype, linear_attention, without_autocast, zero_absent
 
-from .attention import Attention, Grid, register_attention, unstack
+from .attention import Attention, register_attention, unstack
 from .embed import resize_map
 from .local import LocalTerm
 
@@ -36,11 +36,6 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     return products if mask is None else products.masked_fill(~mask, 0)
 
 
-def without_absent(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """(B, N, heads, d) with zeros for tokens that are not there"""
-    return x if token_mask is None else x.masked_fill(~token_mask[:, :, None, None], 0)
-
-
 def unit_tokens(x: Tensor) -> Tensor:
     """Tokens (B, N, heads, d) of length one over all their features"""
     return F.normalize(x.flatten(2), dim=-1).view_as(x)
@@ -57,7 +52,7 @@ class HydraAttention(Attention):
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         dtype = accumulation_dtype(q.dtype)
-        k_, v_ = without_absent(unit_tokens(k.to(dtype)), token_mask), without_absent(v.to(dtype), token_mask)
+        k_, v_ = zero_absent(unit_tokens(k.to(dtype)), token_mask), zero_absent(v.to(dtype), token_mask)
         return (unit_tokens(q.to(dtype)) * (k_ * v_).sum(1, keepdim=True)).to(v.dtype)
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +78,9 @@ class EfficientAttention(Attention):
         dtype = accumulation_dtype(q.dtype)
         k = k.to(dtype)
         if token_mask is not None:
-            k = k.masked_fill(~token_mask[:, :, None, None], -math.inf)
-        return through_state(q.to(dtype).softmax(-1), k.softmax(1), without_absent(v, token_mask)).to(v.dtype)
+            # Finite, because the softmax of −inf alone, where a sample has no token, is NaN. Such a sample's v is zero.
+            k = k.masked_fill(~token_mask[:, :, None, None], torch.finfo(dtype).min)
+        return through_state(q.to(dtype).softmax(-1), k.softmax(1), zero_absent(v, token_mask)).to(v.dtype)
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
         q = q[:, rows].softmax(-1)
@@ -106,14 +102,15 @@ class AngularAttention(Attention):
     """
 
     kind = "angular"
+    masks_padding = False  # the convolution runs from the end of one row of the map into the next
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.conv = nn.Conv2d(num_heads, num_heads, (9, 1), padding=(4, 0), groups=num_heads, bias=False)
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        v = without_absent(v, token_mask)
-        k = without_absent(F.normalize(k, dim=-1), token_mask)
+        v = zero_absent(v, token_mask)
+        k = zero_absent(F.normalize(k, dim=-1), token_mask)
         y = 0.5 * v + through_state(F.normalize(q, dim=-1), k, v) / math.pi
         return self.normalise(y).to(v.dtype) + self.conv(v.transpose(1, 2)).transpose(1, 2)
 
@@ -170,8 +167,8 @@ class EnhancedAttention(Attention):
         self.conv = MapConv(dim)
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        out = linear_attention(q, k, v, feature_map="relu", token_mask=token_mask)
-        v = without_absent(v, token_mask)
+        out = linear_attention(q, k, v, token_mask, token_mask, feature_map=FEATURE_MAPS["relu"])
+        v = zero_absent(v, token_mask)
         return out + self.conv.on_tokens(v, grid, num_prefix_tokens=self.num_prefix_tokens)
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
@@ -194,6 +191,7 @@ class FocusedAttention(Attention):
     """
 
     kind = "focused"
+    masks_padding = False  # learned positions are resized to the image's own map
 
     def __init__(self, dim: int, num_heads: int, *, grid: Grid | None = None, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -228,7 +226,7 @@ class FocusedAttention(Attention):
 
     def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         q, k = self.sharpen(q, k, grid)
-        k, v = without_absent(k, token_mask), without_absent(v, token_mask)
+        k, v = zero_absent(k, token_mask), zero_absent(v, token_mask)
         count: Tensor | int = k.shape[1]
         if token_mask is not None:
             count = token_mask.sum(1).clamp(min=1)[:, None, None, None]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import Attention
-from .windows import Grid
+from .padding import Grid, Padding
 
 
 class Mlp(TimmMlp):
@@ -48,10 +48,23 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-    def attend(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.attn(self.norm1(x), grid)
+    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        return self.attn(self.norm1(x), grid, token_mask=None if padding is None else padding.token_mask)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """x (B, N, C) with a map of grid (height, width) behind any prefix tokens → the same shape"""
-        x = x + self.drop_path1(self.attend(x, grid))
+    def attend_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        """`attend`, where every image of a padded batch gets what it would get alone."""
+        if padding is None or self.attn.masks_padding:
+            return self.attend(x, grid, padding)
+        out = torch.zeros_like(x)
+        for image, ((rows, columns), own) in enumerate(zip(padding.sizes.tolist(), padding.token_mask, strict=True)):
+            out[image, own] = self.attend(x[image, own][None], (rows, columns))[0].to(out.dtype)
+        return out
+
+    def forward(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        """x (B, N, C) with a map of grid (height, width) behind any prefix tokens → the same shape
+
+        With `padding`, tokens beyond an image's border change nothing inside it; what they hold afterwards is not
+        defined.
+        """
+        x = x + self.drop_path1(self.attend_each(x, grid, padding))
         return x + self.drop_path2(self.mlp(self.norm2(x)))

@@ -3,7 +3,9 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .windows import Grid, ceil_div, is_equal
+from inline_attention.ops import Grid
+
+from .windows import ceil_div, is_equal
 
 
 def resize_map(x: Tensor, size: Grid, *, mode: str) -> Tensor:
@@ -13,11 +15,30 @@ def resize_map(x: Tensor, size: Grid, *, mode: str) -> Tensor:
     return F.interpolate(x.permute(0, 3, 1, 2), size=size, mode=mode, align_corners=False).permute(0, 2, 3, 1)
 
 
-class PatchEmbed(nn.Module):
-    """Patches of an image or of a feature map, projected: a convolution whose stride is its kernel.
+class PatchConv2d(nn.Conv2d):
+    """A convolution whose stride is its kernel, computed as a matrix product, for which GPUs have faster kernels.
 
-    Computed as a matrix product, for which GPUs have better kernels than for the convolution; the parameters are those
-    of the convolution. Sides that are no multiple of the patch are zero-padded at the bottom and right.
+    (B, in_channels, H, W), of any strides → (B, out_channels, H / patch, W / patch), channels last in memory. As in any
+    convolution, rows and columns that fill no patch are left out.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, patch_size: int) -> None:
+        super().__init__(in_channels, out_channels, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patch = self.kernel_size[0]
+        batch, channels, height, width = x.shape
+        rows, columns = height // patch, width // patch
+        if not (is_equal(rows * patch, height) and is_equal(columns * patch, width)):
+            x = x[:, :, : rows * patch, : columns * patch]
+        x = x.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class PatchEmbed(nn.Module):
+    """Patches of an image or of a feature map, projected and normed.
+
+    Sides that are no multiple of the patch are zero-padded at the bottom and right.
 
     (B, in_chans, H, W), of any strides → (B, ceil(H / patch), ceil(W / patch), dim)
     """
@@ -25,16 +46,12 @@ class PatchEmbed(nn.Module):
     def __init__(self, patch_size: int, in_chans: int, dim: int, *, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size)
+        self.proj = PatchConv2d(in_chans, dim, patch_size)
         self.norm = nn.Identity() if norm is None else norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) → a map (B, ⌈H/patch⌉, ⌈W/patch⌉, C)"""
-        patch = self.patch_size
-        rows, columns = (ceil_div(size, patch) for size in x.shape[2:])
-        x = pad_image(x, patch).reshape(x.shape[0], x.shape[1], rows, patch, columns, patch)
-        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)
-        return self.norm(F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
+        return self.norm(self.proj(pad_image(x, self.patch_size)).permute(0, 2, 3, 1))
 
 
 def pad_image(x: Tensor, multiple: int) -> Tensor:

@@ -1,69 +1,57 @@
-"""The kernel generator of the local residual, and how an attention's local terms are described."""
+"""The parameters of local terms: the generator of the local residual, and a description of what an attention adds."""
 
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from inline_attention.ops import backends
-from inline_attention.ops.attention import Backend
+from inline_attention.ops import Backend, make_local_weight
 from inline_attention.ops.local import TAPS
 
 
-class GroupedLinear(nn.Module):
-    """A linear map per group: what a 1×1 grouped convolution does, as one batched product.
+class ParameterPair(nn.Module):
+    """A weight and a bias that an operation takes as tensors.
 
-    (B, groups, in_features / groups) → (B, groups, out_features / groups)
+    It holds parameters and is never called. Hooks, adapters and quantisers belong on the module around it.
     """
 
-    def __init__(self, in_features: int, out_features: int, groups: int) -> None:
+    def __init__(self, weight_shape: tuple[int, ...], bias_shape: tuple[int, ...], *, fan_in: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(groups, out_features // groups, in_features // groups))
-        self.bias = nn.Parameter(torch.empty(groups, out_features // groups))
+        self.fan_in = fan_in
+        self.weight = nn.Parameter(torch.empty(weight_shape))
+        self.bias = nn.Parameter(torch.empty(bias_shape))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As PyTorch starts the convolution that this replaces."""
-        bound = 1 / math.sqrt(self.weight.shape[-1])
+        """As PyTorch initialises the convolution that has these parameters."""
+        bound = 1 / math.sqrt(self.fan_in)
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.einsum("bgi,goi->bgo", x, self.weight)
-        return out + self.bias.to(out.dtype)  # under autocast as a linear layer: in half precision
-
     def extra_repr(self) -> str:
-        groups, out_features, in_features = self.weight.shape
-        return f"{groups * in_features}, {groups * out_features}, groups={groups}"
+        return f"weight={tuple(self.weight.shape)}, bias={tuple(self.bias.shape)}"
 
 
 class LocalKernel(nn.Module):
     """Makes the 3×3 kernels of the local residual from the mean token: a two-layer perceptron per head.
 
     A depthwise convolution applies the same kernels to every image. These depend on the image (or on the window),
-    but not on the position in it, so they cost one small product a sample, whatever the resolution.
+    but not on the position in it, so they cost one small product a sample at any resolution.
 
-    token_mean (B, dim) → (B, heads, dim / heads, 9), taps row-major
+    token_mean (B, dim) → local_weight (B, heads, dim / heads, 9), taps row-major
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.fc1 = GroupedLinear(dim, dim, num_heads)
-        self.fc2 = GroupedLinear(dim, TAPS * dim, num_heads)
+        d = dim // num_heads
+        self.fc1 = ParameterPair((num_heads, d, d), (num_heads, d), fan_in=d)
+        self.fc2 = ParameterPair((num_heads, TAPS * d, d), (num_heads, TAPS * d), fan_in=d)
 
     def forward(self, token_mean: Tensor, *, backend: Backend = "auto") -> Tensor:
-        """The mean token (B, C) → kernels (B, heads, d, 9); `backend` as of `inline_attention`"""
-        heads, _, head_dim = self.fc1.weight.shape
-        if token_mean.ndim != 2 or token_mean.shape[1] != heads * head_dim:
-            raise ValueError(f"the mean token has shape {tuple(token_mean.shape)}; expected (B, {heads * head_dim})")
-        x = token_mean.unflatten(1, (heads, head_dim))
-        if backends.choose(backend, (x,)) == "triton":
-            return backends.fused_taps.make_taps(
-                token_mean, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
-            )
-        return self.fc2(F.gelu(self.fc1(x))).unflatten(2, (-1, TAPS))
+        """The mean token (B, C) → local_weight (B, heads, d, 9); `backend` as of `inline_attention`"""
+        layers = self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
+        return make_local_weight(token_mean, *layers, backend=backend)
 
 
 class LocalTerm(NamedTuple):

@@ -7,15 +7,17 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-Grid = tuple[int, int]
+from inline_attention.ops import Grid
+
+from .padding import Padding, sizes_on_map
 
 
 def is_equal(a: int, b: int) -> bool:
-    """Whether two sizes are known to be equal: False for a symbolic one, so that a traced graph keeps the general path.
+    """Whether two sizes are known to be equal. False for a symbolic size, so that a graph keeps the general path.
 
-    A comparison would tie the graph to its answer, and every other answer to another graph.
+    A plain comparison would tie the graph to its answer. torch.jit.trace, which records one size, gets that.
     """
-    return statically_known_true(a == b)
+    return bool(a == b) if torch.jit.is_tracing() else statically_known_true(a == b)
 
 
 def ceil_div(n: int, divisor: int) -> int:
@@ -60,9 +62,32 @@ class WindowPlan(NamedTuple):
         bottom, right = (n * w - size for size, w, n in zip(self.size, self.window, self.counts, strict=True))
         return bottom, right
 
-    def pad_and_shift(self, x: Tensor) -> Tensor:
+    def pad_and_shift(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """A map (B, H, W, C) completed to whole windows. With `sizes` each image is shifted as it would be alone."""
         x = pad_bottom_right(x, *self.padding)
-        return x if self.shift == (0, 0) else x.roll((-self.shift[0], -self.shift[1]), (1, 2))
+        if self.shift == (0, 0):
+            return x
+        return x.roll((-self.shift[0], -self.shift[1]), (1, 2)) if sizes is None else self._roll_own(x, sizes, 1)
+
+    def own_shift(self, axis: int, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Along one axis, for images whose own part of the map is of these sizes (B, 2): windows and shift, (B,) each.
+
+        An image that is no larger than a window is not shifted.
+        """
+        own = sizes[:, axis]
+        return sizes_on_map(own, self.window[axis]), self.shift[axis] * (own > self.window[axis])
+
+    def _roll_own(self, x: Tensor, sizes: Tensor, direction: int) -> Tensor:
+        """Each image's own windows, rolled by its own shift; what lies beyond them stays where it is."""
+        orders = []
+        for axis, (count, window) in enumerate(zip(self.counts, self.window, strict=True)):
+            position = torch.arange(count * window, device=x.device)
+            own_count, shift = (n[:, None] for n in self.own_shift(axis, sizes))
+            period = own_count * window
+            orders.append(torch.where(position < period, (position + direction * shift) % period, position))
+        rows, columns = orders
+        images = torch.arange(x.shape[0], device=x.device)
+        return x[images[:, None, None], rows[:, :, None], columns[:, None, :]]
 
     def cut(self, x: Tensor) -> Tensor:
         """A padded map (B, H, W, C) → (B·windows, window tokens, C)"""
@@ -70,14 +95,14 @@ class WindowPlan(NamedTuple):
         x = x.reshape(x.shape[0], rows, height, columns, width, x.shape[-1]).transpose(2, 3)
         return x.reshape(x.shape[0] * rows * columns, height * width, x.shape[-1])
 
-    def merge(self, tokens: Tensor, *, batch: int) -> Tensor:
+    def merge(self, tokens: Tensor, *, batch: int, sizes: Tensor | None = None) -> Tensor:
         """The map (B, H, W, C) from windows (B·windows, window tokens, C), shift undone, padding dropped."""
         (rows, columns), (height, width) = self.counts, self.window
         channels = tokens.shape[-1]
         x = tokens.reshape(batch, rows, columns, height, width, channels).transpose(2, 3)
         x = x.reshape(batch, rows * height, columns * width, channels)
         if self.shift != (0, 0):
-            x = x.roll(self.shift, (1, 2))
+            x = x.roll(self.shift, (1, 2)) if sizes is None else self._roll_own(x, sizes, -1)
         bottom, right = self.padding
         return pad_bottom_right(x, -bottom, -right)
 
@@ -87,27 +112,41 @@ class Windows(NamedTuple):
     token_mask: Tensor | None  # (B·windows, window tokens) bool, False on padding; None where there is none
 
 
-def to_windows(x: Tensor, plan: WindowPlan) -> Windows:
-    """Cuts a map (B, H, W, C)."""
+def to_windows(x: Tensor, plan: WindowPlan, padding: Padding | None = None) -> Windows:
+    """Cuts a map (B, H, W, C), of a padded batch where `padding` is given."""
     token_mask = None
+    if padding is not None:
+        present = plan.pad_and_shift(padding.token_mask.unflatten(1, plan.size)[..., None], padding.sizes)
+        return Windows(plan.cut(plan.pad_and_shift(x, padding.sizes)), plan.cut(present)[..., 0])
     if not all(is_equal(n, 0) for n in plan.padding):
         present = plan.pad_and_shift(torch.ones((1, *plan.size, 1), dtype=torch.bool, device=x.device))
         token_mask = plan.cut(present)[..., 0].repeat(x.shape[0], 1)
     return Windows(plan.cut(plan.pad_and_shift(x)), token_mask)
 
 
-def window_regions(plan: WindowPlan, device: torch.device) -> Tensor:
+def keys_to_attend(token_mask: Tensor) -> Tensor:
+    """The mask (B, N) for a softmax over keys. Where no token is present it has all: the softmax of nothing is NaN."""
+    return token_mask | ~token_mask.any(1, keepdim=True)
+
+
+def window_regions(plan: WindowPlan, device: torch.device, sizes: Tensor | None = None) -> Tensor:
     """Which part of the unshifted map each token of a shifted window comes from → (windows, window tokens) integers.
 
-    A cyclic shift brings opposite borders into one window; three bands an axis tell them apart.
+    A cyclic shift brings opposite borders into one window; three bands an axis tell them apart. With `sizes` (B, 2) of
+    a padded batch, each image has its own → (B·windows, window tokens).
     """
     bands = []
-    for count, window, shift in zip(plan.counts, plan.window, plan.shift, strict=True):
+    for axis, (count, window, shift) in enumerate(zip(plan.counts, plan.window, plan.shift, strict=True)):
         position = torch.arange(count * window, device=device)
-        if shift == 0:
-            bands.append(torch.zeros_like(position))
+        if sizes is not None:
+            own_count, own_shift = (n[:, None] for n in plan.own_shift(axis, sizes))
+            begin = (own_count - 1) * window
+            band = (position >= begin).long() + (position >= begin + window - own_shift).long()
+            bands.append(band * (own_shift > 0))
+        elif shift == 0:
+            bands.append(torch.zeros_like(position)[None])
         else:
             last = (count - 1) * window
-            bands.append((position >= last).long() + (position >= last + window - shift).long())
-    regions = 3 * bands[0][:, None] + bands[1][None, :]
-    return plan.cut(regions[None, :, :, None])[..., 0]
+            bands.append(((position >= last).long() + (position >= last + window - shift).long())[None])
+    regions = 3 * bands[0][:, :, None] + bands[1][:, None, :]
+    return plan.cut(regions[..., None])[..., 0]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from inline_attention.layers.attention import AffineMap
 from inline_attention.layers.embed import resize_map
-from inline_attention.layers.local import GroupedLinear
+from inline_attention.layers.local import ParameterPair
+from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
+from inline_attention.ops import Grid
 
-Grid = tuple[int, int]
 StateDict = dict[str, Tensor]
 
 
@@ -40,7 +41,7 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
 def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
     """A parameter of an attention module as our own `name` has it.
 
-    A grouped 1×1 convolution's (out, in, 1) or (out,) is shaped as a GroupedLinear's; learned positions are resized.
+    A grouped 1×1 convolution's (out, in, 1) or (out,) is shaped as a ParameterPair's; learned positions are resized.
     """
     parameter = own.get(name)
     if parameter is None:
@@ -73,6 +74,7 @@ class VisionModel(nn.Module):
     global_pool: str
     feature_info: list[dict[str, Any]]
     attention: list[list[str]]  # of every block, by stage
+    patch_embed: nn.Module
     norm: nn.Module
     head_drop: nn.Module
     head: nn.Module
@@ -86,7 +88,7 @@ class VisionModel(nn.Module):
                 trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, GroupedLinear, AffineMap)):
+            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, ParameterPair, AffineMap)):
                 module.reset_parameters()
         for name, parameter in self.named_parameters():
             if name.rpartition(".")[2] in ("pos_embed", "cls_token", "relative_position_bias_table"):
@@ -100,6 +102,13 @@ class VisionModel(nn.Module):
     def check_image(self, x: Tensor) -> None:
         if x.ndim != 4 or x.shape[1] != self.in_chans:
             raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W)")
+
+    def embed_images(self, x: Tensor, sizes: Tensor | None) -> Tensor:
+        """The patch embedding of images (B, in_chans, H, W), with zeros beyond the border of those that are padded."""
+        self.check_image(x)
+        if sizes is not None and sizes.shape != (x.shape[0], 2):
+            raise ValueError(f"sizes has shape {tuple(sizes.shape)}; expected (height, width) of {x.shape[0]} images")
+        return self.patch_embed(zero_padding(x, sizes, channels="first"))
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         """Official or own names → own names, and position parameters at this model's sizes. Unknown names are kept.
@@ -118,16 +127,15 @@ class VisionModel(nn.Module):
         cfg = getattr(self, "pretrained_cfg", None)  # the registry sets it
         return to_pair(cfg["input_size"][1:]) if cfg else self.img_size
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
-    def run_block(self, block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
+    def run_block(self, block: nn.Module, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        args = (x, grid) if padding is None else (x, grid, padding)
         if self.grad_checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(block, x, grid)
-        return block(x, grid)
+            return checkpoint(block, *args)
+        return block(*args)
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head
 
@@ -169,8 +177,8 @@ class Stage(nn.Module):
         self.downsample = downsample
         self.blocks = nn.ModuleList(blocks)
 
-    def embed(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) of the stage before → (B, H', W', C') of this one"""
+    def embed(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """(B, H, W, C) of the stage before → (B, H', W', C') of this one; sizes (B, 2) of the images' maps in it"""
         return self.downsample(x)
 
 
@@ -178,7 +186,6 @@ class PyramidModel(VisionModel):
     """Four stages at strides 4, 8, 16, 32 on maps (B, H, W, C), a norm and a head on the mean token."""
 
     output_fmt = "NHWC"
-    patch_embed: nn.Module
     stages: nn.ModuleList
 
     def describe_features(self, dims: Sequence[int]) -> None:
@@ -188,7 +195,6 @@ class PyramidModel(VisionModel):
         if global_pool not in ("", "avg"):
             raise ValueError(f"global_pool={global_pool!r}; expected 'avg' or '' (none)")
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         blocks = [(r"^stages\.(\d+)\.(?:downsample|pos_embed)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return dict(
@@ -196,20 +202,23 @@ class PyramidModel(VisionModel):
             blocks=r"^stages\.(\d+)" if coarse else [*blocks, (r"^norm", (99999,))],
         )
 
-    def forward_stage(self, index: int, x: Tensor) -> Tensor:
+    def forward_stage(self, index: int, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """The map of the stage before → that of this one; with the sizes of padded images, zero beyond their border"""
         stage = self.stages[index]
         assert isinstance(stage, Stage)
-        x = stage.embed(x)
+        if sizes is not None:
+            sizes = sizes_on_map(sizes, 4 * 2**index)
+        x = stage.embed(x, sizes)
         grid = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)
+        padding = None if sizes is None else own_tokens(sizes, grid)
         for block in stage.blocks:
-            tokens = self.run_block(block, tokens, grid)
-        return tokens.unflatten(1, grid)
+            tokens = self.run_block(block, tokens, grid, padding)
+        return zero_padding(tokens.unflatten(1, grid), sizes, channels="last")
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) → normed features (B, ceil(H/32), ceil(W/32), C)"""
-        self.check_image(x)
-        x = self.patch_embed(x)
+        x = self.embed_images(x, None)
         for index in range(len(self.stages)):
             x = self.forward_stage(index, x)
         return self.norm(x)
@@ -222,19 +231,21 @@ class PyramidModel(VisionModel):
         stop_early: bool = False,
         output_fmt: Literal["NCHW", "NHWC"] = "NCHW",
         intermediates_only: bool = False,
+        sizes: Tensor | None = None,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """The maps of chosen stages (all, the last n, or the given indices), and the final features unless told not to.
 
-        `norm` applies the final norm to the last stage's map, the only one it fits.
+        `norm` applies the final norm to the last stage's map, the only one it fits. `sizes` (B, 2) are the true heights
+        and widths of images that were padded at the bottom and right: each then gets the maps that it would get alone,
+        at the top left of the returned ones.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NHWC'")
         take, last = feature_take_indices(len(self.stages), indices)
-        self.check_image(x)
-        x = self.patch_embed(x)
+        x = self.embed_images(x, sizes)
         maps = []
         for index in range(last + 1 if stop_early else len(self.stages)):
-            x = self.forward_stage(index, x)
+            x = self.forward_stage(index, x, sizes)
             if index in take:
                 taken = self.norm(x) if norm and index == len(self.feature_info) - 1 else x
                 maps.append(taken.permute(0, 3, 1, 2) if output_fmt == "NCHW" else taken)

@@ -53,10 +53,7 @@ def download(url: str, *, filename: str, progress: bool = True) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     host = urlsplit(url).hostname or url
-    otherwise = (
-        f"put a copy that was downloaded by hand into {folder} as {filename}, "
-        "or build the model without weights (pretrained=False)"
-    )
+    otherwise = f"put a copy that was downloaded by hand into {folder} as {filename}"
     with atomic_path(path) as temporary:
         try:
             _fetch(url, temporary, label=filename, progress=progress)

@@ -18,13 +18,16 @@ from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
     Grid,
+    MappedSoftmaxAttention,
     build_attention,
+    masked_mean,
     parse_attention,
     softmax_feature_map,
     unstack,
 )
 from inline_attention.layers.embed import pad_image
-from inline_attention.layers.windows import WindowPlan, to_windows
+from inline_attention.layers.padding import Padding
+from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 
 from . import registry
 from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
@@ -56,26 +59,37 @@ class StripeAttention(SoftmaxAttention):
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        assert token_mask is None
         assert local_weight is None
         windows: list[Grid | None] = [None]
         if self.stripe is not None:
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
-        branches = zip(
-            *(x.chunk(len(windows), dim=2) for x in unstack(projections)), windows, self.positions, strict=True
-        )
-        return torch.cat([self.attend_branch(*branch, grid=grid) for branch in branches], dim=2)
+        q, k, v = unstack(projections)
+        if token_mask is not None:
+            v = v.masked_fill(~token_mask[:, :, None, None], 0)  # the positional convolution reads beyond the border
+        branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
+        out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]
+        return torch.cat(out, dim=2)
 
     def attend_branch(
-        self, q: Tensor, k: Tensor, v: Tensor, window: Grid | None, position: nn.Module, *, grid: Grid
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Grid | None,
+        position: nn.Module,
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
     ) -> Tensor:
         """(B, N, branch heads, d) → the same"""
         heads = q.shape[2:]
         plan = WindowPlan.fit(grid, window, shifted=False)
         stripes = [to_windows(x.unflatten(1, grid).flatten(3), plan) for x in (q, k, v)]
-        token_mask = stripes[0].token_mask
+        present = stripes[0].token_mask  # of the padding that completes stripes
+        if token_mask is not None:
+            present = to_windows(token_mask.unflatten(1, grid)[..., None], plan).tokens[..., 0]
         rows = (x.tokens.unflatten(2, heads) for x in stripes)
-        mask = None if token_mask is None else token_mask[:, None, None, :]
+        mask = None if present is None else keys_to_attend(present)[:, None, None, :]
         out = self.softmax_rows(*rows, mask=mask).flatten(2)
         # Padding was added behind the projection, so it is zero here, as beyond a border.
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
@@ -83,11 +97,18 @@ class StripeAttention(SoftmaxAttention):
         return plan.merge(out, batch=q.shape[0]).flatten(1, 2).unflatten(2, heads)
 
 
+class MappedStripeAttention(StripeAttention):
+    """The same with φ applied to q and k before the softmax."""
+
+    kind = MappedSoftmaxAttention.kind
+
+
 class CSwinBlock(Block):
     """A block whose local kernels are made from its input, before the norm."""
 
-    def attend(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.attn(self.norm1(x), grid, token_mean=x.mean(1))
+    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        token_mask = None if padding is None else padding.token_mask
+        return self.attn(self.norm1(x), grid, token_mean=masked_mean(x, token_mask), token_mask=token_mask)
 
 
 class ConvEmbed(nn.Module):
@@ -171,7 +192,8 @@ class CSwin(PyramidModel):
             options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
             if (phi := softmax_feature_map(name, feature_map)) is not None:
                 stripe = None if stage == len(dims) - 1 or max(grid) <= stripes[stage] else stripes[stage]
-                return StripeAttention(dim, heads, stripe=stripe, feature_map=phi, **options)
+                softmax = StripeAttention if phi == "identity" else MappedStripeAttention
+                return softmax(dim, heads, stripe=stripe, feature_map=phi, **options)
             options.update(feature_map=feature_map, local_residual=local_residual)
             return build_attention(name, dim, heads, position_conv=True, grid=grid, **options)
 
@@ -190,7 +212,6 @@ class CSwin(PyramidModel):
         self.build_head(num_classes, drop_rate)
         self.init_weights()
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return set()
 

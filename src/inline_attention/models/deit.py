@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from inline_attention.layers import Block, PatchEmbed
 from inline_attention.layers.attention import AttentionSpec, build_attention, parse_attention
 from inline_attention.layers.embed import resize_map
+from inline_attention.layers.padding import own_tokens, resize_map_for_each, sizes_on_map
 
 from . import registry
 from ._base import (
@@ -109,11 +110,9 @@ class DeiT(VisionModel):
         if global_pool not in ("", "token", "avg"):
             raise ValueError(f"global_pool={global_pool!r}; expected 'token', 'avg' or '' (none)")
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {"pos_embed", "cls_token"}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return dict(
             stem=r"^cls_token|^pos_embed|^patch_embed",
@@ -135,12 +134,19 @@ class DeiT(VisionModel):
         prefix, rest = pos_embed.split([self.num_prefix_tokens, old[0] * old[1]], dim=1)
         return torch.cat([prefix, resize_map(rest.unflatten(1, old), new, mode="bicubic").flatten(1, 2)], dim=1)
 
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+    def _own_pos_embed(self, sizes: Tensor, grid: Grid) -> Tensor:
+        """Of padded images (B, 1 + H·W, C): each has its own size"""
+        prefix, rest = self.pos_embed.split([self.num_prefix_tokens, self.grid[0] * self.grid[1]], dim=1)
+        own = resize_map_for_each(rest.unflatten(1, self.grid), sizes, grid, mode="bicubic").flatten(1, 2)
+        return torch.cat([prefix.expand(len(sizes), -1, -1), own], dim=1)
+
+    def embed(self, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Images → tokens (B, 1 + H·W, C) with their position, and the grid"""
-        self.check_image(x)
-        x = self.patch_embed(x)
+        x = self.embed_images(x, sizes)
         grid = (x.shape[1], x.shape[2])
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x.flatten(1, 2)], dim=1)
+        if sizes is not None:
+            return x + self._own_pos_embed(sizes_on_map(sizes, self.patch_size), grid), grid
         return x + self._resized_pos_embed(self.pos_embed, self.grid, grid), grid
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -159,18 +165,25 @@ class DeiT(VisionModel):
         stop_early: bool = False,
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
+        sizes: Tensor | None = None,
     ) -> Any:
         """Features behind chosen blocks (all, the last n, or the given indices), and the final ones unless told not to.
 
-        With `return_prefix_tokens` each is a pair (map, prefix tokens).
+        With `return_prefix_tokens` each is a pair (map, prefix tokens). `sizes` (B, 2) are the true heights and widths
+        of images that were padded at the bottom and right: each then gets the features that it would get alone. What
+        the tokens beyond its border hold is not defined.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NLC'")
         take, last = feature_take_indices(len(self.blocks), indices)
-        x, grid = self.embed(x)
+        x, grid = self.embed(x, sizes)
+        padding = None
+        if sizes is not None:
+            own = sizes_on_map(sizes, self.patch_size)
+            padding = own_tokens(own, grid, num_prefix_tokens=self.num_prefix_tokens)
         taken = []
         for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = self.run_block(block, x, grid)
+            x = self.run_block(block, x, grid, padding)
             if index in take:
                 taken.append(self.norm(x) if norm else x)
         features: list[Any] = [y[:, self.num_prefix_tokens :] for y in taken]

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from inline_attention.layers import Attention
@@ -32,7 +34,8 @@ def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCo
     The model must be on the meta device (build it under `torch.device("meta")`): shapes alone are run. MACs are half of
     what `torch.utils.flop_counter` counts, matrix products and convolutions, plus nine per channel and position for the
     3×3 local residual, which is elementwise and so unseen by that counter. Norms, softmax and activations count
-    nothing. Activation memory is what autograd keeps, parameters apart, with neither checkpointing nor a fused kernel.
+    nothing. Activation memory is what autograd keeps of plain PyTorch, parameters apart, without checkpointing. Softmax
+    attention keeps no N×N weights, because PyTorch's scaled_dot_product_attention does not on any device.
     """
     if next(model.parameters()).device.type != "meta":
         raise ValueError('profile counts on the meta device: build the model under `with torch.device("meta"):`')
@@ -94,6 +97,17 @@ def _parts(model: VisionModel) -> Iterator[Part]:
     yield "head", [model.norm, model.head], lambda x: model.forward_head(model.norm(x))
 
 
+class _FusedSoftmax(TorchFunctionMode):
+    """Softmax attention as devices run it: on the meta device PyTorch takes it apart and keeps the N×N weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        options = {key: kwargs[key] for key in ("attn_mask", "scale") if key in kwargs}
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], **options)[0]
+
+
 class _Counts:
     macs: int = 0
     activation_bytes: int = 0
@@ -118,7 +132,11 @@ def _counted(model: nn.Module) -> Iterator[_Counts]:
 
     hooks = [m.register_forward_hook(count_local) for m in model.modules() if isinstance(m, Attention)]
     try:
-        with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with (
+            _FusedSoftmax(),
+            FlopCounterMode(display=False) as flops,
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        ):
             yield counts
     finally:
         for hook in hooks:

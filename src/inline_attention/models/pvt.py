@@ -18,11 +18,13 @@ from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
     Grid,
+    MappedSoftmaxAttention,
     build_attention,
     parse_attention,
     softmax_feature_map,
 )
 from inline_attention.layers.embed import resize_map
+from inline_attention.layers.padding import resize_map_for_each
 
 from . import registry
 from ._base import (
@@ -52,6 +54,13 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
             self.sr = nn.Conv2d(dim, dim, reduction, stride=reduction)
             self.norm = nn.LayerNorm(dim, eps=1e-5)
 
+    def forward(
+        self, x: Tensor, grid: Grid, *, token_mean: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> Tensor:
+        if token_mask is not None:
+            x = x.masked_fill(~token_mask[:, :, None], 0)
+        return super().forward(x, grid, token_mean=token_mean, token_mask=token_mask)
+
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         heads = (self.num_heads, self.head_dim)
         q = self.q(x).unflatten(-1, (1, *heads))
@@ -63,6 +72,22 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
                 )
             x = self.norm(self.sr(x.unflatten(1, grid).permute(0, 3, 1, 2)).flatten(2).mT)
         return q, self.kv(x).unflatten(-1, (2, *heads))
+
+    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        if token_mask is None or self.reduction == 1:
+            return super().attend_globally(q, k, v, grid=grid, token_mask=token_mask)
+        # A border that is no whole stride is dropped: a key is there where the last token of its patch is. An image
+        # smaller than one patch has the first key, completed with zeros.
+        last = self.reduction - 1
+        keys = token_mask.unflatten(1, grid)[:, last :: self.reduction, last :: self.reduction].flatten(1)
+        keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)
+        return self.softmax_rows(q, k, v, mask=keys[:, None, None, :])
+
+
+class MappedReducedSoftmaxAttention(ReducedSoftmaxAttention):
+    """The same with φ applied to q and k before the softmax."""
+
+    kind = MappedSoftmaxAttention.kind
 
 
 class PatchDownsample(nn.Module):
@@ -83,9 +108,12 @@ class PVTStage(Stage):
         super().__init__(downsample, blocks)
         self.pos_embed = nn.Parameter(torch.empty(1, *grid, dim))
 
-    def embed(self, x: Tensor) -> Tensor:
+    def embed(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
         x = self.downsample(x)
-        return x + resize_map(self.pos_embed, (x.shape[1], x.shape[2]), mode="bilinear")
+        grid = (x.shape[1], x.shape[2])
+        if sizes is not None:
+            return x + resize_map_for_each(self.pos_embed, sizes, grid, mode="bilinear")
+        return x + resize_map(self.pos_embed, grid, mode="bilinear")
 
 
 class PVT(PyramidModel):
@@ -141,7 +169,8 @@ class PVT(PyramidModel):
             dim, heads = embed_dims[stage], num_heads[stage]
             options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
             if (phi := softmax_feature_map(name, feature_map)) is not None:
-                return ReducedSoftmaxAttention(dim, heads, reduction=reductions[stage], feature_map=phi, **options)
+                softmax = ReducedSoftmaxAttention if phi == "identity" else MappedReducedSoftmaxAttention
+                return softmax(dim, heads, reduction=reductions[stage], feature_map=phi, **options)
             options.update(feature_map=feature_map, local_residual=local_residual)
             grid = ceil_grid(self.img_size, 4 * 2**stage)
             return build_attention(name, dim, heads, fused_qkv=False, grid=grid, **options)
@@ -162,7 +191,6 @@ class PVT(PyramidModel):
         self.build_head(num_classes, drop_rate)
         self.init_weights()
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return set()
 

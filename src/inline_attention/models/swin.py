@@ -17,13 +17,23 @@ from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
     Grid,
+    MappedSoftmaxAttention,
     build_attention,
     parse_attention,
     softmax_feature_map,
     unstack,
 )
 from inline_attention.layers.embed import resize_map
-from inline_attention.layers.windows import WindowPlan, ceil_div, pad_to_multiple, to_windows, window_regions
+from inline_attention.layers.padding import Padding
+from inline_attention.layers.windows import (
+    WindowPlan,
+    ceil_div,
+    keys_to_attend,
+    pad_to_multiple,
+    to_windows,
+    window_regions,
+)
+from inline_attention.ops.reference import zero_absent
 
 from . import registry
 from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
@@ -69,14 +79,20 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         regions: Tensor | None = None,
     ) -> Tensor:
         """Windows x (B·windows, N, C); regions (B·windows, N): different ones do not attend to each other."""
-        q, k, v = unstack(self.project(x, grid))
+        q, k, v = unstack(self.project(zero_absent(x, token_mask), grid))
         mask = self.position_bias(grid)[None]  # (1, heads, N, N)
         if regions is not None:
             mask = mask + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
         if token_mask is not None:
-            mask = mask.masked_fill(~token_mask[:, None, None, :], -torch.inf)
+            mask = mask.masked_fill(~keys_to_attend(token_mask)[:, None, None, :], -torch.inf)
         out = self.softmax_rows(q, k, v, mask=mask.to(q.dtype))
         return self.proj_drop(self.proj(out.flatten(2)))
+
+
+class MappedWindowSoftmaxAttention(WindowSoftmaxAttention):
+    """The same with φ applied to q and k before the softmax."""
+
+    kind = MappedSoftmaxAttention.kind
 
 
 def offsets(window: Grid) -> int:
@@ -104,15 +120,17 @@ class SwinBlock(Block):
         self.window = window
         self.shifted = shifted
 
-    def attend(self, x: Tensor, grid: Grid) -> Tensor:
+    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         plan = WindowPlan.fit(grid, self.window, shifted=self.shifted)
-        windows = to_windows(self.norm1(x).unflatten(1, grid), plan)
+        windows = to_windows(self.norm1(x).unflatten(1, grid), plan, padding)
+        sizes = None if padding is None else padding.sizes
         options = {}
         # Linear attentions share one state a window and cannot keep regions apart; the published models do not either.
         if plan.shift != (0, 0) and isinstance(self.attn, WindowSoftmaxAttention):
-            options["regions"] = window_regions(plan, x.device).repeat(x.shape[0], 1)
+            regions = window_regions(plan, x.device, sizes)
+            options["regions"] = regions if sizes is not None else regions.repeat(x.shape[0], 1)
         out = self.attn(windows.tokens, plan.window, token_mask=windows.token_mask, **options)
-        return plan.merge(out, batch=x.shape[0]).flatten(1, 2)
+        return plan.merge(out, batch=x.shape[0], sizes=sizes).flatten(1, 2)
 
 
 class PatchMerging(nn.Module):
@@ -201,7 +219,8 @@ class Swin(PyramidModel):
                 options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
                 if (phi := softmax_feature_map(name, feature_map)) is not None:
                     options.update(window=softmax_window, feature_map=phi)
-                    attn = WindowSoftmaxAttention(dim, num_heads[i], **options)
+                    softmax = WindowSoftmaxAttention if phi == "identity" else MappedWindowSoftmaxAttention
+                    attn = softmax(dim, num_heads[i], **options)
                 else:
                     options.update(feature_map=feature_map, local_residual=local_residual)
                     attn = build_attention(name, dim, num_heads[i], grid=self._attended_grid(i, window), **options)
@@ -231,7 +250,6 @@ class Swin(PyramidModel):
         """Of one window at the input size the model is built for."""
         return WindowPlan.fit(ceil_grid(self.img_size, 4 * 2**stage), window, shifted=False).window
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}
 

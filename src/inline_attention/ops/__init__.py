@@ -8,14 +8,21 @@ from .attention import (
     linear_attention,
     local_residual,
 )
-from .feature_maps import FEATURE_MAPS
+from .backends import Backend
+from .feature_maps import FEATURE_MAPS, FeatureMap
+from .local import Grid
+from .local_weight import make_local_weight
 
 __all__ = [
     "FEATURE_MAPS",
+    "Backend",
+    "FeatureMap",
+    "Grid",
     "attention_matrix",
     "inline_attention",
     "inline_attention_packed",
     "inline_attention_projected",
     "linear_attention",
     "local_residual",
+    "make_local_weight",
 ]

@@ -1,6 +1,10 @@
-"""The public functions: InLine attention of token rows, of packed images, and attention written out as a matrix."""
+"""The public functions: InLine attention of token rows and of packed images, linear attention, and attention matrices.
 
-import math
+Every function checks its inputs here. A backend gets tensors that fit together, and defaults that are filled in.
+"""
+
+import functools
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -10,15 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backends, reference
-from .backends import fused
+from .backends import Backend, fused
 from .feature_maps import get_feature_map
-from .local import TAPS, local_sum
+from .local import TAPS, Grid, local_sum
+from .reference import LINEAR_EPS, zero_absent
+from .tracing import is_exporting
 
-Backend = Literal["auto", "reference", "triton"]
-Grid = tuple[int, int]
-
-# Vanilla linear attention divides by a sum that can be zero.
-LINEAR_EPS = 1e-6
+ROWS = "(B, N, heads, d)"
+PACKED_ROWS = "(T, heads, d)"
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
@@ -41,7 +44,10 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
     if v is not None and v.shape != k.shape:
         raise ValueError(f"v has shape {_shape(v)}; expected that of k, {_shape(k)}")
     if q.shape[-2:] != k.shape[-2:]:
-        raise ValueError(f"q has (heads, d) = {_shape(q)[-2:]} but k has {_shape(k)[-2:]}; they must be equal")
+        raise ValueError(
+            f"q has (heads, d) = {_shape(q)[-2:]} but k has {_shape(k)[-2:]}; they must be equal. Rows are {layout}: "
+            "use x.transpose(1, 2) for tensors in the order (B, heads, N, d) of scaled_dot_product_attention"
+        )
     if ndim == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q is a batch of {q.shape[0]} but k of {k.shape[0]}; they must be equal")
     if k.shape[ndim - 3] == 0:
@@ -50,18 +56,39 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
         raise ValueError(f"k has shape {_shape(k)}: heads of no channels; expected {layout} with d of 1 or more")
 
 
+def _hint_at_order(q: Tensor, k: Tensor) -> None:
+    """More heads than tokens are legal but rare, and tensors in the order of PyTorch's own attention look like that."""
+    if torch.compiler.is_compiling() or is_exporting():
+        return
+    if q.shape[2] > q.shape[1] and k.shape[2] > k.shape[1]:
+        _warn_of_order()
+
+
+@functools.cache  # one warning a process
+def _warn_of_order() -> None:
+    warnings.warn(
+        "q and k have more heads than tokens. Rows are (B, N, heads, d) here; if yours are (B, heads, N, d), as "
+        "scaled_dot_product_attention takes them, pass x.transpose(1, 2), which copies nothing",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
 def _check_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
         raise ValueError(f"{name} is on {x.device} but q, k and v are on {device}; move it there")
 
 
-def _check_token_mask(token_mask: Tensor, k: Tensor) -> None:
-    _check_device("token_mask", token_mask, k.device)
-    expected = _shape(k)[:2]
-    if token_mask.shape == expected and token_mask.dtype == torch.bool:
+def _check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
+    """A mask over the tokens of x (B, N, heads, d)"""
+    if mask is None:
         return
-    what = f"token_mask has shape {_shape(token_mask)} and dtype {token_mask.dtype}"
-    if token_mask.ndim > 2 or (token_mask.ndim == 2 and token_mask.shape[-2] == token_mask.shape[-1] != expected[0]):
+    _check_device(name, mask, x.device)
+    expected = _shape(x)[:2]
+    if mask.shape == expected and mask.dtype == torch.bool:
+        return
+    what = f"{name} has shape {_shape(mask)} and dtype {mask.dtype}"
+    if mask.ndim > 2 or (mask.ndim == 2 and mask.shape[-2] == mask.shape[-1] != expected[0]):
         raise ValueError(
             f"{what}; a mask over pairs of tokens is impossible for linear attention, whose queries share one state. "
             f"Pass a bool mask over tokens, (B, N) = {expected}, True where a token is present"
@@ -69,13 +96,13 @@ def _check_token_mask(token_mask: Tensor, k: Tensor) -> None:
     raise ValueError(f"{what}; expected bool (B, N) = {expected}, True where a token is present")
 
 
-def _check_local(local_weight: Tensor, v: Tensor, *, batch: int) -> None:
+def _check_local_weight(local_weight: Tensor, v: Tensor, *, images: int) -> None:
     _check_device("local_weight", local_weight, v.device)
-    expected = (batch, *_shape(v)[-2:], TAPS)
-    if local_weight.shape != expected:
+    expected = (images, *_shape(v)[-2:], TAPS)
+    if local_weight.shape != expected or not local_weight.is_floating_point():
         raise ValueError(
-            f"local_weight has shape {_shape(local_weight)}; "
-            f"expected (B, heads, d, 9) = {expected}, one 3×3 kernel per channel"
+            f"local_weight has shape {_shape(local_weight)} and dtype {local_weight.dtype}; "
+            f"expected (B, heads, d, 9) = {expected}, one 3×3 kernel per channel, in floating point"
         )
 
 
@@ -97,6 +124,17 @@ def _check_grid(grid: Grid, *, tokens: int, num_prefix_tokens: int) -> None:
         )
 
 
+def _check_over_pairs(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
+    """What is given for pairs of tokens broadcasts to (B, heads, Nq, N), and does not enlarge it."""
+    _check_device(name, x, q.device)
+    expected = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    sizes = zip(reversed(_shape(x)), reversed(expected), strict=False)
+    if x.ndim > 4 or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(
+            f"{name} has shape {_shape(x)}; expected one that broadcasts to (B, heads, Nq, N) = {expected}"
+        )
+
+
 def _default_scale(q: Tensor, scale: float | None) -> float:
     if isinstance(scale, Tensor):  # it would get no gradient, silently
         raise ValueError("scale is a tensor; expected a number. Multiply q by a scale that is learned")
@@ -114,13 +152,18 @@ def inline_attention(
     grid: Grid | None = None,
     num_prefix_tokens: int = 0,
     token_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """InLine attention: linear in the number of tokens, its rows sum to one, and different queries get different rows.
 
-    The weight of query i on token j is (s/N)·φ(q_i)·φ(k_j) − (s/N²)·Σ_t φ(q_i)·φ(k_t) + 1/N. It is never formed:
-    the output is φ(q_i)·S + v̄ with S the scaled covariance of keys and values. Sums are taken in at
-    least float32; the kernels round what they multiply to the inputs' precision, and keep S in it for bfloat16.
+    The weight of query i on token j is (s/N)·φ(q_i)·φ(k_j) − (s/N²)·Σ_t φ(q_i)·φ(k_t) + 1/N. The matrix of weights is
+    never formed: the output is φ(q_i)·S + v̄, where S is the scaled covariance of keys and values. Sums are taken in at
+    least float32. The kernels round the factors of products to the inputs' precision, and keep S in bfloat16 for
+    bfloat16 inputs.
+
+    Rows are (B, N, heads, d). `torch.nn.functional.scaled_dot_product_attention` takes (B, heads, N, d): transpose
+    dimensions 1 and 2 of such tensors.
 
     Args:
         q: queries (B, Nq, heads, d). Any strides: views into a qkv projection's output need no copy.
@@ -133,24 +176,28 @@ def inline_attention(
         grid: (height, width) of the token map; N = num_prefix_tokens + height·width.
         num_prefix_tokens: tokens before the map, such as a class token. They attend and are attended to, but take no
             part in the local residual.
-        token_mask: (B, N) bool, True for a token that is present. Absent tokens count in no sum, are zero to the
-            local residual, and their outputs are zero where Nq = N, for queries and keys are taken for the same tokens
-            then.
-        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", the kernels where they can run (a
-            GPU with Triton, bfloat16, float16 or float32, heads of up to 128 channels), else the reference.
+        token_mask: (B, N) bool, True for a key that is present. Absent keys and values count in no sum and are zero to
+            the local residual. Default: all are present.
+        query_mask: (B, Nq) bool, True for a query that is present. The output of an absent query is zero. Default: all
+            are present. In self-attention, where queries and keys are the same tokens, pass the token mask here too.
+        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", the kernels where they can run
+            (an NVIDIA GPU with Triton, bfloat16, float16 or float32, heads of up to 128 channels), else the reference.
 
     Returns:
         (B, Nq, heads, d) in q's dtype.
     """
-    _check_qkv(q, k, v, layout="(B, N, heads, d)")
-    return inline_attention_projected(
-        *(x.unsqueeze(2) for x in (q, k, v)),
+    _check_qkv(q, k, v, layout=ROWS)
+    _hint_at_order(q, k)
+    return _inline_attention(
+        [x.unsqueeze(2) for x in (q, k, v)],
+        (q, k, v),
         feature_map=feature_map,
         scale=scale,
         local_weight=local_weight,
-        grid=grid,
+        grids=None if grid is None else [grid],
         num_prefix_tokens=num_prefix_tokens,
         token_mask=token_mask,
+        query_mask=query_mask,
         backend=backend,
     )
 
@@ -163,10 +210,13 @@ def inline_attention_projected(
     grid: Grid | None = None,
     num_prefix_tokens: int = 0,
     token_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`inline_attention` of the outputs of projections: kernels then write the gradients of q, k and v where the
-    projections expect them, instead of three tensors that have to be brought together.
+    """`inline_attention` of the outputs of projections.
+
+    The kernels write the gradients of q, k and v into tensors of the projections' layout. Given q, k and v one by one,
+    autograd would have to copy their gradients together.
 
     Args:
         projections: tensors (B, N, m, heads, d) that hold q, k and v in this order, m of them each: one qkv of three,
@@ -179,30 +229,19 @@ def inline_attention_projected(
         raise ValueError(f"the projections have shapes {shapes}; expected (B, N, m, heads, d), three m together")
     # The gradient of unbind copies, that of squeeze does not.
     q, k, v = [y for x in projections for y in (x.unbind(2) if x.shape[2] > 1 else (x.squeeze(2),))]
-    _check_qkv(q, k, v, layout="(B, N, heads, d)")
-    if token_mask is not None:
-        _check_token_mask(token_mask, k)
-    _check_prefix(num_prefix_tokens)
-    if grid is not None:
-        _check_grid(grid, tokens=k.shape[1], num_prefix_tokens=num_prefix_tokens)
-    if local_weight is not None:
-        if grid is None:
-            raise ValueError(
-                "local_weight needs grid=(height, width): the token count does not say how the map is shaped"
-            )
-        if q.shape[1] != k.shape[1]:
-            raise ValueError(
-                f"local_weight needs queries on the map of v, but there are {q.shape[1]} queries and {k.shape[1]} keys"
-            )
-        _check_local(local_weight, v, batch=v.shape[0])
-    get_feature_map(feature_map)
-    options: dict[str, Any] = dict(
-        feature_map=feature_map, scale=_default_scale(q, scale), num_prefix_tokens=num_prefix_tokens
+    _check_qkv(q, k, v, layout=ROWS)
+    return _inline_attention(
+        projections,
+        (q, k, v),
+        feature_map=feature_map,
+        scale=scale,
+        local_weight=local_weight,
+        grids=None if grid is None else [grid],
+        num_prefix_tokens=num_prefix_tokens,
+        token_mask=token_mask,
+        query_mask=query_mask,
+        backend=backend,
     )
-    if backends.choose(backend, projections) == "triton":
-        grids = [(1, 1) if grid is None else grid]
-        return fused.attend(projections, local_weight, token_mask, None, grids=grids, **options)
-    return reference.attend(q, k, v, local_weight, token_mask, grid=grid, **options)
 
 
 def inline_attention_packed(
@@ -218,16 +257,16 @@ def inline_attention_packed(
     num_prefix_tokens: int = 0,
     backend: Backend = "auto",
 ) -> Tensor:
-    """InLine attention of images of different sizes laid end to end, each attending to itself alone.
+    """InLine attention of images of different sizes laid end to end. Each image attends to itself alone.
 
     Args:
         q: (T, heads, d), T the tokens of all images together.
         k: (T, heads, d)
         v: (T, heads, d)
-        cu_seqlens: (images + 1,) integers, where each image begins, from 0 to T. They are read on the host: from a
-            list or a tensor on the CPU at once, from a tensor on a GPU after a wait for it. torch.compile makes one
-            graph of it from a list, for each layout anew, and breaks the graph at a tensor.
-        grids: (height, width) of each image's token map; needed for local_weight, and checked whenever given.
+        cu_seqlens: (images + 1,) integers from 0 to T, the first token of each image. They are read on the host, at no
+            cost from a list or a CPU tensor; a tensor on a GPU makes the host wait for it. torch.compile makes one
+            graph per layout from a list, and breaks the graph at a tensor.
+        grids: (height, width) of each image's token map. Needed for local_weight, and checked whenever given.
         feature_map: as for `inline_attention`.
         scale: as for `inline_attention`.
         local_weight: (images, heads, d, 9).
@@ -237,58 +276,108 @@ def inline_attention_packed(
     Returns:
         (T, heads, d)
     """
-    _check_qkv(q, k, v, layout="(T, heads, d)")
+    _check_qkv(q, k, v, layout=PACKED_ROWS)
     if q.shape != k.shape:
         raise ValueError(f"q has shape {_shape(q)}; packed queries and keys are the same tokens, {_shape(k)}")
-    get_feature_map(feature_map)
+    return _inline_attention(
+        [x[None, :, None] for x in (q, k, v)],
+        [x[None] for x in (q, k, v)],
+        feature_map=feature_map,
+        scale=scale,
+        local_weight=local_weight,
+        grids=grids,
+        num_prefix_tokens=num_prefix_tokens,
+        token_mask=None,
+        query_mask=None,
+        backend=backend,
+        bounds=_check_cu_seqlens(cu_seqlens, total=q.shape[0]),
+    )[0]
+
+
+def _inline_attention(
+    projections: Sequence[Tensor],
+    qkv: Sequence[Tensor],
+    *,
+    feature_map: str,
+    scale: float | None,
+    local_weight: Tensor | None,
+    grids: Sequence[Grid] | None,
+    num_prefix_tokens: int,
+    token_mask: Tensor | None,
+    query_mask: Tensor | None,
+    backend: Backend,
+    bounds: Sequence[int] | None = None,
+) -> Tensor:
+    """What all three functions share: the checks, the defaults and the choice of a backend.
+
+    Args:
+        projections: q, k and v as `inline_attention_projected` takes them; for a packed batch B is 1.
+        qkv: the same as three tensors (B, N, heads, d).
+        grids: one (height, width), or one for each packed image.
+        bounds: of a packed batch, the first token of each image and the number of all.
+    """
+    q, k, v = qkv
+    _check_mask("token_mask", token_mask, k)
+    _check_mask("query_mask", query_mask, q)
     _check_prefix(num_prefix_tokens)
-    bounds = _check_cu_seqlens(cu_seqlens, total=q.shape[0])
-    images = len(bounds) - 1
-    if grids is None:
-        if local_weight is not None:
-            raise ValueError("local_weight needs grids, the (height, width) of each image's token map")
-    elif len(grids) != images:
-        raise ValueError(f"there are {len(grids)} grids for {images} images in cu_seqlens")
-    else:
-        for grid, (start, end) in zip(grids, pairwise(bounds), strict=True):
-            _check_grid(grid, tokens=end - start, num_prefix_tokens=num_prefix_tokens)
+    lengths = [k.shape[1]] if bounds is None else [end - start for start, end in pairwise(bounds)]
+    if grids is not None:
+        if len(grids) != len(lengths):
+            raise ValueError(f"there are {len(grids)} grids for {len(lengths)} images in cu_seqlens")
+        for grid, tokens in zip(grids, lengths, strict=True):
+            _check_grid(grid, tokens=tokens, num_prefix_tokens=num_prefix_tokens)
     if local_weight is not None:
-        _check_local(local_weight, v, batch=images)
+        if grids is None:
+            needed = "grid=(height, width)" if bounds is None else "grids, a (height, width) for each image"
+            raise ValueError(f"local_weight needs {needed}: the token count does not say how the map is shaped")
+        if q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"local_weight needs queries on the map of v, but there are {q.shape[1]} queries and {k.shape[1]} keys"
+            )
+        _check_local_weight(local_weight, v, images=k.shape[0] if bounds is None else len(lengths))
+    phi = get_feature_map(feature_map)
     scale = _default_scale(q, scale)
-    projections = [x[None, :, None] for x in (q, k, v)]
-    if backends.choose(backend, projections) == "triton":
-        lengths = [end - start for start, end in pairwise(bounds)]
-        sizes = [(1, length) for length in lengths] if grids is None else list(grids)
-        rows = [(start, n, *size) for start, n, size in zip(bounds, lengths, sizes, strict=False)]
-        return fused.attend(
+
+    def no_kernel() -> str | None:
+        return None if phi.kernel is not None else f"the kernels do not have feature_map={feature_map!r}"
+
+    if backends.choose(backend, q, why_not=no_kernel) == "triton":
+        sequences = None
+        if bounds is None:
+            sizes = [(1, 1)] if grids is None else list(grids)
+        else:
+            sizes = [(1, length) for length in lengths] if grids is None else list(grids)
+            rows = [(start, n, *size) for start, n, size in zip(bounds, lengths, sizes, strict=False)]
+            sequences = _to_device(rows, q.device)
+            if local_weight is None:
+                sizes = [(1, max(lengths))]
+        assert phi.kernel is not None
+        return fused.inline_attention(
             projections,
             local_weight,
-            None,
-            _to_device(rows, q.device),
-            feature_map=feature_map,
+            token_mask,
+            query_mask,
+            sequences,
+            feature_map=phi.kernel,
             scale=scale,
-            grids=[(1, max(lengths))] if local_weight is None else sizes,
-            num_prefix_tokens=num_prefix_tokens,
-        )[0]
-    outs = []
-    for i, (start, end) in enumerate(pairwise(bounds)):
-        out = reference.attend(
-            q[None, start:end],
-            k[None, start:end],
-            v[None, start:end],
-            None if local_weight is None else local_weight[i : i + 1],
-            None,
-            feature_map=feature_map,
-            scale=scale,
-            grid=None if grids is None else grids[i],
+            grids=sizes,
             num_prefix_tokens=num_prefix_tokens,
         )
-        outs.append(out[0])
-    return torch.cat(outs)
+    options: dict[str, Any] = dict(feature_map=phi, scale=scale, num_prefix_tokens=num_prefix_tokens)
+    if bounds is None:
+        grid = None if grids is None else grids[0]
+        return reference.inline_attention(q, k, v, local_weight, token_mask, query_mask, grid=grid, **options)
+    outs = []
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        image = (x[:, start:end] for x in (q, k, v))
+        weight = None if local_weight is None else local_weight[i : i + 1]
+        grid = None if grids is None else grids[i]
+        outs.append(reference.inline_attention(*image, weight, None, None, grid=grid, **options))
+    return torch.cat(outs, dim=1)
 
 
 def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """As a tensor, without a wait for what the device is doing"""
+    """As a tensor. The host does not wait for what the device is doing."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(rows, device=device)
@@ -321,24 +410,21 @@ def local_residual(
     num_prefix_tokens: int = 0,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """The local residual alone, for attentions that do not fuse it: arguments as for `inline_attention`.
+    """The local residual alone, for attentions that do not fuse it. Arguments are those of `inline_attention`.
 
-    v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens
+    v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens and, as
+    queries and keys are the same tokens here, for absent ones
     """
+    _check_qkv(v, v, None, layout=ROWS)
     _check_prefix(num_prefix_tokens)
     _check_grid(grid, tokens=v.shape[1], num_prefix_tokens=num_prefix_tokens)
-    _check_local(local_weight, v, batch=v.shape[0])
+    _check_local_weight(local_weight, v, images=v.shape[0])
+    _check_mask("token_mask", token_mask, v)
     dtype = reference.accumulation_dtype(v.dtype)
-    v_ = v.to(dtype)
-    if token_mask is not None:
-        _check_token_mask(token_mask, v)
-        v_ = v_.masked_fill(~token_mask[:, :, None, None], 0)
-    v_map = v_[:, num_prefix_tokens:].unflatten(1, grid).flatten(3)
+    v_map = zero_absent(v.to(dtype), token_mask)[:, num_prefix_tokens:].unflatten(1, grid).flatten(3)
     out = local_sum(v_map, local_weight.to(dtype).flatten(1, 2)).flatten(1, 2).unflatten(2, _shape(v)[2:])
     out = F.pad(out, (0, 0, 0, 0, num_prefix_tokens, 0))
-    if token_mask is not None:
-        out = out.masked_fill(~token_mask[:, :, None, None], 0)
-    return out.to(v.dtype)
+    return zero_absent(out, token_mask).to(v.dtype)
 
 
 def linear_attention(
@@ -348,26 +434,18 @@ def linear_attention(
     *,
     feature_map: str = "relu",
     token_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
 ) -> Tensor:
     """Vanilla linear attention, φ(q_i)·(Σ_j φ(k_j)v_jᵀ) / (φ(q_i)·Σ_j φ(k_j) + 1e-6), the sums in at least float32.
 
-    q (B, Nq, heads, d), k and v (B, N, heads, d), token_mask (B, N) → (B, Nq, heads, d)
+    q (B, Nq, heads, d), k and v (B, N, heads, d), token_mask (B, N), query_mask (B, Nq) → (B, Nq, heads, d). Masks and
+    the order of dimensions are those of `inline_attention`.
     """
-    _check_qkv(q, k, v, layout="(B, N, heads, d)")
-    phi = get_feature_map(feature_map).apply
-    dtype = reference.accumulation_dtype(q.dtype)
-    with reference.without_autocast(q.device):
-        q_, k_, v_ = phi(q.to(dtype)), phi(k.to(dtype)), v.to(dtype)
-        if token_mask is not None:
-            _check_token_mask(token_mask, k)
-            absent = ~token_mask[:, :, None, None]
-            k_, v_ = k_.masked_fill(absent, 0), v_.masked_fill(absent, 0)
-        state = k_.permute(0, 2, 3, 1) @ v_.transpose(1, 2)  # (B, heads, d, d)
-        out = (q_.transpose(1, 2) @ state).transpose(1, 2)
-        out = out / ((q_ * k_.sum(1, keepdim=True)).sum(-1, keepdim=True) + LINEAR_EPS)
-        if token_mask is not None and q.shape[1] == k.shape[1]:
-            out = out.masked_fill(absent, 0)
-        return out.to(q.dtype)
+    _check_qkv(q, k, v, layout=ROWS)
+    _check_mask("token_mask", token_mask, k)
+    _check_mask("query_mask", query_mask, q)
+    _hint_at_order(q, k)
+    return reference.linear_attention(q, k, v, token_mask, query_mask, feature_map=get_feature_map(feature_map))
 
 
 def attention_matrix(
@@ -378,10 +456,11 @@ def attention_matrix(
     feature_map: str = "identity",
     scale: float | None = None,
     token_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     pair_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The weights themselves, O(N²): for analysis and for tests, never on a model's path.
+    """The weights themselves, O(N²), for analysis and for tests.
 
     Args:
         q: (B, Nq, heads, d)
@@ -389,31 +468,45 @@ def attention_matrix(
         kind: "inline"; "linear" (vanilla, divided by its row sum + 1e-6); "softmax".
         feature_map: φ, applied to q and k; for softmax too, so that a non-injective map before it can be studied.
         scale: s of inline and softmax, default d^-1/2.
-        token_mask: (B, N), True for a token that is present. Columns of absent tokens are zero, and so are their rows
-            where queries and keys are the same tokens.
-        pair_mask: bool, broadcasts to (B, heads, Nq, N), False where a token is absent for one query: its row is
-            computed over the tokens that remain to it, and is zero where none does.
-        bias: added to softmax's scaled scores, broadcasts to them.
+        token_mask: (B, N) bool, True for a key that is present. Columns of absent keys are zero.
+        query_mask: (B, Nq) bool, True for a query that is present. Rows of absent queries are zero.
+        pair_mask: bool, broadcasts to (B, heads, Nq, N), False where a key is absent for one query. A row is computed
+            over the keys that are present for it, and is zero where there are none.
+        bias: floating-point, broadcasts to (B, heads, Nq, N). Added to softmax's scaled scores.
 
     Returns:
         (B, heads, Nq, N), at least float32. InLine's weights may be negative.
     """
-    _check_qkv(q, k, None, layout="(B, N, heads, d)")
+    _check_qkv(q, k, None, layout=ROWS)
+    _check_mask("token_mask", token_mask, k)
+    _check_mask("query_mask", query_mask, q)
     phi = get_feature_map(feature_map).apply
     s = _default_scale(q, scale)
     dtype = reference.accumulation_dtype(q.dtype)
     present = pair_mask
+    if pair_mask is not None:
+        _check_over_pairs("pair_mask", pair_mask, q, k)
+        if pair_mask.dtype != torch.bool:
+            raise ValueError(f"pair_mask is {pair_mask.dtype}; expected bool, False where a key is absent for a query")
     if token_mask is not None:
-        _check_token_mask(token_mask, k)
         tokens = token_mask[:, None, None, :]
         present = tokens if present is None else present & tokens
-    if bias is not None and kind != "softmax":
-        raise ValueError(f"kind={kind!r} has no scores to add a bias to; only softmax has")
+    if bias is not None:
+        if kind != "softmax":
+            raise ValueError(f"kind={kind!r} has no scores to add a bias to; only softmax has")
+        _check_over_pairs("bias", bias, q, k)
+        if not bias.is_floating_point():
+            raise ValueError(f"bias is {bias.dtype}; expected a floating-point tensor. A mask is a pair_mask")
     with reference.without_autocast(q.device):
-        scores = phi(q.to(dtype)).transpose(1, 2) @ phi(k.to(dtype)).permute(0, 2, 3, 1)  # (B, heads, Nq, N)
+        # Zeros before the product: autograd would multiply a gradient of zero by what an absent token holds.
+        q_, k_ = (phi(zero_absent(x.to(dtype), m)) for x, m in ((q, query_mask), (k, token_mask)))
+        scores = q_.transpose(1, 2) @ k_.permute(0, 2, 3, 1)  # (B, heads, Nq, N)
         if kind == "softmax":
             scores = s * scores if bias is None else s * scores + bias
-            matrix = (scores if present is None else scores.masked_fill(~present, -math.inf)).softmax(-1)
+            if present is not None:
+                # Finite, because a row of −inf alone makes NaN, and gradients of NaN.
+                scores = scores.masked_fill(~present, torch.finfo(scores.dtype).min)
+            matrix = scores.softmax(-1)
         elif kind in ("inline", "linear"):
             count: Tensor | int = k.shape[1]
             if present is not None:
@@ -428,6 +521,6 @@ def attention_matrix(
             raise ValueError(f"kind={kind!r} is unknown; expected 'inline', 'linear' or 'softmax'")
         if present is not None:
             matrix = matrix.masked_fill(~present, 0)
-        if token_mask is not None and q.shape[1] == k.shape[1]:
-            matrix = matrix.masked_fill(~token_mask[:, None, :, None], 0)
+        if query_mask is not None:
+            matrix = matrix.masked_fill(~query_mask[:, None, :, None], 0)
         return matrix

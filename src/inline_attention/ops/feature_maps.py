@@ -1,4 +1,8 @@
-"""The kernel functions φ of linear attention that have no parameters, with the gradient each one passes on."""
+"""The feature maps φ of linear attention that have no parameters, each for PyTorch and for the Triton kernels.
+
+A new φ is an entry of `FEATURE_MAPS`, which runs on the reference backend. For the kernels, add a branch to the three
+Triton functions below and name that branch in the entry's `kernel`.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,15 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
 LEAKY_SLOPE = 0.01
 EXP_RATE = 0.2
 
 
 class FeatureMap(NamedTuple):
-    """`apply(x)` is φ(x); `backward(x, grad)` is φ'(x)·grad. Both element by element, in the dtype they are given."""
+    """φ, applied element by element in the dtype of its input."""
 
-    apply: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    apply: Callable[[Tensor], Tensor]  # φ(x)
+    backward: Callable[[Tensor, Tensor], Tensor]  # (x, grad) → φ'(x)·grad
+    kernel: str | None = None  # its branch in the Triton functions below; None: the kernels do not have it
 
 
 def _leaky_relu_backward(x: Tensor, grad: Tensor) -> Tensor:
@@ -23,15 +34,58 @@ def _leaky_relu_backward(x: Tensor, grad: Tensor) -> Tensor:
 
 
 FEATURE_MAPS: dict[str, FeatureMap] = {
-    "identity": FeatureMap(lambda x: x, lambda x, grad: grad),
-    "relu": FeatureMap(F.relu, lambda x, grad: grad * (x > 0)),
-    "leaky_relu": FeatureMap(lambda x: F.leaky_relu(x, LEAKY_SLOPE), _leaky_relu_backward),
-    "exp": FeatureMap(lambda x: torch.exp(EXP_RATE * x), lambda x, grad: EXP_RATE * torch.exp(EXP_RATE * x) * grad),
+    "identity": FeatureMap(lambda x: x, lambda x, grad: grad, "identity"),
+    "relu": FeatureMap(F.relu, lambda x, grad: grad * (x > 0), "relu"),
+    "leaky_relu": FeatureMap(lambda x: F.leaky_relu(x, LEAKY_SLOPE), _leaky_relu_backward, "leaky_relu"),
+    "exp": FeatureMap(
+        lambda x: torch.exp(EXP_RATE * x), lambda x, grad: EXP_RATE * torch.exp(EXP_RATE * x) * grad, "exp"
+    ),
 }
 """φ by name."""
+
+# The branches whose φ(0) is not zero. The kernels use φ(x) − φ(0) and add what φ(0) contributes at the end.
+NONZERO_AT_ZERO = ("exp",)
 
 
 def get_feature_map(name: str) -> FeatureMap:
     if name not in FEATURE_MAPS:
         raise ValueError(f"feature_map={name!r} is unknown; expected one of {', '.join(FEATURE_MAPS)}")
     return FEATURE_MAPS[name]
+
+
+if triton is not None:
+    K_LEAKY_SLOPE = tl.constexpr(LEAKY_SLOPE)
+    K_EXP_RATE = tl.constexpr(EXP_RATE)
+
+    @triton.jit
+    def feature_map(b_x, MAP: tl.constexpr):
+        """φ(x) − φ(0), element by element, of float32"""
+        if MAP == "relu":
+            b_x = tl.maximum(b_x, 0.0)
+        elif MAP == "leaky_relu":
+            b_x = tl.where(b_x > 0, b_x, b_x * K_LEAKY_SLOPE)
+        elif MAP == "exp":
+            b_x = tl.exp(b_x * K_EXP_RATE) - 1.0
+        else:
+            tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
+        return b_x
+
+    @triton.jit
+    def feature_map_backward(b_x, b_grad, MAP: tl.constexpr):
+        """φ'(x)·grad"""
+        if MAP == "relu":
+            b_grad = tl.where(b_x > 0, b_grad, 0.0)
+        elif MAP == "leaky_relu":
+            b_grad = tl.where(b_x > 0, b_grad, b_grad * K_LEAKY_SLOPE)
+        elif MAP == "exp":
+            b_grad = tl.exp(b_x * K_EXP_RATE) * K_EXP_RATE * b_grad
+        else:
+            tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
+        return b_grad
+
+    @triton.jit
+    def add_map_at_zero(b_sum, b_x, MAP: tl.constexpr):
+        """b_sum + φ(0)·b_x"""
+        if MAP == "exp":
+            b_sum += b_x
+        return b_sum

@@ -1,8 +1,8 @@
 """InLine attention as Triton kernels: how they are launched, their gradients and their cost.
 
-q, k and v arrive as `sources`, tensors (B, N, m, heads, d) that hold m of them next to each other: one of three for a
-qkv projection, one and two for q and kv, or three of one. So they are read, and their gradients written, where the
-projections keep them.
+q, k and v arrive as `projections`: tensors (B, N, m, heads, d) that hold m of them next to each other. A qkv projection
+is one tensor of three, q and kv are tensors of one and two. The kernels read q, k and v, and write their gradients, in
+the layout of these tensors.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from .feature_maps import NONZERO_AT_ZERO
 from .kernels import backward, forward
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -54,6 +55,9 @@ if INTERPRETED:
     CONFIG = Config(
         tokens=16, tile=32, steps=1, state_programs=2, part=64, summed_parts=2, fused_tokens=40, fused_programs=0
     )
+
+# Of a head.
+MOST_CHANNELS = 128
 
 # Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
 LEAST_CHANNELS = 32
@@ -134,12 +138,12 @@ def split(plan: Plan, tokens: int, device: torch.device, *, rows: int = 0) -> Pa
     return Parts(torch.sym_min(most, torch.sym_max(triton.cdiv(tokens, CONFIG.tokens), rows)), most)
 
 
-def _common(plan: Plan, mask: Tensor | None) -> dict[str, Any]:
+def _common(plan: Plan, token_mask: Tensor | None) -> dict[str, Any]:
     return dict(
         D=plan.head_dim,
         HEADS=plan.heads_per_block,
         BC=plan.block_channels,
-        HAS_MASK=mask is not None,
+        HAS_MASK=token_mask is not None,
         PACKED=plan.packed,
     )
 
@@ -152,19 +156,22 @@ def dot_settings(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _state_dtype(dtype: torch.dtype, feature_map: str) -> torch.dtype:
-    """In what S is kept: float32, or as the products take it. The sum of its rows, which exp needs, takes all of S."""
-    return dtype if dtype == torch.bfloat16 and feature_map != "exp" else torch.float32
+    """The dtype that S is kept in: that of the products for bfloat16, else float32.
+
+    Where φ(0) is not zero the sum of S's rows is needed too, and that takes all digits of S.
+    """
+    return dtype if dtype == torch.bfloat16 and feature_map not in NONZERO_AT_ZERO else torch.float32
 
 
-def _views(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = [x for source in sources for x in source.unbind(2)]
+def _views(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = [x for projection in projections for x in projection.unbind(2)]
     return q, k, v
 
 
-def _layout(sources: Sequence[Tensor]) -> str:
+def _layout(projections: Sequence[Tensor]) -> str:
     """Which of q, k and v each tensor holds: "qkv", "q,kv", …"""
     names = iter("qkv")
-    return ",".join("".join(islice(names, source.shape[2])) for source in sources)
+    return ",".join("".join(islice(names, projection.shape[2])) for projection in projections)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -227,13 +234,19 @@ def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
 
 
 def _count(token_mask: Tensor | None) -> Tensor | None:
+    """Tokens present in each sample. A sample without any counts one, so that its sums of zeros stay zero."""
     return None if token_mask is None else token_mask.sum(1).clamp(min=1).float()
 
 
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
+
+
 def run_forward(
-    sources: Sequence[Tensor],
-    taps: Tensor | None,
+    projections: Sequence[Tensor],
+    local_weight: Tensor | None,
     token_mask: Tensor | None,
+    query_mask: Tensor | None,
     sequences: Tensor | None,
     feature_map: str,
     scale: float,
@@ -241,10 +254,10 @@ def run_forward(
     num_prefix_tokens: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _views(sources)
+    q, k, v = _views(projections)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     height, width = plan.height, plan.width
-    local = taps is not None
+    local = local_weight is not None
     channels = plan.heads * plan.head_dim
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kept = plan.batch if save or not plan.fused else 0
@@ -254,16 +267,16 @@ def run_forward(
     means = torch.empty((kept, 2, channels), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, state, means
-    mask = None if token_mask is None else token_mask.view(torch.uint8)
+    masks = _as_bytes(token_mask), _as_bytes(query_mask)
     count = _count(token_mask)
     common = _common(plan, token_mask)
     mapped = dict(**common, MAP=feature_map)
     products = dot_settings(q.dtype)
     centre = q.dtype == torch.float32
-    mask_q = token_mask is not None and plan.queries == plan.tokens
+    mask_q = query_mask is not None
     if plan.fused:
         launch(forward.forward_kernel, (plan.programs,))(
-            q, k, v, taps, mask, count, sequences, out, state, means,
+            q, k, v, local_weight, *masks, count, sequences, out, state, means,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(plan.packed, q, k, v, out),
             **mapped, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=tile_columns(width),
@@ -274,7 +287,8 @@ def run_forward(
     parts = split(plan, plan.tokens, q.device)
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     launch(forward.state_kernel, (plan.programs, parts.number))(
-        k, v, mask, sequences, sums, plan.tokens, height, width, plan.blocks, channels, *_strides(plan.packed, k, v),
+        k, v, masks[0], sequences, sums, plan.tokens, height, width, plan.blocks, channels,
+        *_strides(plan.packed, k, v),
         **mapped, **products, CENTRE=centre, **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
@@ -285,7 +299,7 @@ def run_forward(
     tiles = make_tiles(plan, columns=CONFIG.output_columns, local=local)
     strides = _strides(plan.packed, q, v, out)
     launch(forward.output_kernel, tiles.grid(plan))(
-        q, v, taps, mask, sequences, out, state, means,
+        q, v, local_weight, *masks, sequences, out, state, means,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
         *strides,
         **mapped, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns, WIDE=tiles.wide(strides),
@@ -318,9 +332,10 @@ def _summed(plan: Plan, parts: Parts) -> dict[str, int]:
 
 def run_backward(
     grad_out: Tensor,
-    sources: Sequence[Tensor],
-    taps: Tensor | None,
+    projections: Sequence[Tensor],
+    local_weight: Tensor | None,
     token_mask: Tensor | None,
+    query_mask: Tensor | None,
     sequences: Tensor | None,
     state: Tensor,
     means: Tensor,
@@ -328,66 +343,66 @@ def run_backward(
     scale: float,
     grids: Sequence[int],
     num_prefix_tokens: int,
-    grad_of_taps: bool,
+    grad_of_local: bool,
 ) -> list[Tensor]:
-    q, k, v = _views(sources)
+    q, k, v = _views(projections)
     g = _rows(grad_out)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     height, width = plan.height, plan.width
-    local = taps is not None
+    local = local_weight is not None
     channels = plan.heads * plan.head_dim
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in projections]
     grad_tensors = (*grads, None, None)[:3]
-    layout = _layout(sources)
-    wanted = taps if grad_of_taps else None
-    grad_taps = torch.empty(
+    layout = _layout(projections)
+    wanted = local_weight if grad_of_local else None
+    grad_local = torch.empty(
         (0,) if wanted is None else wanted.shape, dtype=(q if wanted is None else wanted).dtype, device=q.device
     )
     if g.numel() == 0:
-        return [x.zero_() for x in (*grads, grad_taps)]
-    mask = None if token_mask is None else token_mask.view(torch.uint8)
+        return [x.zero_() for x in (*grads, grad_local)]
+    masks = _as_bytes(token_mask), _as_bytes(query_mask)
     count = _count(token_mask)
     mapped = dict(**_common(plan, token_mask), MAP=feature_map)
     products = dot_settings(q.dtype)
-    mask_q = token_mask is not None and plan.queries == plan.tokens
+    mask_q = query_mask is not None
     strides = _strides(plan.packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
     if plan.fused:
         launch(backward.backward_kernel, (plan.programs,))(
-            q, k, v, taps, g, mask, count, sequences, state, means, *grad_tensors, grad_taps,
+            q, k, v, local_weight, g, *masks, count, sequences, state, means, *grad_tensors, grad_local,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
-            **mapped, **products, LOCAL=local, GRAD_TAPS=grad_of_taps, MASK_Q=mask_q, LAYOUT=layout,
+            **mapped, **products, LOCAL=local, GRAD_TAPS=grad_of_local, MASK_Q=mask_q, LAYOUT=layout,
             BW=tile_columns(width),
             **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
-        return [*grads, grad_taps]
+        return [*grads, grad_local]
     size = plan.block_channels * (plan.block_channels + 10)
-    parts = split(plan, plan.queries, q.device, rows=height if grad_of_taps else 0)
+    parts = split(plan, plan.queries, q.device, rows=height if grad_of_local else 0)
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     grad_state = torch.empty(state.shape, dtype=torch.float32, device=q.device)
     grad_mean = torch.empty((plan.batch, channels), dtype=torch.float32, device=q.device)
     launch(backward.grad_state_kernel, (plan.programs, parts.number))(
-        q, v, g, mask, sequences, sums,
+        q, v, g, *masks, sequences, sums,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(plan.packed, q, v, g),
-        **mapped, **products, GRAD_TAPS=grad_of_taps, MASK_Q=mask_q, BW=tile_columns(width),
+        **mapped, **products, GRAD_TAPS=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
         **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
     launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
-        sums, count, sequences, grad_state, grad_mean, grad_taps,
+        sums, count, sequences, grad_state, grad_mean, grad_local,
         plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
-        **mapped, **block, GRAD_TAPS=grad_of_taps,
+        **mapped, **block, GRAD_TAPS=grad_of_local,
     )  # fmt: skip
     columns = tile_columns(width)
     tiles = make_tiles(plan, columns=columns, local=local)
     launch(backward.grad_kernel, tiles.grid(plan))(
-        q, k, v, taps, g, mask, sequences, state, means, grad_state, grad_mean, *grad_tensors,
+        q, k, v, local_weight, g, *masks, sequences, state, means, grad_state, grad_mean, *grad_tensors,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
         *strides,
         **mapped, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
         **_pace(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
     )  # fmt: skip
-    return [*grads, grad_taps]
+    return [*grads, grad_local]
 
 
 # As `triton_op` the launches are visible to torch.compile, which inlines them: no Python runs between the kernels. The
@@ -397,9 +412,10 @@ register: Any = torch.library.custom_op if INTERPRETED else torch.library.triton
 
 @register("inline_attention::forward", mutates_args=())
 def _forward_op(
-    sources: Sequence[Tensor],
-    taps: Tensor | None,
+    projections: Sequence[Tensor],
+    local_weight: Tensor | None,
     token_mask: Tensor | None,
+    query_mask: Tensor | None,
     sequences: Tensor | None,
     feature_map: str,
     scale: float,
@@ -407,16 +423,20 @@ def _forward_op(
     num_prefix_tokens: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with on_device_of(sources[0]):
-        return run_forward(sources, taps, token_mask, sequences, feature_map, scale, grids, num_prefix_tokens, save)
+    with on_device_of(projections[0]):
+        return run_forward(
+            projections, local_weight, token_mask, query_mask, sequences,
+            feature_map, scale, grids, num_prefix_tokens, save,
+        )  # fmt: skip
 
 
 @register("inline_attention::backward", mutates_args=())
 def _backward_op(
     grad_out: Tensor,
-    sources: Sequence[Tensor],
-    taps: Tensor | None,
+    projections: Sequence[Tensor],
+    local_weight: Tensor | None,
     token_mask: Tensor | None,
+    query_mask: Tensor | None,
     sequences: Tensor | None,
     state: Tensor,
     means: Tensor,
@@ -424,18 +444,19 @@ def _backward_op(
     scale: float,
     grids: Sequence[int],
     num_prefix_tokens: int,
-    grad_of_taps: bool,
+    grad_of_local: bool,
 ) -> list[Tensor]:
     with on_device_of(grad_out):
         return run_backward(
-            grad_out, sources, taps, token_mask, sequences, state, means,
-            feature_map, scale, grids, num_prefix_tokens, grad_of_taps,
+            grad_out, projections, local_weight, token_mask, query_mask, sequences, state, means,
+            feature_map, scale, grids, num_prefix_tokens, grad_of_local,
         )  # fmt: skip
 
 
 @_forward_op.register_fake
-def _(sources, taps, token_mask, sequences, feature_map, scale, grids, num_prefix_tokens, save):  # type: ignore[no-untyped-def]  # as the operator
-    q, k, _ = _views(sources)
+def _(projections, local_weight, token_mask, query_mask, sequences, *options):  # type: ignore[no-untyped-def]  # as the operator
+    feature_map, _, grids, num_prefix_tokens, save = options
+    q, k, _ = _views(projections)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     kept = plan.batch if save or not plan.fused else 0
     state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map))
@@ -443,50 +464,53 @@ def _(sources, taps, token_mask, sequences, feature_map, scale, grids, num_prefi
 
 
 @_backward_op.register_fake
-def _(grad_out, sources, taps, *args):  # type: ignore[no-untyped-def]  # as the operator
-    grad_of_taps = args[-1]
+def _(grad_out, projections, local_weight, *args):  # type: ignore[no-untyped-def]  # as the operator
+    grad_of_local = args[-1]
     return [
-        *(x.new_empty(x.shape) for x in sources),
-        torch.empty_like(taps) if grad_of_taps else grad_out.new_empty((0,)),
+        *(x.new_empty(x.shape) for x in projections),
+        torch.empty_like(local_weight) if grad_of_local else grad_out.new_empty((0,)),
     ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    sources, taps, token_mask, sequences, *options, _ = inputs
-    ctx.save_for_backward(*sources, taps, token_mask, sequences, *output[1:])
+    projections, local_weight, token_mask, query_mask, sequences, *options, _ = inputs
+    ctx.save_for_backward(*projections, local_weight, token_mask, query_mask, sequences, *output[1:])
     ctx.options = options
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    *sources, taps, token_mask, sequences, state, means = ctx.saved_tensors
-    grad_of_taps = ctx.needs_input_grad[1]
-    *grads, grad_taps = _backward_op(
-        grad_out, sources, taps, token_mask, sequences, state, means, *ctx.options, grad_of_taps
-    )
-    return grads, grad_taps if grad_of_taps else None, *[None] * 7
+    *projections, local_weight, token_mask, query_mask, sequences, state, means = ctx.saved_tensors
+    grad_of_local = ctx.needs_input_grad[1]
+    *grads, grad_local = _backward_op(
+        grad_out, projections, local_weight, token_mask, query_mask, sequences, state, means,
+        *ctx.options, grad_of_local,
+    )  # fmt: skip
+    return grads, grad_local if grad_of_local else None, *[None] * 8
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _flops(sources: Any, taps: Any, products: int, local: int) -> int:
-    """Of `products` of queries and as many of keys with d×d states, and `local` sums over nine taps. Shapes stand in
-    the place of tensors."""
-    batch, queries, _, heads, head_dim = sources[0]
-    tokens = sources[-1][1]
-    sums = 0 if taps is None else local * 9 * tokens
+def _flops(projections: Any, local_weight: Any, products: int, local: int) -> int:
+    """`products` products of queries with d×d states, as many of keys, and `local` sums over nine taps.
+
+    The arguments are shapes in the place of tensors.
+    """
+    batch, queries, _, heads, head_dim = projections[0]
+    tokens = projections[-1][1]
+    sums = 0 if local_weight is None else local * 9 * tokens
     return 2 * batch * heads * head_dim * (products * (queries + tokens) * head_dim + sums)
 
 
 @register_flop_formula(torch.ops.inline_attention.forward)
-def _forward_flops(sources: Any, taps: Any, *args: Any, **kwargs: Any) -> int:
-    return _flops(sources, taps, products=1, local=1)
+def _forward_flops(projections: Any, local_weight: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(projections, local_weight, products=1, local=1)
 
 
 @register_flop_formula(torch.ops.inline_attention.backward)
-def _backward_flops(grad_out: Any, sources: Any, taps: Any, *args: Any, **kwargs: Any) -> int:
-    grad_of_taps = args[-1]
-    return _flops(sources, taps, products=2, local=2 if grad_of_taps else 1)
+def _backward_flops(grad_out: Any, projections: Any, local_weight: Any, *args: Any, **kwargs: Any) -> int:
+    grad_of_local = args[-1]
+    return _flops(projections, local_weight, products=2, local=2 if grad_of_local else 1)
 
 
 # torch.compile asks once.
@@ -495,17 +519,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def why_not(sources: Sequence[Tensor]) -> str | None:
-    """Why the kernels cannot take these inputs, or None if they can."""
-    x = sources[0]
+def why_not(x: Tensor) -> str | None:
+    """Why the kernels cannot run on tensors such as x (…, heads, d), or None if they can."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"they compute in bfloat16, float16 or float32, not in {x.dtype}"
-    if x.shape[-1] > 128:
-        return f"they hold heads of up to 128 channels, not of {x.shape[-1]}"
+        return f"the kernels compute in bfloat16, float16 or float32, not in {x.dtype}"
+    if x.shape[-1] > MOST_CHANNELS:
+        return f"the kernels hold heads of up to {MOST_CHANNELS} channels, not of {x.shape[-1]}"
     if not x.is_cuda and not INTERPRETED:
-        return f"they run on a GPU, and the inputs are on {x.device}"
+        return f"the kernels run on a GPU, and the inputs are on {x.device}"
+    if x.is_cuda and torch.version.hip is not None:
+        return "the kernels are tuned and tested on NVIDIA GPUs, and this PyTorch is built for ROCm"
     if x.is_cuda and _capability(x.device) < LEAST_CAPABILITY:
-        return f"they need a GPU of compute capability 8.0 (Ampere) or above, and {x.device} has less"
+        return f"the kernels need a GPU of compute capability 8.0 (Ampere) or above, and {x.device} has less"
     return None
 
 
@@ -518,10 +543,11 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         )
 
 
-def attend(
-    sources: Sequence[Tensor],
+def inline_attention(
+    projections: Sequence[Tensor],
     local_weight: Tensor | None,
     token_mask: Tensor | None,
+    query_mask: Tensor | None,
     sequences: Tensor | None,
     *,
     feature_map: str,
@@ -529,17 +555,20 @@ def attend(
     grids: Sequence[tuple[int, int]],
     num_prefix_tokens: int,
 ) -> Tensor:
-    """The backend's entry: inputs are checked, defaults filled in. `sequences` (images, 4) holds the first token, the
-    tokens, the height and the width of each image of a packed batch, `grids` the heights and widths alone."""
-    refuse_tangents(*sources, local_weight)
-    taps = None if local_weight is None else local_weight.contiguous()
-    save = torch.is_grad_enabled() and (
-        any(x.requires_grad for x in sources) or (local_weight is not None and local_weight.requires_grad)
-    )
+    """The backend's entry. Inputs are checked and defaults filled in.
+
+    Args:
+        sequences: (images, 4) integers for a packed batch: first token, tokens, height and width of each image.
+        feature_map: the kernels' name of φ, `FeatureMap.kernel`.
+        grids: (height, width) of the map; of each image's map for a packed batch.
+    """
+    refuse_tangents(*projections, local_weight)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*projections, local_weight))
     out, _, _ = _forward_op(
-        [_rows(x) for x in sources],
-        taps,
+        [_rows(x) for x in projections],
+        None if local_weight is None else local_weight.contiguous(),
         None if token_mask is None else token_mask.contiguous(),
+        None if query_mask is None else query_mask.contiguous(),
         sequences,
         feature_map,
         scale,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Grid = tuple[int, int]  # (height, width) of a token map
+
 TAPS = 9
 CENTRE = 4
 

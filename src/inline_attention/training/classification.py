@@ -1,10 +1,12 @@
 """Classification: images with one label each, mixed and augmented; judged by top-1."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from inline_attention.data import Batch, Data, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
 from inline_attention.models.registry import create_model
+from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
 from inline_attention.training.classifier import preprocessing
 from inline_attention.training.config import TrainConfig
@@ -39,6 +42,12 @@ class Classification(Task):
     def defaults() -> TrainConfig:
         return TrainConfig()
 
+    def __init__(self, config: TrainConfig) -> None:
+        data = config.data
+        if data.img_size is None:
+            data = replace(data, img_size=own_size(config.model.name))
+        super().__init__(replace(config, data=data))
+
     def open_data(self, ranks: Ranks) -> Data:
         config = self.config
         self.data = open_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
@@ -56,6 +65,12 @@ class Classification(Task):
             **({} if wanted.drop_path is None else {"drop_path_rate": wanted.drop_path}),
             **wanted.kwargs,
         }
+
+    def fetch_weights(self) -> None:
+        try:
+            super().fetch_weights()
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}, or from weights in the package (model.name={SHIPPED[-1]})") from error
 
     def build_model(self) -> nn.Module:
         wanted = self.config.model
@@ -95,6 +110,15 @@ class Classification(Task):
         if confusion is None or len(confusion) > MAX_DRAWN_CLASSES:
             return {}
         return {CONFUSION: partial(_draw_confusion, confusion, list(self.data.class_names))}
+
+
+def own_size(name: str) -> int | list[int]:
+    """The input size of a registered model: its side, or [height, width]."""
+    described = timm.models.get_pretrained_cfg(name)
+    if described is None:  # no model of that name; building it says so
+        return 224
+    height, width = described.input_size[1:]
+    return height if height == width else [height, width]
 
 
 def _draw_confusion(confusion: Tensor, class_names: list[str], path: Path) -> None:

@@ -92,7 +92,7 @@ def preprocessing(config: DataConfig) -> str:
     return json.dumps({key: getattr(config, key) for key in _PREPARATION})
 
 
-_PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct", "exif_rotation")
+_PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct")
 assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 

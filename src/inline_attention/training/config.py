@@ -60,7 +60,7 @@ class OptimConfig:
     """AdamW. Rates are per `rate_batch` images and grow linearly with the global batch."""
 
     lr: float = 5e-4
-    rate_batch: int = 512
+    rate_batch: int | None = 512  # None: rates are what they say, whatever the batch
     weight_decay: float = 0.05  # not on biases, norms and what the model's no_weight_decay() names
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -71,7 +71,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         clip, decay = self.clip_norm, self.layer_decay
         _check("optim.lr", self.lr, self.lr > 0, "a positive rate")
-        _check("optim.rate_batch", self.rate_batch, self.rate_batch >= 1, "1 or more")
+        _check(
+            "optim.rate_batch", self.rate_batch, self.rate_batch is None or self.rate_batch >= 1, "1 or more, or null"
+        )
         _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
         _check("optim.betas", list(self.betas), all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         _check("optim.eps", self.eps, self.eps > 0, "a positive number")
@@ -224,9 +226,9 @@ class LoopConfig:
         return self.data.batch_size * self.optim.accumulate * world_size
 
     def build_schedule(self, *, steps_per_epoch: int, world_size: int) -> Schedule:
-        """The rates of this run: steps are updates, rates scaled to the global batch."""
-        plan = self.schedule
-        scale = self.global_batch(world_size) / self.optim.rate_batch
+        """The rates of this run: steps are updates, rates scaled to the global batch unless they are absolute."""
+        plan, rate_batch = self.schedule, self.optim.rate_batch
+        scale = 1.0 if rate_batch is None else self.global_batch(world_size) / rate_batch
         return Schedule(
             kind=plan.kind,
             peak=self.optim.lr * scale,
@@ -248,7 +250,8 @@ class TrainConfig(LoopConfig):
 
     recipe: str = "quickstart"
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=lambda: DataConfig(path=""))  # a path must be given
+    # A path must be given; the size is the model's own.
+    data: DataConfig = field(default_factory=lambda: DataConfig(path="", img_size=None))
     optim: ClassifierOptimConfig = field(default_factory=ClassifierOptimConfig)
 
 

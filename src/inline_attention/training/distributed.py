@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from inline_attention.optimize import optimize
@@ -176,8 +177,11 @@ def spread(
     if not sharded:
         device_ids = [ranks.device] if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids)
-    # Autocast chooses the type of activations, as it does under DDP: casting a block's inputs would round its residual.
+    # Autocast chooses the type of activations, as it does under DDP: the inputs of a block stay as they are.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in model.modules() if param_dtype is not None else ():
+        if isinstance(module, _BatchNorm):
+            fully_shard(module)  # PyTorch wants its parameters in the type of its statistics, which are buffers
     for module in (*blocks(model), model):
         fully_shard(module, mp_policy=precision)
     return model
@@ -198,7 +202,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part in parts:
-            part.set_reshard_after_forward(part is not model, recurse=False)  # as `fully_shard` has it
+            part.set_reshard_after_forward(part is not model, recurse=False)  # the default of `fully_shard`
             part.reshard()
 
 

@@ -73,6 +73,12 @@ class Trainer:
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
         self.task = plan.task(config)
         self.data = self.task.open_data(ranks)
+        batch_size = self.data.train.batch_size
+        if batch_size != config.data.batch_size:
+            reporter.note(f"data.batch_size={config.data.batch_size} lowered to {batch_size}: there are no more images")
+            config = self.config = dataclasses.replace(
+                config, data=dataclasses.replace(config.data, batch_size=batch_size)
+            )
         self.steps_per_epoch = self.data.train.steps_per_epoch // config.optim.accumulate
         if self.steps_per_epoch == 0:
             raise ValueError(

@@ -200,7 +200,9 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def _set_aside_records_after(self, update: int) -> None:
         """Keep the records of what was done when the run resumes from `update`, and move the others elsewhere."""
-        kept, aside, damaged = [], [], 0
+        kept: list[bytes] = []
+        aside: list[bytes] = []
+        damaged = 0
         lines = self._lines()
         for line in lines:
             record = _parse_record(line)

@@ -11,7 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -30,12 +30,13 @@ class Text(str):
 class _TextLoader(yaml.SafeLoader):
     """Reads unquoted scalars as `Text` and quoted ones as strings. Anchors, merge keys and tags work as usual."""
 
-    yaml_implicit_resolvers: ClassVar = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # merge keys alone
+
+def _construct_text(_: _TextLoader, node: Any) -> str:
+    return Text(node.value) if node.style is None else node.value
 
 
-_TextLoader.add_constructor(
-    "tag:yaml.org,2002:str", lambda _, node: Text(node.value) if node.style is None else node.value
-)
+_TextLoader.yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # merge keys alone
+_TextLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 
 
 def parse_yaml(text: str) -> Any:

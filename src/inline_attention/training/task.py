@@ -28,6 +28,7 @@ class TrainingBatch(Protocol):
 class TrainSplit(Protocol):
     """Training batches, a function of (seed, epoch, step); `inline_attention.data.TrainLoader` is one."""
 
+    batch_size: int  # of a rank; below data.batch_size where there are too few images for one batch
     steps_per_epoch: int  # the same on every rank
     waiting_seconds: float  # spent in waiting for batches since it was opened
     exact_resume: bool  # False: a resumed epoch starts again at its first sample
@@ -110,8 +111,14 @@ class Task(ABC):
         """Download what `model.weights` names, for every rank to find it in the cache. On rank 0 alone."""
         model: BackboneConfig = self.config.model
         name = model.name if model.weights == "pretrained" else model.weights
-        if name in PUBLISHED:
+        if name not in PUBLISHED:
+            return
+        try:
             local_path(weights_source(name))
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"{error}. Or start from a file (model.weights=FILE) or from random weights (model.weights=null)"
+            ) from error
 
     @abstractmethod
     def build_model(self) -> nn.Module:

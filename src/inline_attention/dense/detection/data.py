@@ -1,9 +1,7 @@
 """From COCO files to batches: images of different sizes on one canvas, with boxes and masks that follow them.
 
-The size and the flip of an image are a function of (seed, epoch, sample). So is the canvas, since the annotations tell
-every image's size: all ranks use the one that fits the global batch. What a rank computes then does not depend on how
-the batch is cut into ranks, although attention over the whole map sees the padding; and ranks that wait for each other
-lose little, since the largest canvas decides how long a step takes.
+The size and the flip of an image are a function of (seed, epoch, sample). A batch carries the true size of each image,
+so that a model can tell it from its padding: what is computed of an image depends on no other image of the batch.
 """
 
 import random
@@ -19,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from inline_attention.data.batches import EvalPlan, WorkerFeed, read_or_replace
-from inline_attention.data.decode import UnreadableImage
+from inline_attention.data.batches import EvalPlan, WorkerFeed, fitting_batch, read_or_replace
+from inline_attention.data.decode import UnreadableImage, image_size
 from inline_attention.data.loaders import DeviceStage, TrainLoader
 from inline_attention.data.order import epoch_order
 from inline_attention.data.seeding import derive_seed
@@ -35,9 +33,7 @@ from inline_attention.dense.detection.coco import (
 )
 from inline_attention.dense.detection.config import DetectionDataConfig
 from inline_attention.dense.images import Normalise, read_image
-from inline_attention.layers.windows import ceil_div
 
-_MULTIPLE = 32  # of the canvas's sides: the largest stride of the backbones
 Target = dict[str, Tensor]
 
 
@@ -51,7 +47,6 @@ class View(NamedTuple):
 class TrainKey(NamedTuple):
     epoch: int
     sample: int
-    canvas: Size
 
 
 class Sample(NamedTuple):
@@ -94,9 +89,9 @@ class RawDetectionBatch:
 class DetectionBatch:
     """What a detector sees, on the loader's device."""
 
-    images: Tensor  # (B, 3, H, W) float32, normalised, zero in the padding
+    images: Tensor  # (B, 3, H, W) float32, normalised; what is beyond an image's size is no part of it
     sizes: list[Size]  # of the images without padding
-    targets: list[Target]  # boxes (n, 4), labels (n,) from 1 on, masks (n, H, W) uint8; empty in evaluation
+    targets: list[Target]  # boxes (n, 4), labels (n,) from 1 on, masks (n, height, width) uint8; empty in evaluation
     sample_ids: Tensor  # (B,) int64
     keys: Tensor  # (B,) int64, what the choice of regions is a function of
 
@@ -149,22 +144,17 @@ def load(annotated: AnnotatedImage) -> Image.Image:
     return image
 
 
-def collate(
-    samples: Sequence[Sample], *, canvas: Size = (0, 0), skipped: Sequence[SkippedImage] = (), replaced: int = 0
-) -> RawDetectionBatch:
-    """On a canvas that all images fit on, and `canvas` too"""
+def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), replaced: int = 0) -> RawDetectionBatch:
+    """On the smallest canvas that all images fit on"""
     sizes: list[Size] = [(s.pixels.shape[1], s.pixels.shape[2]) for s in samples]
-    height, width = (ceil_div(max(sides), _MULTIPLE) * _MULTIPLE for sides in zip(canvas, *sizes, strict=True))
+    height, width = (max(sides) for sides in zip((0, 0), *sizes, strict=True))
     images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
-    targets = []
-    for number, (sample, (h, w)) in enumerate(zip(samples, sizes, strict=True)):
-        images[number, :, :h, :w] = sample.pixels
-        masks = F.pad(sample.target["masks"], (0, width - w, 0, height - h)) if sample.target else None
-        targets.append(sample.target if masks is None else {**sample.target, "masks": masks})
+    for image, sample, (h, w) in zip(images, samples, sizes, strict=True):
+        image[:, :h, :w] = sample.pixels
     return RawDetectionBatch(
         images=images,
         sizes=sizes,
-        targets=targets,
+        targets=[sample.target for sample in samples],
         sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
         keys=torch.tensor([s.key for s in samples], dtype=torch.int64),
         skipped=skipped,
@@ -183,7 +173,7 @@ class TrainSamples(Dataset[RawDetectionBatch]):
         found = [self._sample(key, skipped) for key in keys]
         samples = [sample for sample in found if sample is not None]
         replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
-        return collate(samples, canvas=keys[0].canvas, skipped=skipped, replaced=replaced)
+        return collate(samples, skipped=skipped, replaced=replaced)
 
     def _sample(self, key: TrainKey, skipped: list[SkippedImage]) -> Sample | None:
         found = read_or_replace(
@@ -235,23 +225,15 @@ class TrainPlan:
     def __init__(
         self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, rank: int, world_size: int
     ) -> None:
-        self._images, self._config, self._seed = images, config, seed
-        self._mine = slice(rank * config.batch_size, (rank + 1) * config.batch_size)
-        self._global_batch = config.batch_size * world_size
+        self._images, self._seed = images, seed
+        self.batch_size = fitting_batch(config.batch_size, num_samples=len(images), world_size=world_size)
+        self._mine = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
+        self._global_batch = self.batch_size * world_size
         self.steps = len(images) // self._global_batch
-        if self.steps == 0:
-            raise ValueError(
-                f"a batch of {config.batch_size} on {world_size} rank(s) needs {self._global_batch} images, the "
-                f"training split has {len(images)}; lower data.batch_size"
-            )
 
     def __call__(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
         for samples in list(self._batches(epoch))[start_step:]:
-            views = [
-                draw_view(self._config, self._images[s].size, seed=self._seed, epoch=epoch, sample=s) for s in samples
-            ]
-            height, width = (max(sides) for sides in zip(*(view.size for view in views), strict=True))
-            yield [TrainKey(epoch, sample, (height, width)) for sample in samples[self._mine]]
+            yield [TrainKey(epoch, sample) for sample in samples[self._mine]]
 
     def _batches(self, epoch: int) -> Iterator[list[int]]:
         waiting: dict[bool, list[int]] = {True: [], False: []}
@@ -276,9 +258,6 @@ class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
 
     def finish(self, raw: RawDetectionBatch) -> DetectionBatch:
         images = self._normalise(raw.images.to(self.device, non_blocking=True))
-        for image, (height, width) in zip(images, raw.sizes, strict=True):
-            image[:, height:] = 0
-            image[:, :, width:] = 0
         targets = [{n: v.to(self.device, non_blocking=True) for n, v in target.items()} for target in raw.targets]
         ids, keys = (t.to(self.device, non_blocking=True) for t in (raw.sample_ids, raw.keys))
         return DetectionBatch(images, raw.sizes, targets, ids, keys)
@@ -349,7 +328,7 @@ def open_detection_data(
     loader = TrainLoader(
         feed,
         stage=DetectionStage(),
-        batch_size=config.batch_size,
+        batch_size=plan.batch_size,
         steps_per_epoch=plan.steps,
         skipped=SkippedImages(limit=config.max_broken_count(len(images))),
         exact_resume=True,
@@ -383,7 +362,6 @@ def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> Co
 
 def _size(path: Path) -> Size:
     try:
-        with Image.open(path) as image:
-            return image.height, image.width
-    except Exception:  # Pillow raises nearly every built-in one; the image is skipped and listed when it is decoded
+        return image_size(path)
+    except UnreadableImage:  # skipped and listed when it is decoded
         return 1, 1

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
-from inline_attention.dense.backbone import Backbone, create_backbone
+from inline_attention.dense.backbone import STRIDES, Backbone, create_backbone
 from inline_attention.dense.detection.boxes import Size
 from inline_attention.dense.detection.roi_heads import (
     CASCADE,
@@ -19,12 +20,54 @@ from inline_attention.dense.detection.roi_heads import (
     StageSettings,
 )
 from inline_attention.dense.detection.rpn import Losses, RegionProposals, Targets
+from inline_attention.layers.padding import repeat_border, sizes_on_map, zero_padding
 
 # name → (for people, stages)
 HEADS: dict[str, tuple[str, tuple[StageSettings, ...]]] = {
     "mask_rcnn": ("Mask R-CNN", MASK_RCNN),
     "cascade_mask_rcnn": ("Cascade Mask R-CNN", CASCADE),
 }
+
+
+class Pyramid(FeaturePyramidNetwork):
+    """torchvision's feature pyramid with one level more, which knows where padded images end."""
+
+    def __init__(self, in_channels: Sequence[int], channels: int) -> None:
+        super().__init__(list(in_channels), channels, extra_blocks=LastLevelMaxPool())
+
+    def forward(self, x: dict[str, Tensor], sizes: Tensor | None = None) -> dict[str, Tensor]:
+        """Maps at the strides 4 to 32, fine to coarse → as many of `channels` channels and one at stride 64
+
+        sizes (B, 2): of padded images; the maps are zero beyond them, before and behind each convolution.
+        """
+        if sizes is None:
+            return super().forward(x)
+        own = [sizes_on_map(sizes, stride) for stride in STRIDES]
+        inner = [block(features) for block, features in zip(self.inner_blocks, x.values(), strict=True)]
+        for fine in reversed(range(len(inner) - 1)):
+            # The nearest value is the same whether or not the map is padded: a side is doubled, or doubled less one.
+            inner[fine] = inner[fine] + F.interpolate(inner[fine + 1], inner[fine].shape[2:], mode="nearest")
+        maps = [
+            zero_padding(block(zero_padding(features, o, channels="first")), o, channels="first")
+            for block, features, o in zip(self.layer_blocks, inner, own, strict=True)
+        ]
+        assert self.extra_blocks is not None
+        maps, names = self.extra_blocks(maps, list(x.values()), list(x))
+        return OrderedDict(zip(names, maps, strict=True))
+
+
+@torch.compiler.disable  # a graph would be made for the sizes of one batch
+def padded_sizes(images: Tensor, sizes: Sequence[Size]) -> Tensor | None:
+    """The sizes on the device of the images (B, 3, H, W); None where no image is padded."""
+    canvas = (images.shape[2], images.shape[3])
+    if len(sizes) != len(images) or any(
+        not 1 <= n <= most for size in sizes for n, most in zip(size, canvas, strict=True)
+    ):
+        raise ValueError(f"sizes={list(sizes)}; expected a (height, width) within {canvas} for {len(images)} images")
+    if all(tuple(size) == canvas for size in sizes):
+        return None
+    on_gpu = images.device.type == "cuda"
+    return torch.tensor(sizes, pin_memory=on_gpu).to(images.device, non_blocking=on_gpu)
 
 
 class Detector(nn.Module):
@@ -49,7 +92,7 @@ class Detector(nn.Module):
         if regions < 1:
             raise ValueError(f"regions={regions}; expected 1 or more")
         self.backbone, self.num_classes = backbone, num_classes
-        self.pyramid = FeaturePyramidNetwork(list(backbone.channels), channels, extra_blocks=LastLevelMaxPool())
+        self.pyramid = Pyramid(backbone.channels, channels)
         self.proposals = RegionProposals(channels)
         self.heads = RoIHeads(channels, num_classes=num_classes, stages=HEADS[head][1], regions=regions)
 
@@ -62,24 +105,27 @@ class Detector(nn.Module):
     ) -> Losses | list[Detections]:
         """Losses where there are targets, else what is found in each image.
 
-        images: (B, 3, H, W), normalised; sizes: of each image without padding below and on the right (None:
-        there is none). targets: see `Targets`. keys (B,) int64: the choice of regions to learn from is a function of
-        them; None: random.
+        images: (B, 3, H, W), normalised; sizes: (height, width) of each image without padding below and on the right
+        (None: there is none). An image gets the same result padded as alone. targets: see `Targets`. keys (B,) int64:
+        the choice of regions to learn from is a function of them; None: random.
         """
+        own = None if sizes is None else padded_sizes(images, sizes)
         sizes = [(images.shape[2], images.shape[3])] * len(images) if sizes is None else sizes
-        maps = self.extract(images)
-        if targets is None:
-            boxes, _ = self.proposals(maps, sizes)
-            return self.heads(maps[:-1], boxes, sizes)
-        if keys is None:
+        maps = self.extract(images, own)
+        if targets is not None and keys is None:
             keys = torch.randint(2**62, (len(images),), device=images.device)
         boxes, losses = self.proposals(maps, sizes, targets, keys)
-        return losses | self.heads.losses(maps[:-1], boxes, sizes, targets, keys)
+        maps = maps[:-1]
+        if own is not None:
+            maps = [repeat_border(x, sizes_on_map(own, stride)) for x, stride in zip(maps, STRIDES, strict=True)]
+        if targets is None:
+            return self.heads(maps, boxes, sizes)
+        return losses | self.heads.losses(maps, boxes, sizes, targets, keys)
 
-    def extract(self, images: Tensor) -> list[Tensor]:
-        """Maps (B, channels, H/s, W/s) at strides 4, 8, 16, 32 and 64"""
-        maps = self.backbone(images)
-        return list(self.pyramid(OrderedDict((str(level), x) for level, x in enumerate(maps))).values())
+    def extract(self, images: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
+        """Maps (B, channels, H/s, W/s) at strides 4, 8, 16, 32 and 64; sizes (B, 2): of padded images"""
+        maps = OrderedDict((str(level), x) for level, x in enumerate(self.backbone(images, sizes)))
+        return list(self.pyramid(maps, sizes).values())
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return self.backbone.group_matcher(prefix="backbone", coarse=coarse)

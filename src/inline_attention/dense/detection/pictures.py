@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from inline_attention.dense.colours import class_colour, ink_on
+from inline_attention.dense.colours import Colour, class_colour, ink_on
 from inline_attention.dense.detection.average_precision import ImageResult
 from inline_attention.dense.detection.coco import load_pycocotools
 
@@ -26,7 +26,24 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
         x0, y0, x1, y1 = (float(side) for side in result.boxes[n])
         pen.rectangle((x0, y0, x1, y1), outline=colour, width=max(1, height // 8))
         text = f"{class_names[int(result.labels[n]) - 1]} {result.scores[n]:.2f}"
-        place = pen.textbbox((x0, max(0.0, y0 - 1.3 * height)), text, font=font)
-        pen.rectangle(place, fill=colour)
-        pen.text((x0, max(0.0, y0 - 1.3 * height)), text, fill=ink_on(colour), font=font)
+        _write(pen, text, corner=(x0, y0), colour=colour, font=font, size=picture.size, margin=max(2, height // 4))
     return picture
+
+
+def _write(
+    pen: ImageDraw.ImageDraw,
+    text: str,
+    *,
+    corner: tuple[float, float],
+    colour: Colour,
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+    size: tuple[int, int],
+    margin: int,
+) -> None:
+    """Text on a plate of that colour, above the corner of a box where there is room, and inside the picture."""
+    left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
+    width, height = right - left + 2 * margin, bottom - top + 2 * margin
+    x = max(0.0, min(corner[0], size[0] - width))
+    y = max(0.0, corner[1] - height)
+    pen.rectangle((x, y, x + width, y + height), fill=colour)
+    pen.text((x + margin - left, y + margin - top), text, fill=ink_on(colour), font=font)

@@ -17,7 +17,7 @@ from inline_attention.data.seeding import derive_seed, restored_generators, seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.dense.images import Normalise, read_image
 from inline_attention.dense.segmentation.config import SegmentDataConfig
-from inline_attention.dense.segmentation.sources import MaskSource, open_split
+from inline_attention.dense.segmentation.sources import IGNORED, MaskSource, open_split
 from inline_attention.dense.segmentation.transforms import TrainTransform, target_size
 
 
@@ -25,9 +25,10 @@ from inline_attention.dense.segmentation.transforms import TrainTransform, targe
 class SegmentBatch:
     """What a model sees in training, on the loader's device."""
 
-    images: Tensor  # (B, 3, H, W) float32, normalised
+    images: Tensor  # (B, 3, H, W) float32, normalised; what is beyond an image's size is no part of it
     masks: Tensor  # (B, H, W) int64, IGNORED where a pixel counts for nothing
     sample_ids: Tensor  # (B,) int64
+    sizes: Tensor | None = None  # (B, 2) int64, the images' own (height, width); None where none is padded
 
 
 @dataclass
@@ -35,6 +36,7 @@ class RawCrops:
     images: Tensor  # (B, H, W, 3) uint8
     masks: Tensor  # (B, H, W) uint8
     sample_ids: Tensor  # (B,) int64
+    sizes: Tensor  # (B, 2) int64, (height, width) of what is no padding
     skipped: Sequence[SkippedImage] = ()
     replaced: int = 0
     on_device: bool = False
@@ -43,7 +45,7 @@ class RawCrops:
         return len(self.sample_ids)
 
     def pin_memory(self) -> "RawCrops":  # called by DataLoader
-        pinned = {name: getattr(self, name).pin_memory() for name in ("images", "masks", "sample_ids")}
+        pinned = {name: getattr(self, name).pin_memory() for name in ("images", "masks", "sample_ids", "sizes")}
         return replace(self, **pinned)
 
 
@@ -60,11 +62,16 @@ class CropSamples(Dataset[RawCrops]):
             of_keys = [self._sample(key, skipped) for key in keys]
         found = [sample for sample in of_keys if sample is not None]
         rows, columns = self._config.crop_size
-        images = np.stack([image for image, _, _ in found]) if found else np.empty((0, rows, columns, 3), np.uint8)
-        masks = np.stack([mask for _, mask, _ in found]) if found else np.empty((0, rows, columns), np.uint8)
+        images = torch.zeros((len(found), rows, columns, 3), dtype=torch.uint8)
+        masks = torch.full((len(found), rows, columns), IGNORED, dtype=torch.uint8)
+        sizes = [mask.shape for _, mask, _ in found]
+        for n, ((pixels, mask, _), (height, width)) in enumerate(zip(found, sizes, strict=True)):
+            images[n, :height, :width] = torch.from_numpy(pixels)
+            masks[n, :height, :width] = torch.from_numpy(mask)
         ids = torch.tensor([index for _, _, index in found], dtype=torch.int64)
+        own = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
         replaced = sum(s is not None and s[2] != key.sample for s, key in zip(of_keys, keys, strict=True))
-        return RawCrops(torch.from_numpy(images), torch.from_numpy(masks), ids, skipped, replaced)
+        return RawCrops(images, masks, ids, own, skipped, replaced)
 
     def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> tuple[np.ndarray, np.ndarray, int] | None:
         found = read_or_replace(
@@ -92,7 +99,9 @@ class CropStage(DeviceStage[RawCrops, SegmentBatch]):
 
     def finish(self, raw: RawCrops) -> SegmentBatch:
         images, masks, ids = (t.to(self.device, non_blocking=True) for t in (raw.images, raw.masks, raw.sample_ids))
-        return SegmentBatch(self._normalise(images.permute(0, 3, 1, 2)), masks.long(), ids)
+        padded = bool((raw.sizes < torch.tensor(raw.masks.shape[1:])).any())
+        sizes = raw.sizes.to(self.device, non_blocking=True) if padded else None
+        return SegmentBatch(self._normalise(images.permute(0, 3, 1, 2)), masks.long(), ids, sizes)
 
 
 @dataclass
@@ -226,7 +235,7 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
     train = TrainLoader(
         WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True),
         stage=CropStage(),
-        batch_size=config.batch_size,
+        batch_size=plan.batch_size,
         steps_per_epoch=plan.steps,
         skipped=SkippedImages(limit=config.max_broken_count(len(source))),
         exact_resume=True,

@@ -2,10 +2,14 @@
 
 UperNet: "Unified Perceptual Parsing for Scene Understanding", arXiv 1807.10221.
 Semantic FPN: "Panoptic Feature Pyramid Networks", arXiv 1901.02446.
+
+In a batch of padded images, `sizes` (B, 2) are the true (height, width) of each. Maps are zero beyond an image's
+border, so that convolutions see there what they see beyond the border of an image alone; pooling and resizing keep to
+the image's own part of a map, and so do the statistics of batch norm.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,15 @@ from torch.nn import functional as F
 from inline_attention.dense.backbone import STRIDES
 from inline_attention.dense.norm import BatchNorm
 from inline_attention.layers.drop import ChannelDrop
+from inline_attention.layers.padding import own_positions, resize_weights, sizes_on_map, zero_padding
+from inline_attention.ops.reference import accumulation_dtype, without_autocast
+
+Own = Tensor | None  # (B, 2): rows and columns of each image's own part of a map; None where no image is padded
+
+
+def own_levels(sizes: Tensor | None, strides: Sequence[int] = STRIDES) -> list[Own]:
+    """Each image's own part of the maps at these strides, for images of these sizes"""
+    return [None if sizes is None else sizes_on_map(sizes, stride) for stride in strides]
 
 
 class ConvNormAct(nn.Sequential):
@@ -23,6 +36,14 @@ class ConvNormAct(nn.Sequential):
         conv = nn.Conv2d(in_dim, dim, kernel, padding=kernel // 2, bias=False)
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         super().__init__(conv, BatchNorm(dim), nn.ReLU())
+
+    def forward(self, x: Tensor, own: Own = None) -> Tensor:
+        """(B, in_dim, H, W) → (B, dim, H, W), zero beyond each image's own part"""
+        if own is None:
+            return super().forward(x)
+        conv, norm, activation = self
+        present = own_positions(own, (x.shape[2], x.shape[3]))[:, None]
+        return activation(norm(conv(x), present)).masked_fill(~present, 0)
 
 
 class PixelClassifier(nn.Sequential):
@@ -35,9 +56,51 @@ class PixelClassifier(nn.Sequential):
         super().__init__(ChannelDrop(drop, dim), conv)
 
 
-def resize(x: Tensor, size: Sequence[int]) -> Tensor:
-    """(B, C, H, W) → (B, C, *size), bilinear"""
-    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
+def resize(x: Tensor, size: Sequence[int], *, own: Own = None, new_own: Own = None) -> Tensor:
+    """(B, C, H, W) → (B, C, *size), bilinear
+
+    own, new_own: each image's own part of x and of the result, which is zero beyond it.
+    """
+    if own is None or new_own is None:
+        return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
+    weights = [
+        resize_weights(
+            own[:, axis],
+            new_own[:, axis],
+            (x.shape[2 + axis], size[axis]),
+            mode="bilinear",
+            dtype=accumulation_dtype(x.dtype),
+        )
+        for axis in range(2)
+    ]
+    return _resampled(x, *weights)
+
+
+def to_pixels(logits: Tensor, size: Sequence[int], *, sizes: Tensor | None = None, stride: int = STRIDES[0]) -> Tensor:
+    """Logits (B, classes, h, w) at a stride → (B, classes, *size) in at least float32, for images of these sizes"""
+    (own,) = own_levels(sizes, [stride])
+    return resize(logits.to(accumulation_dtype(logits.dtype)), size, own=own, new_own=sizes)
+
+
+def pool_cells(x: Tensor, cells: int, *, own: Own = None) -> Tensor:
+    """The means of cells × cells parts of each image: (B, C, H, W) → (B, C, cells, cells)"""
+    if own is None:
+        return F.adaptive_avg_pool2d(x, cells)
+    cell = torch.arange(cells, device=x.device)
+    weights = []
+    for axis in range(2):
+        length = own[:, axis, None]
+        begin, end = cell * length // cells, ((cell + 1) * length + cells - 1) // cells  # (B, cells), as torch has them
+        position = torch.arange(x.shape[2 + axis], device=x.device)
+        inside = (position >= begin[..., None]) & (position < end[..., None])
+        weights.append(inside / (end - begin)[..., None].to(accumulation_dtype(x.dtype)))
+    return _resampled(x, *weights)
+
+
+def _resampled(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """(B, C, H, W) → (B, C, h, w) by the weights (B, h, H) and (B, w, W), in their precision whatever autocast says"""
+    with without_autocast(x.device):
+        return torch.einsum("bih,bchw,bjw->bcij", rows, x.to(rows.dtype), columns).to(x.dtype)
 
 
 def repeat(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -54,20 +117,13 @@ class PyramidPooling(nn.Module):
         self.projections = nn.ModuleList(ConvNormAct(in_dim, dim, 1) for _ in cells)
         self.bottleneck = ConvNormAct(in_dim + len(self.cells) * dim, dim, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        pooled = [
-            resize(projection(F.adaptive_avg_pool2d(x, cells)), x.shape[2:])
-            for cells, projection in zip(self.cells, self.projections, strict=True)
-        ]
-        return self.bottleneck(torch.cat([x, *pooled], dim=1))
-
-
-def add_downwards(laterals: list[Tensor], enlarge: Callable[[Tensor, Sequence[int]], Tensor]) -> list[Tensor]:
-    """Each map of a pyramid plus the sum of all coarser ones; fine to coarse."""
-    sums = [laterals[-1]]
-    for lateral in reversed(laterals[:-1]):
-        sums.append(lateral + enlarge(sums[-1], lateral.shape[2:]))
-    return sums[::-1]
+    def forward(self, x: Tensor, own: Own = None) -> Tensor:
+        pooled = []
+        for cells, projection in zip(self.cells, self.projections, strict=True):
+            all_cells = None if own is None else torch.full_like(own, cells)
+            means = projection(pool_cells(x, cells, own=own))
+            pooled.append(resize(means, x.shape[2:], own=all_cells, new_own=own))
+        return self.bottleneck(torch.cat([x, *pooled], dim=1), own)
 
 
 class UperNet(nn.Module):
@@ -84,13 +140,17 @@ class UperNet(nn.Module):
         self.fusion = ConvNormAct(len(channels) * dim, dim, 3)
         self.classifier = PixelClassifier(dim, num_classes, drop=drop)
 
-    def forward(self, maps: list[Tensor]) -> Tensor:
-        laterals = [lateral(x) for lateral, x in zip(self.laterals, maps[:-1], strict=True)]
-        *fine, coarsest = add_downwards([*laterals, self.pooling(maps[-1])], resize)
-        levels = [smoothing(x) for smoothing, x in zip(self.smoothings, fine, strict=True)] + [coarsest]
+    def forward(self, maps: list[Tensor], sizes: Tensor | None = None) -> Tensor:
+        own = own_levels(sizes)
+        levels = [lateral(x, o) for lateral, x, o in zip(self.laterals, maps[:-1], own[:-1], strict=True)]
+        levels.append(self.pooling(maps[-1], own[-1]))
+        for fine in reversed(range(len(levels) - 1)):
+            coarse = resize(levels[fine + 1], levels[fine].shape[2:], own=own[fine + 1], new_own=own[fine])
+            levels[fine] = levels[fine] + coarse
+        levels[:-1] = [smooth(x, o) for smooth, x, o in zip(self.smoothings, levels[:-1], own[:-1], strict=True)]
         finest = levels[0].shape[2:]
-        fused = torch.cat([levels[0], *(resize(x, finest) for x in levels[1:])], dim=1)
-        return self.classifier(self.fusion(fused))
+        enlarged = [resize(x, finest, own=o, new_own=own[0]) for x, o in zip(levels[1:], own[1:], strict=True)]
+        return self.classifier(self.fusion(torch.cat([levels[0], *enlarged], dim=1), own[0]))
 
 
 class SemanticFPN(nn.Module):
@@ -115,22 +175,29 @@ class SemanticFPN(nn.Module):
         )
         self.classifier = PixelClassifier(dim, num_classes, drop=drop)
 
-    def forward(self, maps: list[Tensor]) -> Tensor:
-        laterals = [lateral(x) for lateral, x in zip(self.laterals, maps, strict=True)]
-        sums = add_downwards(laterals, repeat)
-        levels = [smoothing(x) for smoothing, x in zip(self.smoothings, sums, strict=True)]
-        refined = [self._refine(level, levels) for level in range(len(levels))]
+    def forward(self, maps: list[Tensor], sizes: Tensor | None = None) -> Tensor:
+        own = own_levels(sizes)
+        levels = [lateral(x) for lateral, x in zip(self.laterals, maps, strict=True)]
+        for fine in reversed(range(len(levels) - 1)):
+            # The nearest value is the same whether or not the map is padded: a side is doubled, or doubled less one.
+            levels[fine] = levels[fine] + repeat(levels[fine + 1], levels[fine].shape[2:])
+        smooth = [
+            zero_padding(smoothing(zero_padding(x, o, channels="first")), o, channels="first")
+            for smoothing, x, o in zip(self.smoothings, levels, own, strict=True)
+        ]
+        refined = [self._refine(level, smooth, own) for level in range(len(smooth))]
         return self.classifier(torch.stack(refined).sum(0))
 
-    def _refine(self, level: int, levels: list[Tensor]) -> Tensor:
+    def _refine(self, level: int, levels: list[Tensor], own: list[Own]) -> Tensor:
         """Convolution and doubling in turn; a map is doubled to the size of the next finer level, odd sides too."""
         x = levels[level]
         convs = self.refinements[level]
         assert isinstance(convs, nn.ModuleList)
         for i, conv in enumerate(convs):
-            x = conv(x)
+            x = conv(x, own[level - i])
             if level > 0:
-                x = resize(x, levels[level - 1 - i].shape[2:])
+                finer = level - 1 - i
+                x = resize(x, levels[finer].shape[2:], own=own[finer + 1], new_own=own[finer])
         return x
 
 
@@ -142,6 +209,6 @@ class FCNHead(nn.Module):
         self.conv = ConvNormAct(in_dim, dim, 3)
         self.classifier = PixelClassifier(dim, num_classes, drop=drop)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, own: Own = None) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes, H, W)"""
-        return self.classifier(self.conv(x))
+        return self.classifier(self.conv(x, own))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from inline_attention.dense.backbone import STRIDES, Backbone, create_backbone
-from inline_attention.dense.segmentation.heads import FCNHead, SemanticFPN, UperNet, resize
+from inline_attention.dense.segmentation.heads import FCNHead, SemanticFPN, UperNet, own_levels, to_pixels
 from inline_attention.models.registry import check_arguments
 
 # name → (for people, builder, channels of the auxiliary head or None)
@@ -14,7 +14,7 @@ HEADS: dict[str, tuple[str, Callable[..., nn.Module], int | None]] = {
     "upernet": ("UperNet", UperNet, 256),
     "fpn": ("Semantic FPN", SemanticFPN, None),
 }
-AUXILIARY_LEVEL = STRIDES.index(16)
+AUXILIARY_STRIDE = 16
 
 
 class Logits(NamedTuple):
@@ -32,17 +32,22 @@ class Segmenter(nn.Module):
         self.backbone, self.head, self.auxiliary = backbone, head, auxiliary
         self.num_classes = num_classes
 
-    def forward(self, images: Tensor) -> Logits:
-        """Images (B, 3, H, W) → logits at a quarter of their size"""
-        maps = self.backbone(images)
+    def forward(self, images: Tensor, sizes: Tensor | None = None) -> Logits:
+        """Images (B, 3, H, W) → logits at a quarter of their size
+
+        sizes: (B, 2) integers, the true (height, width) of images that are padded at the bottom and right; None where
+        no image is. The logits of each image's own part are those that the image would get alone.
+        """
+        maps = self.backbone(images, sizes)
         auxiliary = None
         if self.training and self.auxiliary is not None:
-            auxiliary = self.auxiliary(maps[AUXILIARY_LEVEL])
-        return Logits(self.head(maps), auxiliary)
+            (own,) = own_levels(sizes, [AUXILIARY_STRIDE])
+            auxiliary = self.auxiliary(maps[STRIDES.index(AUXILIARY_STRIDE)], own)
+        return Logits(self.head(maps, sizes), auxiliary)
 
-    def segment(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) → logits (B, classes, H, W) float32"""
-        return resize(self(images).main.float(), images.shape[2:])
+    def segment(self, images: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """(B, 3, H, W) → logits (B, classes, H, W) float32; zero beyond images of these sizes"""
+        return to_pixels(self(images, sizes).main, images.shape[2:], sizes=sizes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return self.backbone.group_matcher(prefix="backbone", coarse=coarse)
@@ -75,6 +80,6 @@ def create_segmenter(
     check_arguments(build_head, head_kwargs or {})
     auxiliary = None
     if auxiliary_dim is not None:
-        auxiliary = FCNHead(features.channels[AUXILIARY_LEVEL], num_classes, dim=auxiliary_dim)
+        auxiliary = FCNHead(features.channels[STRIDES.index(AUXILIARY_STRIDE)], num_classes, dim=auxiliary_dim)
     main = build_head(features.channels, num_classes, **(head_kwargs or {}))
     return Segmenter(features, main, auxiliary=auxiliary, num_classes=num_classes)

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 from timm.utils.misc import natural_key
 
-from inline_attention.data.decode import UnreadableImage, reason
-from inline_attention.data.sources import IMAGE_EXTENSIONS
+from inline_attention.data.decode import UnreadableImage, load_upright, open_file, open_image, reason
+from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files
 from inline_attention.dense.images import read_image
 from inline_attention.dense.segmentation.config import Layout, SegmentDataConfig
 
@@ -68,7 +67,9 @@ class MaskSource:
 def read_mask(path: Path) -> np.ndarray:
     """(H, W) uint16 of class numbers. A palette's colours are no matter: its indices are the numbers."""
     try:
-        with Image.open(path) as image:
+        with open_file(path) as file:
+            image = open_image(file)
+            load_upright(image)
             numbers, mode = np.asarray(image), image.mode
     except Exception as error:  # Pillow's decoders raise nearly every built-in exception on damaged files
         raise UnreadableImage(f"its mask {path}: {reason(error)}") from error
@@ -123,15 +124,14 @@ def _by_name(folder: Path, extensions: Iterable[str], ending: str) -> dict[str, 
     """Path below the folder, without its ending → file; in natural order."""
     endings = tuple((ending + extension).lower() for extension in extensions)
     names: dict[str, Path] = {}
-    for path in folder.rglob("*"):
-        if path.name.lower().endswith(endings):
-            name = str(path.relative_to(folder).with_suffix("")).removesuffix(ending)
-            if name in names:
-                raise ValueError(
-                    f"{names[name]} and {path} differ in their ending alone; expected one file for each name, since "
-                    "images and masks are matched by it"
-                )
-            names[name] = path
+    for path in map(Path, find_files(folder, endings)):
+        name = str(path.relative_to(folder).with_suffix("")).removesuffix(ending)
+        if name in names:
+            raise ValueError(
+                f"{names[name]} and {path} differ in their ending alone; expected one file for each name, since "
+                "images and masks are matched by it"
+            )
+        names[name] = path
     return dict(sorted(names.items(), key=lambda item: natural_key(item[0])))
 
 

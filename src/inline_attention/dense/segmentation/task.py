@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data.seeding import derive_seed
+from inline_attention.dense.backbone import STRIDES
 from inline_attention.dense.segmentation.config import SegmentConfig
 from inline_attention.dense.segmentation.data import SegmentBatch, SegmentData, open_segment_data
 from inline_attention.dense.segmentation.evaluate import SegmentResult, evaluate
-from inline_attention.dense.segmentation.heads import resize
+from inline_attention.dense.segmentation.heads import to_pixels
 from inline_attention.dense.segmentation.metrics import Scores
-from inline_attention.dense.segmentation.model import Segmenter
+from inline_attention.dense.segmentation.model import AUXILIARY_STRIDE, Segmenter
 from inline_attention.dense.segmentation.pictures import draw_examples
 from inline_attention.dense.segmentation.sources import IGNORED
 from inline_attention.dense.segmentation.weights import TASK, arguments_of, build, preparation, title
@@ -49,9 +50,9 @@ class Segmentation(Task):
 
     def open_data(self, ranks: Ranks) -> SegmentData:
         config = self.config
-        if config.model.head == "upernet" and config.data.batch_size * ranks.world_size == 1:
-            raise ValueError("data.batch_size=1: UperNet's batch norm over a mean of the image needs 2 images or more")
         self.data = open_segment_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        if config.model.head == "upernet" and self.data.train.batch_size * ranks.world_size == 1:
+            raise ValueError("data.batch_size=1: UperNet's batch norm over a mean of the image needs 2 images or more")
         self.data.train.to(ranks.device)
         return self.data
 
@@ -74,10 +75,12 @@ class Segmentation(Task):
         )
 
     def losses(self, forward: Callable[..., Any], batch: SegmentBatch, *, epoch: int, step: int) -> dict[str, Tensor]:
-        logits = forward(batch.images)
-        parts = {"main": pixel_loss(logits.main, batch.masks)}
+        sizes = batch.sizes
+        logits = forward(batch.images) if sizes is None else forward(batch.images, sizes)
+        parts = {"main": pixel_loss(logits.main, batch.masks, sizes=sizes)}
         if logits.auxiliary is not None:
-            parts["auxiliary"] = self.config.model.auxiliary_weight * pixel_loss(logits.auxiliary, batch.masks)
+            loss = pixel_loss(logits.auxiliary, batch.masks, sizes=sizes, stride=AUXILIARY_STRIDE)
+            parts["auxiliary"] = self.config.model.auxiliary_weight * loss
         return parts
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
@@ -104,12 +107,13 @@ class Segmentation(Task):
         }
 
 
-def pixel_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """Cross entropy () of logits (B, classes, h, w) enlarged to masks (B, H, W).
+def pixel_loss(logits: Tensor, masks: Tensor, *, sizes: Tensor | None = None, stride: int = STRIDES[0]) -> Tensor:
+    """Cross entropy () of logits (B, classes, h, w) at a stride, enlarged to masks (B, H, W).
 
     Divided by the number of all pixels, the ignored ones too, as published: the divisor is then the same on every rank.
+    sizes (B, 2): of images that are padded; their masks must be IGNORED there.
     """
-    enlarged = resize(logits.float(), masks.shape[1:])
+    enlarged = to_pixels(logits, masks.shape[1:], sizes=sizes, stride=stride)
     return F.cross_entropy(enlarged, masks, ignore_index=IGNORED, reduction="sum") / masks.numel()
 
 

@@ -5,7 +5,6 @@ import random
 import numpy as np
 from PIL import Image
 
-from inline_attention.dense.images import MEAN
 from inline_attention.dense.segmentation.config import SegmentDataConfig
 from inline_attention.dense.segmentation.sources import IGNORED
 
@@ -13,11 +12,10 @@ _MAX_DRAWS = 10
 
 
 class TrainTransform:
-    """Random scale, crop, mirror and colours: (H, W, 3) and (H, W) uint8 → the same, at the size of the crop."""
+    """Random scale, crop, mirror and colours: (H, W, 3) and (H, W) uint8 → the same, no larger than the crop."""
 
     def __init__(self, config: SegmentDataConfig) -> None:
         self._config = config
-        self._fill = tuple(round(255 * value) for value in MEAN)  # what normalises to about 0
 
     def __call__(self, pixels: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         config = self._config
@@ -29,13 +27,7 @@ class TrainTransform:
             image, cut = (x.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for x in (image, cut))
         if config.photometric:
             image = distort(image)
-        rows, columns = config.crop_size
-        canvas = np.empty((rows, columns, 3), dtype=np.uint8)
-        canvas[:] = self._fill
-        canvas[: image.height, : image.width] = np.asarray(image)
-        classes = np.full((rows, columns), IGNORED, dtype=np.uint8)
-        classes[: cut.height, : cut.width] = np.asarray(cut)
-        return canvas, classes
+        return np.array(image), np.array(cut)
 
     def _choose_box(self, mask: np.ndarray, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """(left, top, right, bottom) of a crop of the image at `size`: no larger, and not all of one class."""

@@ -43,6 +43,14 @@ export async function request(address, { json, ...options } = {}) {
 /** "InLine" for inline, "Softmax" for softmax. */
 export const titleOf = (kind) => (kind === "inline" ? "InLine" : kind[0].toUpperCase() + kind.slice(1));
 
+/** 0.3137 → "31", −0.002 → "0", 123.4 → "1e4": never wider than a column of the table. */
+export function percent(value) {
+  if (!Number.isFinite(value)) return number(value);
+  const hundredths = 100 * value;
+  const text = Math.abs(hundredths) < 1000 ? hundredths.toFixed(0) : hundredths.toExponential(0).replace("+", "");
+  return text.replace(/^-0$/, "0").replaceAll("-", "−");
+}
+
 /** 0.3137 → "0.31", 0.00071 → "7.1e−4"; minus signs as in print. */
 export function number(value, digits = 2) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "none" : value > 0 ? "∞" : "−∞";

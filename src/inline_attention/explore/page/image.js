@@ -77,11 +77,11 @@ function buildControls({ photos, models }) {
   reference.value = state.reference;
   reference.addEventListener("change", () => {
     state.reference = reference.value;
-    panels.forEach(draw);
+    drawAll();
   });
   byId("image-residual").addEventListener("change", (event) => {
     state.residual = event.target.checked;
-    panels.forEach(draw);
+    drawAll();
   });
 }
 
@@ -107,21 +107,17 @@ function makePanel({ title, name, model = null, head = null }) {
     "aria-label": model ? `Attention map, ${name}` : "Token of the picture",
     "aria-valuenow": 0,
   });
-  const low = html("span");
-  const middle = html("span");
-  const high = html("span");
   const facts = html("p", { class: "facts" });
   const node = html("article", { class: "card panel", "data-kind": model?.kind ?? "picture" }, html("header", {}, title));
   if (head) node.firstChild.append(head);
   node.append(canvas);
   if (model) {
-    node.append(html("div", { class: "ramp", "aria-hidden": "true" }), html("div", { class: "legend" }, low, middle, high));
     const source = model.weights ?? html("span", { class: "badge" }, "random weights");
     node.append(facts, html("p", {}, `${describe(model)} · `, source));
   } else {
     node.append(facts);
   }
-  const panel = { node, canvas, model, head, low, middle, high, facts, map: null, asking: false, outdated: false };
+  const panel = { node, canvas, model, head, facts, map: null, asking: false, outdated: false };
   const choose = (event) => {
     const box = canvas.getBoundingClientRect();
     select((event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
@@ -155,8 +151,8 @@ function select(x, y) {
   const inside = (value) => Math.min(0.999, Math.max(0, value));
   const [height, width] = queryGrid();
   // The middle of the token, from which steps of a token lead to the middle of others.
-  const centre = (value, count) => (Math.floor(inside(value) * count) + 0.5) / count;
-  const [newX, newY] = [centre(x, width), centre(y, height)];
+  const middle = (value, count) => (Math.floor(inside(value) * count) + 0.5) / count;
+  const [newX, newY] = [middle(x, width), middle(y, height)];
   if (newX === state.x && newY === state.y) return;
   state.x = newX;
   state.y = newY;
@@ -210,7 +206,7 @@ function update() {
 /** Asks for a panel's map. While an answer is awaited further wishes are only noted: the last one counts. */
 async function refresh(panel) {
   if (!panel.model) {
-    draw(panel);
+    drawAll();
     return;
   }
   panel.outdated = true;
@@ -237,8 +233,7 @@ async function refresh(panel) {
     } catch (error) {
       panel.error = error.message;
     }
-    draw(panel);
-    draw(panels[0]);
+    drawAll();
   }
   panel.node.classList.remove("stale");
   panel.asking = false;
@@ -253,7 +248,29 @@ function offerHeads({ head, map, outdated }) {
   if (!outdated) head.value = map.head ?? "";
 }
 
-function draw(panel) {
+/** What a panel shows: weights × N, null outside the window of the query. */
+function shownWeights({ map }) {
+  const weights = state.residual && map.with_local ? map.with_local : map.weights;
+  return weights.map((weight) => (weight === null ? null : weight * map.tokens));
+}
+
+const centre = () => (state.reference === "uniform" ? 1 : 0);
+
+/** How far any map is from the middle of the legend: one range for all, so that their colours compare. */
+function sharedRange() {
+  const shown = panels.filter((panel) => panel.map && !panel.error).flatMap(shownWeights);
+  return Math.max(0, ...shown.filter((weight) => weight !== null).map((weight) => Math.abs(weight - centre()))) || 1;
+}
+
+/** All panels, for a map that is new may change the range of every other. */
+function drawAll() {
+  const range = sharedRange();
+  const ends = [centre() - range, centre(), centre() + range];
+  [...byId("image-legend").children].forEach((label, i) => (label.textContent = number(ends[i])));
+  panels.forEach((panel) => draw(panel, range));
+}
+
+function draw(panel, range) {
   const { canvas, map, model } = panel;
   const context = canvas.getContext("2d");
   if (!photo) return;
@@ -277,10 +294,8 @@ function draw(panel) {
     return;
   }
   if (!map) return;
-  const weights = state.residual && map.with_local ? map.with_local : map.weights;
-  const reference = state.reference === "uniform" ? 1 / map.tokens : 0;
+  const weights = shownWeights(panel);
   const seen = weights.filter((weight) => weight !== null);
-  const range = Math.max(...seen.map((weight) => Math.abs(weight - reference))) || 1;
   const [height, width] = map.grid;
   const [tall, wide] = [PIXELS / height, PIXELS / width];
   weights.forEach((weight, i) => {
@@ -288,20 +303,17 @@ function draw(panel) {
     if (weight === null) {
       context.fillStyle = "rgb(40 44 52 / 0.72)"; // outside the window of the query
     } else {
-      const share = (weight - reference) / range;
+      const share = (weight - centre()) / range;
       const colour = share < 0 ? NEGATIVE : POSITIVE;
       context.fillStyle = `rgb(${colour.join(" ")} / ${(0.92 * Math.abs(share)).toFixed(3)})`;
     }
     context.fillRect(Math.floor(column * wide), Math.floor(row * tall), Math.ceil(wide), Math.ceil(tall));
   });
   drawQuery(context, map.query, map.query_grid);
-  panel.low.textContent = `−${number(range, 3)}`;
-  panel.middle.textContent = state.reference === "uniform" ? "1/N" : "0";
-  panel.high.textContent = `+${number(range, 3)}`;
   const negative = seen.filter((weight) => weight < 0).length;
   const facts = [
-    `Smallest ${number(Math.min(...seen), 4)}, largest ${number(Math.max(...seen), 4)}`,
-    `1/N ${number(1 / map.tokens, 4)}`,
+    `Smallest ${number(Math.min(...seen))}, largest ${number(Math.max(...seen))}`,
+    `N = ${map.tokens}`,
     `${negative} of ${seen.length} negative`,
   ];
   if (map.kind !== model.kind) facts.unshift(`${titleOf(map.kind)} attention in this layer`);

@@ -1,7 +1,7 @@
 // Part one: queries and keys in the plane, and the weights that the three attention functions make of them.
 
 import { KERNELS, KINDS, closestPair, equalGroups, weights } from "./attention.js";
-import { byId, html, number, svg, titleOf } from "./dom.js";
+import { byId, html, number, percent, svg, titleOf } from "./dom.js";
 
 const EXTENT = 2.75; // the plane from −EXTENT to EXTENT
 const UNIT = 100; // SVG units of one
@@ -278,7 +278,7 @@ function drawBars(rows) {
         bar.style.height = `${(100 * Math.abs(shown)) / span}%`;
         bar.classList.toggle("negative", weight < 0);
         bar.classList.toggle("cut", shown !== weight);
-        numbers[key].textContent = number(weight);
+        numbers[key].textContent = percent(weight);
       });
       node.style.setProperty("--zero", `${(100 * -bottom) / span}%`);
       node.classList.toggle("same", groups.some((group) => group.includes(query)));

@@ -3,12 +3,11 @@
 import triton
 import triton.language as tl
 
+from ..feature_maps import add_map_at_zero, feature_map, feature_map_backward
 from .blocks import (
     SIZES,
     accumulate,
     add_local,
-    feature_map,
-    feature_map_backward,
     gradient_pointers,
     load_map_row,
     load_neighbours,
@@ -28,17 +27,18 @@ from .blocks import (
 
 @triton.jit
 def accumulate_taps(
-    p_g, p_v, p_mask, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
-    a0, a1, a2, a3, a4, a5, a6, a7, a8, BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
+    p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
+    a0, a1, a2, a3, a4, a5, a6, a7, a8,
+    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """Adds the taps' gradient from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
     g_above = tl.zeros([BW, BC], tl.float32)
     g_here = tl.zeros([BW, BC], tl.float32)
     # Row y of v lies above row y + 1 of the outputs, and so on. Rows are loaded one turn before they are used.
-    g_next = load_map_row(p_g, stride_g, p_mask, y_begin, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+    g_next = load_map_row(p_g, stride_g, p_mask_q, y_begin, x, y_end, W, prefix, o_c, m_c, BW, MASK_Q)
     left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     for y in range(y_begin - 1, y_end + 1):
-        g_next1 = load_map_row(p_g, stride_g, p_mask, y + 2, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+        g_next1 = load_map_row(p_g, stride_g, p_mask_q, y + 2, x, y_end, W, prefix, o_c, m_c, BW, MASK_Q)
         left1, here1, right1 = load_neighbours(p_v, stride_v, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
         g_below = g_next.to(tl.float32)
         left, here, right = left.to(tl.float32), here.to(tl.float32), right.to(tl.float32)
@@ -58,8 +58,8 @@ def accumulate_taps(
 
 @triton.jit
 def sum_taps(
-    p_g, p_v, p_mask, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
-    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
+    p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
+    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the nine taps from columns x_begin … x_end − 1 of rows y_begin … y_end − 1 of g, x_begin a
     multiple of BW, as x_end is if it is not W: nine blocks (BC,)"""
@@ -67,8 +67,8 @@ def sum_taps(
     a1, a2, a3, a4, a5, a6, a7, a8 = a0, a0, a0, a0, a0, a0, a0, a0
     for x in range(x_begin, x_end, BW):
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = accumulate_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
-            a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, BC, HAS_MASK,
+            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
+            a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, BC, HAS_MASK, MASK_Q,
         )  # fmt: skip
     return (
         tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0), tl.sum(a5, 0), tl.sum(a6, 0),
@@ -128,15 +128,16 @@ def write_key_grads(
 
 @triton.jit
 def write_grads(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_q, m_k, o_c, m_c,
     b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
     MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """The gradients of tokens t + o_t, the local residual's aside: queries where m_q, keys and values where m_k"""
     write_query_grads(
-        p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_q, o_c, m_c, b_st, MAP, DOT, PRECISION, MASK_Q
-    )
+        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t, o_t, m_q, o_c, m_c, b_st,
+        MAP, DOT, PRECISION, MASK_Q,
+    )  # fmt: skip
     write_key_grads(
         p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, o_t, m_k, o_c, m_c,
         b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK,
@@ -145,7 +146,7 @@ def write_grads(
 
 @triton.jit
 def write_grads_run(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t_begin, t_end, Nq, N, o_c, m_c,
     b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
     MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -156,7 +157,7 @@ def write_grads_run(
     for t in range(t_begin, t_end, BN):
         m_t = t + o_t < t_end
         write_grads(
-            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
             t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), o_c, m_c,
             b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
@@ -165,7 +166,7 @@ def write_grads_run(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_count, p_seq, p_s, p_means, p_d0, p_d1, p_d2, p_dw,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_count, p_seq, p_s, p_means, p_d0, p_d1, p_d2, p_dw,
     Nq, N, H, W, prefix, scale, blocks, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
@@ -191,15 +192,16 @@ def backward_kernel(
     p_dv += i_b * stride_dvb + start * stride_dv + c
     if HAS_MASK:
         p_mask += i_b * N
+    if MASK_Q:
+        p_mask_q += i_b * Nq
     count = tl.cast(N, tl.float32)
     if HAS_MASK:
         count = tl.load(p_count + i_b)
 
     b_ds, _, b_g_sum, _, _ = accumulate(
-        p_q, p_g, p_mask, stride_q, stride_g, 0, Nq, o_c, m_c, 0, 0, MAP, BN, BC, DOT, PRECISION, False, MASK_Q
+        p_q, p_g, p_mask_q, stride_q, stride_g, 0, Nq, o_c, m_c, 0, 0, MAP, BN, BC, DOT, PRECISION, False, MASK_Q
     )
-    if MAP == "exp":
-        b_ds += b_g_sum[None, :]  # φ(0)
+    b_ds = add_map_at_zero(b_ds, b_g_sum[None, :], MAP)
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     b_ds = tl.where(m_head, b_ds * tl.div_rn(tl.cast(scale, tl.float32), count), 0.0)
     b_g_mean = tl.div_rn(b_g_sum, count)
@@ -211,7 +213,7 @@ def backward_kernel(
     b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
     b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
     write_grads_run(
-        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
         stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, tl.maximum(Nq, N), Nq, N, o_c, m_c,
         b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
     )  # fmt: skip
@@ -219,19 +221,20 @@ def backward_kernel(
         tl.debug_barrier()  # what another thread wrote is read here
         for x in range(0, W, BW):
             add_local(
-                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask, stride_g, stride_dv, x, 0, H, H, W, prefix, o_c, m_c,
-                BW, BC, True, HAS_MASK,
+                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
+                x, 0, H, H, W, prefix, o_c, m_c, BW, BC, True, MASK_Q, HAS_MASK,
             )  # fmt: skip
     if GRAD_TAPS:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, 0, W, 0, H, H, W, prefix, o_c, m_c, BW, BC, HAS_MASK
-        )
+            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, 0, W, 0, H, H, W, prefix, o_c, m_c,
+            BW, BC, HAS_MASK, MASK_Q,
+        )  # fmt: skip
         store_taps(p_dw + (i_b * C + c + o_c) * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_state_kernel(
-    p_q, p_v, p_g, p_mask, p_seq, p_part,
+    p_q, p_v, p_g, p_mask, p_mask_q, p_seq, p_part,
     Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, GRAD_TAPS: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
@@ -255,12 +258,14 @@ def grad_state_kernel(
     p_g += i_b * stride_gb + start * stride_g + c
     if HAS_MASK:
         p_mask += i_b * N
+    if MASK_Q:
+        p_mask_q += i_b * Nq
     p_part += (i * parts + i_p) * (BC * (BC + 10))
     length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
     t_begin = tl.minimum(i_p * length, Nq)
     t_end = tl.minimum(t_begin + length, Nq)
     b_ds, _, b_g_sum, _, _ = accumulate(
-        p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_c, m_c, 0, 0,
+        p_q, p_g, p_mask_q, stride_q, stride_g, t_begin, t_end, o_c, m_c, 0, 0,
         MAP, BN, BC, DOT, PRECISION, False, MASK_Q,
     )  # fmt: skip
     tl.store(p_part + o_c[:, None] * BC + o_c[None, :], b_ds)
@@ -274,8 +279,8 @@ def grad_state_kernel(
         x_begin = i_p % across * span
         x_end = tl.minimum(x_begin + span, W)
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
-            p_g, p_v, p_mask, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
-            BW, BC, HAS_MASK,
+            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
+            BW, BC, HAS_MASK, MASK_Q,
         )  # fmt: skip
         store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
@@ -304,8 +309,7 @@ def grad_finish_kernel(
     p_part += i * parts * size
     b_ds = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP, STEPS)
     b_g_sum = sum_parts(p_part, BC * BC + o_c[None, :], m_c[None, :], parts, size, BP, STEPS)
-    if MAP == "exp":
-        b_ds += b_g_sum  # φ(0)
+    b_ds = add_map_at_zero(b_ds, b_g_sum, MAP)
     tl.store(
         p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D),
         b_ds * tl.div_rn(tl.cast(scale, tl.float32), count),
@@ -323,7 +327,7 @@ def grad_finish_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_seq, p_s, p_means, p_ds, p_g_mean, p_d0, p_d1, p_d2,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_seq, p_s, p_means, p_ds, p_g_mean, p_d0, p_d1, p_d2,
     Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
@@ -354,6 +358,8 @@ def grad_kernel(
     p_dv += i_b * stride_dvb + start * stride_dv + c
     if HAS_MASK:
         p_mask += i_b * N
+    if MASK_Q:
+        p_mask_q += i_b * Nq
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     o_s = i_b * C * D + c * D + state_offsets(o_c, o_c, D)
     b_st = tl.trans(operand(tl.load(p_s + o_s, mask=m_head, other=0.0), DOT, PRECISION))
@@ -366,7 +372,7 @@ def grad_kernel(
     if LOCAL:
         if i_t == 0:
             write_grads_run(
-                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
                 stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, prefix, Nq, N, o_c, m_c,
                 b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK, MASK_Q,
             )  # fmt: skip
@@ -378,19 +384,19 @@ def grad_kernel(
             for i in range(0, rows * BW, BN):
                 o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
                 write_grads(
-                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
                     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_t, m_t, o_c, m_c,
                     b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
                 )  # fmt: skip
             tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask, stride_g, stride_dv, x, y, y_end, H, W, prefix, o_c, m_c,
-                BW, BC, True, HAS_MASK,
+                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
+                x, y, y_end, H, W, prefix, o_c, m_c, BW, BC, True, MASK_Q, HAS_MASK,
             )  # fmt: skip
     else:
         t = i_t * rows
         write_grads_run(
-            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask,
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, t + rows, Nq, N, o_c, m_c,
             b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
         )  # fmt: skip

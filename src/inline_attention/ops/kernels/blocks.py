@@ -18,35 +18,13 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
 import triton
 import triton.language as tl
 
+from ..feature_maps import feature_map
+
 # Arguments that differ from image to image: a kernel is compiled once for all of them.
 SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
 
 # Stages of the pipeline over a map's rows.
 ROW_STAGES = tl.constexpr(4)
-
-
-@triton.jit
-def feature_map(b_x, MAP: tl.constexpr):
-    """φ(x) − φ(0), element by element, of float32"""
-    if MAP == "relu":
-        b_x = tl.maximum(b_x, 0.0)
-    elif MAP == "leaky_relu":
-        b_x = tl.where(b_x > 0, b_x, 0.01 * b_x)
-    elif MAP == "exp":
-        b_x = tl.exp(0.2 * b_x) - 1.0
-    return b_x
-
-
-@triton.jit
-def feature_map_backward(b_x, b_grad, MAP: tl.constexpr):
-    """φ'(x)·grad"""
-    if MAP == "relu":
-        b_grad = tl.where(b_x > 0, b_grad, 0.0)
-    elif MAP == "leaky_relu":
-        b_grad = tl.where(b_x > 0, b_grad, 0.01 * b_grad)
-    elif MAP == "exp":
-        b_grad = 0.2 * tl.exp(0.2 * b_x) * b_grad
-    return b_grad
 
 
 @triton.jit
@@ -273,8 +251,8 @@ def weigh(b_sum, w0, w1, w2, left, here, right):
 
 @triton.jit
 def add_local(
-    p_x, p_w, p_out, p_mask, stride_x, stride_out, x, y_begin, y_end, H, W, prefix, o_c, m_c,
-    BW: tl.constexpr, BC: tl.constexpr, FLIP: tl.constexpr, HAS_MASK: tl.constexpr,
+    p_x, p_w, p_out, p_mask_x, p_mask_out, stride_x, stride_out, x, y_begin, y_end, H, W, prefix, o_c, m_c,
+    BW: tl.constexpr, BC: tl.constexpr, FLIP: tl.constexpr, MASK_X: tl.constexpr, MASK_OUT: tl.constexpr,
 ):  # fmt: skip
     """Adds the 3×3 sums of a map to what this program wrote for rows y_begin … y_end − 1, columns x … x + BW − 1
 
@@ -284,17 +262,17 @@ def add_local(
     """
     w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, FLIP)
     b_zero = tl.zeros([BW, BC], tl.float32)
-    left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, MASK_X)
     b_next = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row to be written next
-    left, here, right = load_neighbours(p_x, stride_x, p_mask, y_begin, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y_begin, x, H, W, prefix, o_c, m_c, BW, MASK_X)
     b_next = weigh(b_next, w3, w4, w5, left, here, right)
     b_after = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row after it
     o_x = tl.arange(0, BW)
     for y in tl.range(y_begin, y_end, num_stages=ROW_STAGES):
-        left, here, right = load_neighbours(p_x, stride_x, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        b_out = load_map_row(p_out, stride_out, p_mask, y, x, y_end, W, prefix, o_c, m_c, BW, HAS_MASK)
+        left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y + 1, x, H, W, prefix, o_c, m_c, BW, MASK_X)
+        b_out = load_map_row(p_out, stride_out, p_mask_out, y, x, y_end, W, prefix, o_c, m_c, BW, MASK_OUT)
         t = prefix + y * W + x
         b_next = weigh(b_next, w6, w7, w8, left, here, right) + b_out.to(tl.float32)
-        store_rows(p_out, b_next, stride_out, t, o_x, present(p_mask, t, o_x, x + o_x < W, HAS_MASK), o_c, m_c)
+        store_rows(p_out, b_next, stride_out, t, o_x, present(p_mask_out, t, o_x, x + o_x < W, MASK_OUT), o_c, m_c)
         b_next = weigh(b_after, w3, w4, w5, left, here, right)
         b_after = weigh(b_zero, w0, w1, w2, left, here, right)

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
+from ..feature_maps import add_map_at_zero, feature_map
 from .blocks import (
     SIZES,
     accumulate,
     add_local,
     covariance,
-    feature_map,
     load_rows,
     locate,
     operand,
@@ -38,9 +38,7 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
 @triton.jit
 def base_of(b_s, b_v_mean, MAP: tl.constexpr):
     """What every output starts from: v̄, and φ(0)·S where φ(0) is not zero. (BC,)"""
-    if MAP == "exp":
-        b_v_mean += tl.sum(b_s, 0)
-    return b_v_mean
+    return add_map_at_zero(b_v_mean, tl.sum(b_s, 0), MAP)
 
 
 @triton.jit
@@ -75,7 +73,7 @@ def write_run(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    p_q, p_k, p_v, p_w, p_mask, p_count, p_seq, p_out, p_s, p_means,
+    p_q, p_k, p_v, p_w, p_mask, p_mask_q, p_count, p_seq, p_out, p_s, p_means,
     Nq, N, H, W, prefix, scale, blocks, C,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_ob, stride_o,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
@@ -97,6 +95,8 @@ def forward_kernel(
     p_out += i_b * stride_ob + start * stride_o + c
     if HAS_MASK:
         p_mask += i_b * N
+    if MASK_Q:
+        p_mask_q += i_b * Nq
     count = tl.cast(N, tl.float32)
     if HAS_MASK:
         count = tl.load(p_count + i_b)
@@ -117,13 +117,13 @@ def forward_kernel(
         tl.store(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), b_s.to(p_s.dtype.element_ty), mask=m_head)
     b_base = base_of(b_s, b_v_mean, MAP)
     b_s = operand(b_s, DOT, PRECISION)
-    write_run(p_q, p_out, p_mask, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
+    write_run(p_q, p_out, p_mask_q, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
     if LOCAL:
         tl.debug_barrier()  # what another thread wrote is read here
         for x in range(0, W, BW):
             add_local(
-                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, stride_v, stride_o, x, 0, H, H, W, prefix, o_c, m_c,
-                BW, BC, False, HAS_MASK,
+                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, p_mask_q, stride_v, stride_o,
+                x, 0, H, H, W, prefix, o_c, m_c, BW, BC, False, HAS_MASK, MASK_Q,
             )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def output_kernel(
-    p_q, p_v, p_w, p_mask, p_seq, p_out, p_s, p_means,
+    p_q, p_v, p_w, p_mask, p_mask_q, p_seq, p_out, p_s, p_means,
     Nq, N, H, W, prefix, blocks, columns, rows, C,
     stride_qb, stride_q, stride_vb, stride_v, stride_ob, stride_o,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
@@ -234,6 +234,8 @@ def output_kernel(
     p_out += i_b * stride_ob + start * stride_o + c
     if HAS_MASK:
         p_mask += i_b * N
+    if MASK_Q:
+        p_mask_q += i_b * Nq
     m_head = same_head(o_c, m_c, o_c, m_c, D)
     b_s = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
     b_v_mean = tl.load(p_means + i_b * 2 * C + C + c + o_c, mask=m_c, other=0.0)
@@ -242,7 +244,7 @@ def output_kernel(
     if LOCAL:
         if i_t == 0:
             write_run(
-                p_q, p_out, p_mask, stride_q, stride_o, 0, prefix, o_c, m_c, b_s, b_base,
+                p_q, p_out, p_mask_q, stride_q, stride_o, 0, prefix, o_c, m_c, b_s, b_base,
                 MAP, 16, DOT, PRECISION, MASK_Q,
             )  # fmt: skip
         x = (i_t % columns) * BW
@@ -253,17 +255,17 @@ def output_kernel(
             for i in range(0, rows * BW, BN):
                 o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
                 write_outputs(
-                    p_q, p_out, p_mask, stride_q, stride_o, t, o_t, m_t, o_c, m_c, b_s, b_base,
+                    p_q, p_out, p_mask_q, stride_q, stride_o, t, o_t, m_t, o_c, m_c, b_s, b_base,
                     MAP, DOT, PRECISION, MASK_Q,
                 )  # fmt: skip
             tl.debug_barrier()  # what another thread wrote is read here
             add_local(
-                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, stride_v, stride_o, x, y, y_end, H, W, prefix, o_c, m_c,
-                BW, BC, False, HAS_MASK,
+                p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, p_mask_q, stride_v, stride_o,
+                x, y, y_end, H, W, prefix, o_c, m_c, BW, BC, False, HAS_MASK, MASK_Q,
             )  # fmt: skip
     else:
         t = i_t * rows
         write_run(
-            p_q, p_out, p_mask, stride_q, stride_o, t, tl.minimum(t + rows, Nq), o_c, m_c, b_s, b_base,
+            p_q, p_out, p_mask_q, stride_q, stride_o, t, tl.minimum(t + rows, Nq), o_c, m_c, b_s, b_base,
             MAP, BN, DOT, PRECISION, MASK_Q,
         )  # fmt: skip

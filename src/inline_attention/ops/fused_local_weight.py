@@ -1,4 +1,4 @@
-"""The taps of the local residual from the mean token in one launch: a two-layer perceptron per head."""
+"""The weight of the local residual as one Triton launch; `local_weight.py` has the reference."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from .fused import dot_settings, launch, on_device_of, refuse_tangents, register
-from .kernels.taps import taps_kernel
+from .fused import MOST_ON_AN_AXIS, dot_settings, launch, on_device_of, refuse_tangents, register
+from .kernels.local_weight import local_weight_kernel
 from .local import TAPS
 from .precision import product_dtype
 
@@ -18,12 +18,12 @@ SAMPLES = 16
 OUTPUTS = 32
 
 
-@register("inline_attention::taps", mutates_args=())
-def _taps_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
+@register("inline_attention::local_weight", mutates_args=())
+def _local_weight_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
     batch, (heads, head_dim) = mean.shape[0], b1.shape
     out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
     with on_device_of(mean):
-        launch(taps_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
+        launch(local_weight_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
             mean, w1, b1, w2, b2, out, batch, mean.stride(0),
             HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
             **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,
@@ -31,7 +31,7 @@ def _taps_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype
     return out
 
 
-@_taps_op.register_fake
+@_local_weight_op.register_fake
 def _(mean, w1, b1, w2, b2, dtype):  # type: ignore[no-untyped-def]  # as the operator
     return mean.new_empty((mean.shape[0], *b1.shape, TAPS), dtype=dtype)
 
@@ -59,18 +59,26 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     )
 
 
-_taps_op.register_autograd(_backward, setup_context=_setup_context)
+_local_weight_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@register_flop_formula(torch.ops.inline_attention.taps)
+@register_flop_formula(torch.ops.inline_attention.local_weight)
 def _flops(mean: Any, w1: Any, b1: Any, w2: Any, *args: Any, **kwargs: Any) -> int:
     heads, outputs, inputs = w2
     return 2 * mean[0] * heads * inputs * (w1[1] + outputs)
 
 
-def make_taps(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """W2·gelu(W1·x + b1) + b2 of each head: mean (B, heads·d), weights (heads, d, d) and (heads, 9·d, d), biases
-    (heads, d) and (heads, 9·d) → (B, heads, d, 9), in what autocast or else `mean` says"""
-    refuse_tangents(mean, w1, b1, w2, b2)
-    out: Tensor = _taps_op(mean.contiguous(), *(x.contiguous() for x in (w1, b1, w2, b2)), product_dtype(mean))
+def why_not(token_mean: Tensor) -> str | None:
+    """Why the kernel cannot run on this many samples, or None if it can."""
+    most = MOST_ON_AN_AXIS * SAMPLES
+    if token_mean.shape[0] > most:
+        return f"the kernel takes up to {most:,} samples or windows at once, not {token_mean.shape[0]:,}"
+    return None
+
+
+def make_local_weight(token_mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """The backend's entry. Inputs are checked; the output's dtype is autocast's, or else that of the mean token."""
+    refuse_tangents(token_mean, w1, b1, w2, b2)
+    weights = (x.contiguous() for x in (w1, b1, w2, b2))
+    out: Tensor = _local_weight_op(token_mean.contiguous(), *weights, product_dtype(token_mean))
     return out

@@ -6,32 +6,33 @@ import torch
 pytest.importorskip("triton")
 
 from inline_attention.layers import LocalKernel
-from inline_attention.ops import backends, fused_taps
+from inline_attention.ops import fused_local_weight
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 
 
-def make(batch, heads, head_dim):
+def make_layer(batch, heads, head_dim):
     torch.manual_seed(0)
     return LocalKernel(heads * head_dim, heads).to(DEVICE), torch.randn(batch, heads * head_dim, device=DEVICE)
 
 
-def run(layer, mean, grad, make_taps):
+def run(layer, mean, grad, make):
     mean = mean.detach().requires_grad_()
-    taps = make_taps(layer, mean)
+    taps = make(layer, mean)
     return [taps, *torch.autograd.grad(taps, [mean, *layer.parameters()], grad.to(taps.dtype))]
 
 
 def by_kernel(layer, mean):
-    return fused_taps.make_taps(mean, layer.fc1.weight, layer.fc1.bias, layer.fc2.weight, layer.fc2.bias)
+    return fused_local_weight.make_local_weight(
+        mean, layer.fc1.weight, layer.fc1.bias, layer.fc2.weight, layer.fc2.bias
+    )
 
 
 @pytest.fixture
-def by_layers(monkeypatch):
-    monkeypatch.setattr(backends, "choose", lambda *_: "reference")
-    return lambda layer, mean: layer(mean)
+def by_layers():
+    return lambda layer, mean: layer(mean, backend="reference")
 
 
 SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128)]
@@ -41,7 +42,7 @@ SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128)]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_taps_and_gradients(batch, heads, head_dim, dtype, by_layers):
     """At most twice the error of the layers under autocast, and one rounding of the result."""
-    layer, mean = make(batch, heads, head_dim)
+    layer, mean = make_layer(batch, heads, head_dim)
     grad = torch.randn(batch, heads, head_dim, 9, device=DEVICE)
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
         fast = run(layer, mean, grad, by_kernel)
@@ -55,7 +56,7 @@ def test_taps_and_gradients(batch, heads, head_dim, dtype, by_layers):
 
 
 def test_a_mean_that_is_a_view():
-    layer, mean = make(3, 2, 16)
+    layer, mean = make_layer(3, 2, 16)
     torch.testing.assert_close(by_kernel(layer, torch.cat([mean, mean], 1)[:, :32]), by_kernel(layer, mean))
 
 
@@ -63,7 +64,7 @@ def test_a_mean_that_is_a_view():
 @pytest.mark.parametrize("shape", [(3, 16), (3, 64), (3, 1, 32)])
 def test_a_mean_of_another_width_is_refused(shape, backend):
     """The kernel would read beyond its end."""
-    layer, _ = make(3, 2, 16)
+    layer, _ = make_layer(3, 2, 16)
     with pytest.raises(ValueError, match=r"the mean token has shape \(3, .*expected \(B, 32\)"):
         layer(torch.randn(shape, device=DEVICE), backend=backend)
 
@@ -81,18 +82,18 @@ def test_a_module_takes_the_backend_it_is_set_to():
         with torch.profiler.profile() as profiler:
             out = attention(x, grid=(2, 3))
         seen[backend] = {event.key for event in profiler.key_averages()}, out
-    assert "inline_attention::taps" in seen["triton"][0] - seen["reference"][0]
+    assert "inline_attention::local_weight" in seen["triton"][0] - seen["reference"][0]
     torch.testing.assert_close(seen["triton"][1], seen["reference"][1])
 
 
 def test_refuses_forward_mode_differentiation():
-    layer, mean = make(3, 2, 16)
+    layer, mean = make_layer(3, 2, 16)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda mean: by_kernel(layer, mean), (mean,), (mean,))
 
 
 def test_compiles_as_one_graph(by_layers):
-    layer, mean = make(3, 2, 16)
+    layer, mean = make_layer(3, 2, 16)
     compiled = torch.compile(by_kernel, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     grad = torch.randn(3, 2, 16, 9, device=DEVICE)
     for one, other in zip(run(layer, mean, grad, compiled), run(layer, mean, grad, by_layers), strict=True):
@@ -102,19 +103,35 @@ def test_compiles_as_one_graph(by_layers):
 def test_flop_formula(by_layers):
     from torch.utils.flop_counter import FlopCounterMode
 
-    layer, mean = make(3, 2, 16)
+    layer, mean = make_layer(3, 2, 16)
     counts = []
-    for make_taps in (by_kernel, by_layers):
+    for make in (by_kernel, by_layers):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            make_taps(layer, mean)
+            make(layer, mean)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 
 
+def test_more_windows_than_the_grid_of_the_kernel_holds(monkeypatch):
+    """65,535 programs of 16 windows: "auto" takes the reference, "triton" says why not."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert fused_local_weight.MOST_ON_AN_AXIS * fused_local_weight.SAMPLES == 1_048_560
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    layer, _ = make_layer(1, 1, 16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mean = torch.empty(1_048_561, 16, device="cuda")
+        with pytest.raises(ValueError, match="up to 1,048,560 samples or windows at once, not 1,048,561"):
+            layer(mean, backend="triton")
+    monkeypatch.setattr(fused_local_weight, "MOST_ON_AN_AXIS", 0)
+    layer, mean = make_layer(3, 2, 16)
+    torch.testing.assert_close(layer(mean), layer(mean, backend="reference"))
+
+
 @pytest.mark.gpu
 def test_is_what_models_use_on_a_gpu():
-    layer, mean = make(3, 2, 16)
+    layer, mean = make_layer(3, 2, 16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         layer(mean)
         torch.cuda.synchronize()
-    assert [event.key for event in profiler.key_averages() if event.self_device_time_total] == ["taps_kernel"]
+    assert [event.key for event in profiler.key_averages() if event.self_device_time_total] == ["local_weight_kernel"]

@@ -1,4 +1,4 @@
-"""The kernel that makes the local residual's taps. Vocabulary as in `blocks.py`."""
+"""The kernel that makes the local residual's weight from the mean token. Vocabulary as in `blocks.py`."""
 
 import triton
 import triton.language as tl
@@ -12,14 +12,14 @@ def gelu(b_x):
 
 
 @triton.jit(do_not_specialize=("B",))
-def taps_kernel(
+def local_weight_kernel(
     p_x, p_w1, p_b1, p_w2, p_b2, p_out, B, stride_x,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BB: tl.constexpr, BO: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """W2·gelu(W1·x + b1) + b2 of one head, BO outputs for BB samples. Grid (heads, B / BB, 9·d / BO)
 
-    Every program makes the hidden values again, which is less than a wait for one that would make them for all.
+    Every program computes the hidden values again. That takes less time than waiting for one program to compute them.
 
     x (B, heads·d), W1 (heads, d, d), b1 (heads, d), W2 (heads, 9·d, d), b2 (heads, 9·d) → out (B, heads, 9·d)
     """

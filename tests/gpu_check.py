@@ -1,0 +1,313 @@
+"""Checks of the Triton kernels that take a GPU and more time than a test. Run from a checkout:
+
+    PYTHONPATH=src compute-sanitizer --tool memcheck python tests/gpu_check.py sanitize
+    PYTHONPATH=src compute-sanitizer --tool initcheck python tests/gpu_check.py sanitize
+    PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
+
+`sanitize` calls forward and backward of every kernel once, on small shapes, and compares the results with float64 on
+the CPU. `repeat` makes the same call many times and counts results that differ in any bit. No kernel adds atomically,
+so there should be none. `random` compares random cases with float64 on the GPU, as `tests/ops/test_triton.py` does for
+210 of them. With `--seconds` it stops in time; `--first` starts at a later seed.
+
+Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+if "sanitize" in sys.argv:
+    # An allocation for each tensor, or the sanitizer sees reads beyond one tensor as reads of its neighbour.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+if not torch.cuda.is_available():  # to try this script; the interpreter takes its time
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from kernel_cases import DEVICE, DTYPES, PATHS, compare, configured, make_inputs, random_case, run
+
+from inline_attention.layers import LocalKernel
+from inline_attention.ops import fused, inline_attention_packed, inline_attention_projected
+
+# Relative to the norm of the exact result. They find wrong values; `random` measures accuracy.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+Tensors = dict[str, Tensor]
+Case = tuple[str, Callable[[], tuple[Tensors, Tensors]]]  # a name, and what gives (kernel's results, exact ones)
+
+
+# sanitize
+
+
+def attention_case(path: str, dtype: torch.dtype, feature_map: str, *shape: Any, **options: Any) -> Case:
+    def call() -> tuple[Tensors, Tensors]:
+        qkv, weight, grad, rest = make_inputs(*shape, dtype, **options)
+        if rest["query_mask"] is not None:
+            rest["query_mask"] = rest["query_mask"].flip(1)
+        with configured(**PATHS[path]):
+            fast = run(qkv, weight, grad, rest, backend="triton", feature_map=feature_map)
+        on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in rest.items()}
+        weight = None if weight is None else weight.cpu()
+        exact = run(
+            qkv.cpu(), weight, grad.cpu(), on_cpu, backend="reference", dtype=torch.float64, feature_map=feature_map
+        )
+        return fast, exact
+
+    kind = ", ".join(name for name, value in options.items() if value)
+    return f"attention {path} {str(dtype)[6:]} {feature_map} {shape} {kind}", call
+
+
+def call_both(f: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tensors, Tensors]:
+    """`f(backend, *tensors)` and its gradients by the kernels, and by the reference on the CPU in float64."""
+    results = []
+    for backend, leaves in (("triton", tensors), ("reference", [x.detach().cpu().double() for x in tensors])):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = f(backend, *leaves)
+        grads = torch.autograd.grad(out.float().square().sum() if backend == "triton" else out.square().sum(), leaves)
+        results.append({"out": out.detach()} | {f"d{i}": grad for i, grad in enumerate(grads)})
+    return results[0], results[1]
+
+
+def packed_case(path: str, dtype: torch.dtype, *, local: bool) -> Case:
+    grids = [(2, 3), (1, 1), (9, 20), (1, 17)]
+    bounds = [0]
+    for height, width in grids:
+        bounds.append(bounds[-1] + 1 + height * width)
+
+    def call() -> tuple[Tensors, Tensors]:
+        torch.manual_seed(0)
+        tensors = list(torch.randn(3, bounds[-1], 2, 32, device=DEVICE, dtype=dtype))
+        if local:
+            tensors.append(torch.randn(len(grids), 2, 32, 9, device=DEVICE, dtype=dtype) / 9)
+
+        def attention(backend: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
+            return inline_attention_packed(
+                q, k, v, cu_seqlens=bounds, grids=grids, local_weight=weight, num_prefix_tokens=1, backend=backend
+            )
+
+        with configured(**PATHS[path]):
+            return call_both(attention, tensors)
+
+    return f"packed {path} {str(dtype)[6:]} {'local' if local else ''}", call
+
+
+def projected_case(path: str, sizes: tuple[int, ...]) -> Case:
+    def call() -> tuple[Tensors, Tensors]:
+        qkv, weight, _, rest = make_inputs(2, (5, 9), 1, 2, 32, torch.bfloat16)
+        assert weight is not None
+
+        def attention(backend: Any, weight: Tensor, *projections: Tensor) -> Tensor:
+            return inline_attention_projected(*projections, local_weight=weight, backend=backend, **rest)
+
+        with configured(**PATHS[path]):
+            return call_both(attention, [weight, *(x.contiguous() for x in qkv.split(sizes, 2))])
+
+    return f"projected {path} {sizes}", call
+
+
+def queries_case(path: str) -> Case:
+    def call() -> tuple[Tensors, Tensors]:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, n, 2, 32, device=DEVICE, dtype=torch.bfloat16) for n in (37, 91, 91))
+
+        def attention(backend: Any, *qkv: Tensor) -> Tensor:
+            return inline_attention_projected(*(x.unsqueeze(2) for x in qkv), backend=backend)
+
+        with configured(**PATHS[path]):
+            return call_both(attention, [q, k, v])
+
+    return f"queries of another length {path}", call
+
+
+def large_map_case() -> Case:
+    name, call = attention_case("split", torch.bfloat16, "identity", 1, (40, 18), 1, 1, 32)
+
+    def call_with_a_small_axis() -> tuple[Tensors, Tensors]:
+        before, fused.MOST_ON_AN_AXIS = fused.MOST_ON_AN_AXIS, 2
+        try:
+            return call()
+        finally:
+            fused.MOST_ON_AN_AXIS = before
+
+    return f"{name} with more tiles than an axis holds", call_with_a_small_axis
+
+
+def local_weight_case(dtype: torch.dtype, batch: int, heads: int, head_dim: int) -> Case:
+    def call() -> tuple[Tensors, Tensors]:
+        torch.manual_seed(0)
+        layer = LocalKernel(heads * head_dim, heads).to(DEVICE, dtype)
+        mean = torch.randn(batch, heads * head_dim, device=DEVICE, dtype=dtype)
+
+        def generate(backend: Any, mean: Tensor, *parameters: Tensor) -> Tensor:
+            named = dict(zip(dict(layer.named_parameters()), parameters, strict=True))
+            return torch.func.functional_call(layer, named, (mean,), dict(backend=backend))
+
+        return call_both(generate, [mean, *layer.parameters()])
+
+    return f"local_weight {str(dtype)[6:]} {(batch, heads, head_dim)}", call
+
+
+def sanitized_cases() -> Iterator[Case]:
+    for path in PATHS:
+        for i, feature_map in enumerate(("identity", "relu", "leaky_relu", "exp")):
+            dtype = DTYPES[i % len(DTYPES)]
+            yield attention_case(path, dtype, feature_map, 2, (5, 19), 1, 3, 32, masked=True)
+        for dtype in DTYPES:
+            yield attention_case(path, dtype, "identity", 2, (7, 18), 0, 2, 32)
+            yield attention_case(path, dtype, "identity", 2, (3, 7), 1, 1, 24, local=False)
+        for head_dim in (16, 40, 64, 80, 128):
+            yield attention_case(path, DTYPES[-1], "identity", 1, (3, 5), 1, 3, head_dim, masked=True)
+        yield attention_case(path, DTYPES[-1], "identity", 1, (1, 1), 0, 1, 16)
+        yield from (packed_case(path, DTYPES[-1], local=local) for local in (False, True))
+        yield from (projected_case(path, sizes) for sizes in ((3,), (1, 2), (2, 1), (1, 1, 1)))
+        yield queries_case(path)
+    yield large_map_case()
+    for i, shape in enumerate([(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 128)]):
+        yield local_weight_case(DTYPES[i % len(DTYPES)], *shape)
+
+
+def sanitize(args: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for name, call in sanitized_cases():
+        fast, exact = call()
+        for result, x in exact.items():
+            z = fast[result].detach().cpu().double()
+            size = float(x.norm()) or 1.0
+            error = float((z - x).norm()) / size
+            rows.append(dict(case=name, result=result, error=error, passed=error <= TOLERANCE[fast[result].dtype]))
+        print(f"{'ok  ' if all(r['passed'] for r in rows if r['case'] == name) else 'FAIL'} {name}", flush=True)
+    return dict(results=rows, failed=[r for r in rows if not r["passed"]])
+
+
+# repeat
+
+
+def repeat(args: argparse.Namespace) -> dict[str, Any]:
+    cases = {
+        "split, 56×56, 3 heads of 32": make_inputs(8, (56, 56), 0, 3, 32, DTYPES[-1]),
+        "split, 56×56, masked": make_inputs(8, (56, 56), 1, 3, 32, DTYPES[-1], masked=True),
+        "fused, 14×14, class token": make_inputs(256, (14, 14), 1, 6, 32, DTYPES[-1]),
+        "float32, 40×40, heads of 64": make_inputs(4, (40, 40), 1, 2, 64, torch.float32),
+    }
+    torch.manual_seed(0)
+    layer, mean = LocalKernel(192, 6).to(DEVICE), torch.randn(300, 192, device=DEVICE, requires_grad=True)
+
+    def local_weight() -> Tensors:
+        with torch.autocast(DEVICE, DTYPES[-1]):
+            out = layer(mean, backend="triton")
+        grads = torch.autograd.grad(out.float().square().sum(), [mean, *layer.parameters()])
+        return {"out": out} | {f"d{i}": grad for i, grad in enumerate(grads)}
+
+    calls: dict[str, Callable[[], Tensors]] = {
+        name: lambda inputs=inputs: run(*inputs, backend="triton") for name, inputs in cases.items()
+    }
+    calls["local_weight, 300 samples"] = local_weight
+    rows = []
+    for name, call in calls.items():
+        first = {key: x.clone() for key, x in call().items()}
+        differing: dict[str, int] = defaultdict(int)
+        for _ in range(args.times - 1):
+            for key, x in call().items():
+                differing[key] += not torch.equal(x, first[key])
+        rows.append(dict(case=name, calls=args.times, differing={key: differing[key] for key in first}))
+        print(f"{name}: {args.times} calls, differing {rows[-1]['differing']}", flush=True)
+    return dict(results=rows, failed=[r for r in rows if any(r["differing"].values())])
+
+
+# random
+
+
+def run_seeds(seeds: Iterable[int], until: float) -> list[dict[str, Any]]:
+    rows = []
+    for seed in seeds:
+        if time.time() > until:
+            break
+        case = random_case(seed)
+        row: dict[str, Any] = dict(seed=seed, case=str(case))
+        try:
+            with configured(**case.config):
+                found = compare(*case.inputs, feature_map=case.feature_map)
+            row["ratio"] = {name: error / allowed if allowed else error for name, error, allowed in found}
+            row["passed"] = all(error <= allowed for _, error, allowed in found)
+        except Exception as error:  # a kernel that does not compile or run is a result too
+            row |= dict(ratio={}, passed=False, exception=repr(error)[:500])
+        rows.append(row)
+    return rows
+
+
+def _worker(arguments: tuple[list[int], float]) -> list[dict[str, Any]]:
+    # What a kernel leaves unwritten shows as NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return run_seeds(*arguments)
+
+
+def random(args: argparse.Namespace) -> dict[str, Any]:
+    seeds = range(args.first, args.first + args.cases)
+    until = time.time() + args.seconds
+    shares = [(list(seeds[i :: args.processes]), until) for i in range(args.processes)]
+    if args.processes == 1:
+        shared = [_worker(shares[0])]
+    else:
+        with torch.multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+            shared = pool.map(_worker, shares)
+    rows = sorted((row for share in shared for row in share), key=lambda row: row["seed"])
+    worst: dict[str, float] = defaultdict(float)
+    for row in rows:
+        for name, ratio in row["ratio"].items():
+            worst[name] = max(worst[name], ratio)
+    failed = [row for row in rows if not row["passed"]]
+    print(f"{len(rows)} of {args.cases} cases from seed {args.first} on, {len(failed)} failed")
+    print("largest error as a share of what is allowed:")
+    for name, ratio in worst.items():
+        print(f"  {name:8} {ratio:.3f}")
+    for row in failed[:20]:
+        print("FAILED", row["seed"], row["case"], row["ratio"], row.get("exception", ""))
+    missing = sorted(set(seeds) - {row["seed"] for row in rows})
+    if missing:
+        print(f"not run in {args.seconds} s: {len(missing)} cases, the first is seed {missing[0]}")
+    return dict(cases=len(rows), missing=missing, worst=dict(worst), failed=failed, results=rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("sanitize", "repeat", "random"):
+        command = commands.add_parser(name)
+        command.add_argument("--out", type=Path, help="folder for a JSON file")
+        if name == "repeat":
+            command.add_argument("--times", type=int, default=1000)
+        if name == "random":
+            command.add_argument("--cases", type=int, default=2000)
+            command.add_argument("--first", type=int, default=0, help="the first seed")
+            command.add_argument("--processes", type=int, default=1)
+            command.add_argument("--seconds", type=float, default=1e9, help="no case begins after this time")
+    args = parser.parse_args()
+    facts = dict(
+        command=sys.argv[1:],
+        torch=torch.__version__,
+        triton=fused.triton.__version__,
+        device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu, in Triton's interpreter",
+    )
+    print(facts, flush=True)
+    began = time.time()
+    found = {"sanitize": sanitize, "repeat": repeat, "random": random}[args.command](args)
+    found = facts | dict(seconds=round(time.time() - began, 1)) | found
+    print(f"{len(found['failed'])} failures in {found['seconds']} s")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"kernels-{args.command}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    return 1 if found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -66,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--no-analyses", action="store_true", help="leave out what needs weights and images")
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
     report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
+    report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
     report.add_argument("--docs", metavar="FOLDER", help="write a page of the documentation besides")
     report.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
     report.set_defaults(run=run_report)
@@ -153,7 +154,7 @@ def run_report(args: argparse.Namespace) -> int:
     if not args.no_speed:
         runs = [result.run for result in results.runs]
         measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=say)
-    results = collect(out)
+    results = collect(out, onto=args.onto)
     files = write_report(results, out)
     if args.docs:
         files += write_docs(results, [path for path in files if path.suffix == ".png"], Path(args.docs))

@@ -116,19 +116,28 @@ FEATURE_MAPS = {
     for name, title in PHI.items()
     if (row := feature_map_row(attention, name)) not in MAIN
 }  # fmt: skip
-# The feature maps that both attentions train well with, beside InLine's residual; its rows without are above.
+FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
+# The feature maps that both attentions train well with.
 SHARED_MAPS = ("relu", "relu_affine")
+
+
+def shared_map_row(attention: str, name: str, *, residual: bool) -> str:
+    """The row of linear or InLine attention that has this feature map."""
+    if not residual:
+        return feature_map_row(attention, name)
+    return "linear_residual" if (attention, name) == ("linear", "relu") else f"{attention}_{name}_residual"
+
+
 WITH_SHARED_MAP = {
-    f"{attention}_{name}_residual": _deit(
+    row: _deit(
         f"{'InLine' if attention == 'inline' else attention} with residual, φ = {PHI[name]}",
         attention=attention, feature_map=name, local_residual=True,
         mlp_ratio=WITH_RESIDUAL - 0.1 if name == "relu_affine" else WITH_RESIDUAL,
     )
     for attention in ("linear", "inline")
     for name in SHARED_MAPS
-    if (attention, name) != ("linear", "relu")  # the main row linear_residual
+    if (row := shared_map_row(attention, name, residual=True)) not in MAIN
 }  # fmt: skip
-FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
 WINDOW_SIZES = (2, 4, 8, 16)
 WINDOWS = {
     f"swin_window{window}{'_residual' if residual else ''}": _swin(
@@ -245,10 +254,11 @@ VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that lengt
 TOKENS_EPOCHS = 30
 LONG_EPOCHS = 120
 # {linear, InLine} × {ReLU, ReLU(A·x + b)} × {without, with residual}
-SHARED_MAP_ROWS = (
-    *(feature_map_row(attention, name) for name in SHARED_MAPS for attention in ("linear", "inline")),
-    "linear_residual",
-    *WITH_SHARED_MAP,
+SHARED_MAP_ROWS = tuple(
+    shared_map_row(attention, name, residual=residual)
+    for residual in (False, True)
+    for name in SHARED_MAPS
+    for attention in ("linear", "inline")
 )
 LONG_ROWS = ("softmax", "linear", "linear_residual", "inline")
 CHECK_EPOCHS = 8

@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
 
-class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # takes arguments from Python 3.11 on
+class _LogHandler(logging.StreamHandler):  # Python 3.10 knows no StreamHandler[Any]
     """What the library logs, such as the names of unreadable images, on standard error."""
 
     def format(self, record: logging.LogRecord) -> str:

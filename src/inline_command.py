@@ -30,7 +30,6 @@ COMMANDS = {
     "export": "model → ONNX or torch.export file, checked",
     "bench": "speed and memory against peers",
     "analyze": "injectivity, confusion, locality, maps, masking and rank of attention",
-    "study": "probes and trained grids that test the paper's claims, and a report",
     "explore": "attention to play with, in a browser",
     "env": "versions and hardware, for a bug report",
 }

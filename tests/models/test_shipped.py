@@ -21,10 +21,10 @@ from inline_attention.cli.predict import split_model
 from inline_attention.data import DataConfig
 from inline_attention.explore import load_subjects
 from inline_attention.models import deit, shipped
-from inline_attention.models.pack import pack_weights
 from inline_attention.models.weights import load_model, read_metadata, save_weights
 from inline_attention.tasks.classification.classifier import load_classifier, preprocessing
 from inline_attention.training.task import weights_source
+from study.pack import pack_weights
 
 CPU = torch.device("cpu")
 KINDS = ("softmax", "linear", "inline")

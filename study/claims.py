@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from inline_attention.study.grid import BASELINES, PHI, ROWS, SEEDS, WINDOW_SIZES, feature_map_row
-from inline_attention.study.measures import masking_changes, masking_drops, speed_name
-from inline_attention.study.results import Gap, Results, Sample, Setting, describe_seeds
+from study.grid import BASELINES, PHI, ROWS, SEEDS, WINDOW_SIZES, feature_map_row
+from study.measures import masking_changes, masking_drops, speed_name
+from study.results import Gap, Results, Sample, Setting, describe_seeds
 
 CONFIRMED, NOT_CONFIRMED = "confirmed", "not confirmed"
 NOT_MEASURED, NOT_TESTABLE = "not measured yet", "not testable here"

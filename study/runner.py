@@ -18,12 +18,12 @@ from typing import IO, Any
 
 from inline_attention.data import open_data
 from inline_attention.data.streams import is_stream
-from inline_attention.study.grid import DATASETS, RECIPE, Run, command_line, parse_name
 from inline_attention.tasks.classification.config import load_config
 from inline_attention.training.lock import FileLock
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import LOCK, write_atomically
 from inline_attention.training.signals import STOP_SIGNALS
+from study.grid import DATASETS, RECIPE, Run, command_line, parse_name
 
 SESSIONS = "sessions.jsonl"  # one line a call: when, how long, how many at a time, what it finished
 FAILURE = "failure.txt"  # of a run that ended by itself without a result, a diverged one for example
@@ -143,7 +143,7 @@ class GridRunner:
             )
         for name, run in needed.items():
             flags = {"data": {"path": self.paths[name]}}
-            data = load_config(RECIPE, overrides=[*run.overrides(), *self.settings], flags=flags).data
+            data = load_config(str(RECIPE), overrides=[*run.overrides(), *self.settings], flags=flags).data
             if not is_stream(data.path):
                 data = replace(data, in_memory=False, augment_on_device=False)  # opened, not read
             try:
@@ -217,12 +217,12 @@ class GridRunner:
 
     def _start(self, run: Run, claim: FileLock) -> None:
         folder = self.out / run.name
-        arguments = run.arguments(self.paths[run.dataset], self.out, extra=self.settings)
-        self.tell(command_line(arguments))
+        where = (self.paths[run.dataset], self.out)
+        self.tell(command_line(run.arguments(*where, extra=self.settings)))
         log = open(folder / LOG, "ab")  # noqa: SIM115  # until the process ends
         # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
         process = subprocess.Popen(
-            [sys.executable, "-m", "inline_attention", *arguments],
+            [sys.executable, "-m", "inline_attention", *run.arguments(*where, extra=self.settings, recipe=RECIPE)],
             stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self.running.append(_Job(run, process, log, claim, time.monotonic(), records=_written(folder)))

@@ -2,21 +2,22 @@
 
 import json
 import math
+import shlex
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from inline_attention.bench.record import fastest, read_record
-from inline_attention.study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
-from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished
 from inline_attention.tasks.classification.config import TrainConfig
 from inline_attention.training import settings
 from inline_attention.training.config import read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
+from study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
+from study.runner import FAILURE, SESSIONS, has_failed, is_finished
 
 ANALYSIS, SPEED, PROBES = "analysis.json", "speed.json", "probes.json"
 SWEEP = "sweep.json"  # what `inline bench sweep --json` wrote, if it was put there
@@ -126,7 +127,7 @@ class Results:
     runs: list[RunResult]
     again: list[RunResult]
     failures: dict[str, str]  # run → what it said
-    device_seconds: float  # that all calls of `inline study train` took
+    device_seconds: float  # that all calls of `python -m study train` took
     probes: dict[str, Any] | None
     speed: dict[str, Any] | None
     sweep: Sweep | None
@@ -186,10 +187,15 @@ def run_folders(out: Path) -> list[tuple[Run, Path]]:
     return [(run, folder) for run, folder in found if run is not None]
 
 
-def collect(out: Path) -> Results:
-    """Finished runs of a folder; ValueError where there is nothing at all."""
+def collect(out: Path, *, onto: Path | None = None) -> Results:
+    """Finished runs of a folder, added to those of an earlier report's results.json if `onto` names one.
+
+    ValueError where there is nothing at all.
+    """
+    if onto is not None:
+        return _added(_read_report(onto), collect(out))
     if not out.is_dir():
-        raise ValueError(f"there is no folder {str(out)!r}; `inline study train --output {out}` makes it")
+        raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` makes it")
     folders = run_folders(out)
     runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
@@ -200,6 +206,81 @@ def collect(out: Path) -> Results:
     sessions = out / SESSIONS
     seconds = sum(session["seconds"] for session in _read_lines(sessions)) if sessions.exists() else 0.0
     return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED), _read_sweep(out / SWEEP))
+
+
+def _read_report(path: Path) -> Results:
+    """What an earlier report wrote: everything but the folders of its runs."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sweep = content["sweep"]
+        return Results(
+            runs=[
+                result for setting in content["settings"] for row in setting["rows"] for result in _runs(setting, row)
+            ],
+            again=[_made_again(entry) for entry in content["again"]],
+            failures=content["failures"],
+            device_seconds=60 * content["device_minutes"],
+            probes=content["probes"],
+            speed=content["speed"],
+            sweep=sweep and Sweep(**sweep | {"ratios": {int(side): ratio for side, ratio in sweep["ratios"].items()}}),
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a results.json that `python -m study report` wrote: {error!r}") from error
+
+
+def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
+    for i, seed in enumerate(row["seeds"]):
+        run = Run(setting["dataset"], row["row"], setting["epochs"], seed, setting["patch"])
+        usual = run.arguments(run.dataset.upper(), Path("runs"))
+        yield RunResult(
+            run=run,
+            folder=Path(run.name),  # gone
+            top1=row["top1"][i],
+            best=row["best"][i],
+            images=row.get("images", [0] * len(row["seeds"]))[i],  # early reports do not say
+            curve=[(epoch, top1) for epoch, top1 in row["curves"][i]],
+            seconds=row["seconds"][i],
+            analysis=row["analysis"] if i == 0 else None,
+            # The command is that of the first seed.
+            changed=[word for word in shlex.split(row["command"])[1:] if word not in (*usual, *_of_seed(run, row))],
+            commit=" and ".join(row["commit"]),
+            machine=" and ".join(row["machine"]),
+        )
+
+
+def _of_seed(run: Run, row: dict[str, Any]) -> list[str]:
+    """Words of a row's command that are not those of this run's, because its seed is another one."""
+    return replace(run, seed=row["seeds"][0]).arguments(run.dataset.upper(), Path("runs"))
+
+
+def _made_again(entry: dict[str, Any]) -> RunResult:
+    run = parse_name(entry["run"])
+    if run is None:
+        raise ValueError(f"{entry['run']} is no run of the grid")
+    made = {key: entry[key] for key in ("top1", "commit", "machine")}
+    return RunResult(
+        run, Path(run.name), **made, best=entry["top1"], images=0, curve=[], seconds=0.0, analysis=None, changed=[]
+    )
+
+
+def _added(old: Results, new: Results) -> Results:
+    """New runs take the place of old ones of the same name."""
+    made = {result.run for result in new.runs}
+    speed = old.speed or new.speed
+    if old.speed and new.speed and old.speed["machine"] == new.speed["machine"]:
+        commits = sorted({*old.speed["commits"], *new.speed["commits"]})
+        speed = {**old.speed, "rows": {**old.speed["rows"], **new.speed["rows"]}, "commits": commits}
+    return Results(
+        runs=sorted(
+            [*(result for result in old.runs if result.run not in made), *new.runs], key=lambda result: result.run.name
+        ),
+        again=[*old.again, *new.again],
+        failures={**old.failures, **new.failures},
+        device_seconds=old.device_seconds + new.device_seconds,
+        probes=new.probes or old.probes,
+        speed=speed,
+        sweep=new.sweep or old.sweep,
+    )
 
 
 def _finished(folders: Sequence[tuple[Run, Path]]) -> list[RunResult]:

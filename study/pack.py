@@ -1,4 +1,4 @@
-"""Turns a trained checkpoint into a weights file that comes with the package."""
+"""Trained models of the grid as the weights that come with the package."""
 
 import json
 import os
@@ -7,17 +7,54 @@ from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+from inline_attention import create_model, save_weights
 from inline_attention.layers.attention import Attention
-
-from . import schema, shipped
-from ._checkpoint import Checkpoint, errors_name, open_checkpoint
-from .base import VisionModel
-from .registry import create_model
-from .weights import load_checkpoint, restore, save_weights
+from inline_attention.models import schema, shipped
+from inline_attention.models._checkpoint import Checkpoint, errors_name, open_checkpoint
+from inline_attention.models.base import VisionModel
+from inline_attention.models.weights import load_checkpoint, restore
+from study.grid import DATASETS
+from study.measures import weights_file
+from study.report import remake
+from study.results import Results, Setting
 
 # Arguments that do not change the trained model, and choices for which each attention has a default.
 _TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
 _RESOLVED_ARGUMENTS = ("feature_map", "local_residual")
+PACKED_ROWS = {"softmax_deit_study": "softmax", "linear_deit_study": "linear", "inline_deit_study": "inline"}
+
+
+def packed_setting(results: Results) -> Setting:
+    """The longest training of all three rows on the main setting's data and tokens, whatever was reached in it.
+
+    ValueError where there is none.
+    """
+    main = results.main_setting
+    if main is None:
+        raise ValueError("no setting has finished runs of InLine and of linear attention: there is nothing to pack")
+    alike = [s for s in results.settings if s[:2] == main[:2]]
+    whole = [s for s in alike if set(PACKED_ROWS.values()) <= results.rows(s).keys()]
+    if not whole:
+        title, rows = DATASETS[main.dataset].title, ", ".join(PACKED_ROWS.values())
+        raise ValueError(f"{title}, {main.tokens} tokens: no length has finished runs of all of {rows}; train the rest")
+    return max(whole, key=lambda s: s.epochs)
+
+
+def pack_models(results: Results, *, folder: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Writes the files, into the package unless a folder is given; ValueError where a run or weights are missing."""
+    setting = packed_setting(results)
+    files = []
+    for name, row in PACKED_ROWS.items():
+        # The first seed, whatever the others reached: nothing is chosen by the validation images.
+        result = results.find(setting, row)
+        assert result is not None
+        weights = weights_file(result.folder)
+        if not weights.exists():
+            raise ValueError(f"{weights} is missing: {name} is made from it")
+        data = f"{DATASETS[setting.dataset].title}; top-1 after the last epoch, of {result.images:,} validation images"
+        seed, recipe, top1 = result.run.seed, remake(result), result.top1
+        files.append(pack_weights(weights, name=name, data=data, seed=seed, recipe=recipe, top1=top1, folder=folder))
+    return files
 
 
 def pack_weights(

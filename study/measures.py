@@ -23,11 +23,11 @@ from inline_attention.bench.timing import Effort, Timing
 from inline_attention.data import EvalLoader, open_eval_data
 from inline_attention.environment import describe_environment
 from inline_attention.models import create_model
-from inline_attention.study.grid import DATASETS, Run
-from inline_attention.study.results import ANALYSIS, SPEED, run_folders
-from inline_attention.study.runner import is_finished
 from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.training.run_folder import write_atomically
+from study.grid import DATASETS, Run
+from study.results import ANALYSIS, SPEED, run_folders
+from study.runner import is_finished
 
 IMAGES = 200  # evenly spaced in the validation split; a fifth of them above MANY_TOKENS
 RANK_IMAGES = 10  # singular values take by far the longest; a tenth of them above MANY_TOKENS

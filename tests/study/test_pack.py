@@ -9,16 +9,16 @@ import torch
 from PIL import Image
 
 from inline_attention import create_model
-from inline_attention.cli import main
 from inline_attention.data import DataConfig
 from inline_attention.models import shipped
 from inline_attention.models.weights import read_metadata, save_weights
-from inline_attention.study.grid import Run
-from inline_attention.study.measures import weights_file
-from inline_attention.study.package import PACKED_ROWS, pack_models
-from inline_attention.study.results import Results, RunResult, collect
-from inline_attention.study.runner import GridRunner
 from inline_attention.tasks.classification.classifier import preprocessing
+from study.__main__ import main
+from study.grid import Run
+from study.measures import weights_file
+from study.pack import PACKED_ROWS, pack_models
+from study.results import Results, RunResult, collect
+from study.runner import GridRunner
 
 SETTINGS = ["run.compile=false", "data.batch_size=50", "data.workers=0", "device=cpu"]
 RUNS = [Run("tiny_imagenet", row, 1, 0, 4) for row in PACKED_ROWS.values()]
@@ -85,7 +85,7 @@ def test_the_grid_makes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFi
     out, packed = tmp_path / "study", tmp_path / "packed"
     runner = GridRunner(out, paths={"tiny_imagenet": str(tmp_path / "images")}, settings=SETTINGS)
     assert runner.make(RUNS).failed == []
-    assert main(["study", "pack", str(out), "--to", str(packed)]) == 0
+    assert main(["pack", str(out), "--to", str(packed)]) == 0
     assert {path.stem for path in packed.iterdir()} == set(shipped.SHIPPED)
     assert sum(path.stat().st_size for path in packed.iterdir()) < 15e6
     results = collect(out)
@@ -95,12 +95,12 @@ def test_the_grid_makes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFi
         about, result = read_metadata(packed / f"{name}.safetensors"), results.find(setting, row)
         assert result is not None
         assert about["top1"] == f"{result.top1:.2f}"
-        assert about["recipe"].startswith("inline train study --data TINY_IMAGENET --seed 0")
+        assert about["recipe"].startswith("inline train study/study.yaml --data TINY_IMAGENET --seed 0")
         assert "of 100 validation images" in about["data"]
     x = torch.randn(2, 3, 64, 64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shipped, "FOLDER", packed)
         assert create_model("inline_deit_study", pretrained=True).eval()(x).shape == (2, 100)
     (out / RUNS[0].name / "checkpoints" / "last.safetensors").unlink()
-    assert main(["study", "pack", str(out), "--to", str(packed)]) == 2
+    assert main(["pack", str(out), "--to", str(packed)]) == 2
     assert "last.safetensors is missing: softmax_deit_study is made from it" in capsys.readouterr().err

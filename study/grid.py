@@ -1,4 +1,4 @@
-"""The grid of `inline study train`: which models, on which data, for how long, with which seeds. Edit here.
+"""The grid of `python -m study train`: which models, on which data, for how long, with which seeds. Edit here.
 
 Equal parameters: all DeiT rows have one width and depth, and what an attention adds (the kernel generator of the local
 residual, focused attention's positions) is taken from the MLP, whose ratio each row gives.
@@ -16,7 +16,8 @@ import yaml
 from inline_attention.models.deit import STUDY
 from inline_attention.tasks.classification.config import TrainConfig, load_config
 
-RECIPE = "study"
+RECIPE = Path(__file__).with_name("study.yaml")
+RECIPE_NAME = "study/study.yaml"  # in printed commands, which are run from the checkout
 DEIT = {name: STUDY[name] for name in ("embed_dim", "depth", "num_heads")}
 SWIN = {"embed_dim": 64, "depths": [2, 2, 2], "num_heads": [2, 4, 8]}
 PLAIN, WITH_RESIDUAL = 4.5, 3.5  # MLP ratios that make the DeiT rows equal
@@ -115,19 +116,28 @@ FEATURE_MAPS = {
     for name, title in PHI.items()
     if (row := feature_map_row(attention, name)) not in MAIN
 }  # fmt: skip
-# The feature maps that both attentions train well with, beside InLine's residual; its rows without are above.
+FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
+# The feature maps that both attentions train well with.
 SHARED_MAPS = ("relu", "relu_affine")
+
+
+def shared_map_row(attention: str, name: str, *, residual: bool) -> str:
+    """The row of linear or InLine attention that has this feature map."""
+    if not residual:
+        return feature_map_row(attention, name)
+    return "linear_residual" if (attention, name) == ("linear", "relu") else f"{attention}_{name}_residual"
+
+
 WITH_SHARED_MAP = {
-    f"{attention}_{name}_residual": _deit(
+    row: _deit(
         f"{'InLine' if attention == 'inline' else attention} with residual, φ = {PHI[name]}",
         attention=attention, feature_map=name, local_residual=True,
         mlp_ratio=WITH_RESIDUAL - 0.1 if name == "relu_affine" else WITH_RESIDUAL,
     )
     for attention in ("linear", "inline")
     for name in SHARED_MAPS
-    if (attention, name) != ("linear", "relu")  # the main row linear_residual
+    if (row := shared_map_row(attention, name, residual=True)) not in MAIN
 }  # fmt: skip
-FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
 WINDOW_SIZES = (2, 4, 8, 16)
 WINDOWS = {
     f"swin_window{window}{'_residual' if residual else ''}": _swin(
@@ -179,7 +189,7 @@ class Run:
         return DATASETS[self.dataset].tokens(self.patch)
 
     def overrides(self) -> list[str]:
-        """Settings of `inline train study`, as key=value"""
+        """Settings beside the recipe's, as key=value"""
         row, dataset = ROWS[self.row], DATASETS[self.dataset]
         kwargs = {**dataset.deit, "patch_size": self.patch, **row.kwargs} if row.is_deit else dict(row.kwargs)
         values = {
@@ -192,13 +202,15 @@ class Run:
         }
         return [f"{key}={as_yaml(value)}" for key, value in values.items()]
 
-    def arguments(self, path: str, out: Path, *, extra: Sequence[str] = ()) -> list[str]:
+    def arguments(
+        self, path: str, out: Path, *, extra: Sequence[str] = (), recipe: str | Path = RECIPE_NAME
+    ) -> list[str]:
         """Of `inline`: starts the run, or goes on with it."""
         where = ["--data", path, "--seed", str(self.seed), "--output", str(out / self.name), "--resume", "auto"]
-        return ["train", RECIPE, *where, *self.overrides(), *extra]
+        return ["train", str(recipe), *where, *self.overrides(), *extra]
 
     def config(self, *, extra: Iterable[str] = ()) -> TrainConfig:
-        return load_config(RECIPE, overrides=[*self.overrides(), *extra], flags={"seed": self.seed})
+        return load_config(str(RECIPE), overrides=[*self.overrides(), *extra], flags={"seed": self.seed})
 
 
 _NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")
@@ -242,10 +254,11 @@ VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that lengt
 TOKENS_EPOCHS = 30
 LONG_EPOCHS = 120
 # {linear, InLine} × {ReLU, ReLU(A·x + b)} × {without, with residual}
-SHARED_MAP_ROWS = (
-    *(feature_map_row(attention, name) for name in SHARED_MAPS for attention in ("linear", "inline")),
-    "linear_residual",
-    *WITH_SHARED_MAP,
+SHARED_MAP_ROWS = tuple(
+    shared_map_row(attention, name, residual=residual)
+    for residual in (False, True)
+    for name in SHARED_MAPS
+    for attention in ("linear", "inline")
 )
 LONG_ROWS = ("softmax", "linear", "linear_residual", "inline")
 CHECK_EPOCHS = 8

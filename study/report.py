@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from inline_attention.bench.model import EAGER
-from inline_attention.study.claims import Claim, judge
-from inline_attention.study.grid import (
+from study.claims import Claim, judge
+from study.grid import (
     BASELINES,
     DATASETS,
     FEATURE_MAPS,
     MAIN,
     PHI,
     ROWS,
+    SHARED_MAPS,
     WINDOW_SIZES,
     WINDOWS,
     Run,
     command_line,
     feature_map_row,
+    shared_map_row,
 )
-from inline_attention.study.measures import build_model, masking_drops, speed_name, uniform_over_chance
-from inline_attention.study.results import Results, RunResult, Sample, Setting, describe_seeds
+from study.measures import build_model, masking_drops, speed_name, uniform_over_chance
+from study.pages import fill
+from study.results import Results, RunResult, Sample, Setting, describe_seeds
 
 RESULTS, PAGE = "results.json", "results.md"
 
@@ -56,24 +59,18 @@ def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Pa
     numbers, target = docs / "results" / "study.json", docs / PAGE
     numbers.write_text(_dump(results, claims))
     links = [path.relative_to(docs).as_posix() for path in copies]
-    target.write_text(f"{_HEAD}\n{page(results, claims, links)}")
+    target.write_text(fill("docs", {"page": page(results, claims, links)}))
     written = [target, numbers, *copies]
     readme = docs.parent / "README.md"
     if readme.exists() and all(mark in (text := readme.read_text()) for mark in _MARKS):
         before, after = text.split(_MARKS[0])[0], text.split(_MARKS[1])[1]
         names = [path.relative_to(docs.parent).as_posix() for path in copies]
-        readme.write_text(f"{before}{_MARKS[0]}\n{front(results, names)}{_MARKS[1]}{after}")
+        readme.write_text(f"{before}{_MARKS[0]}\n\n{front(results, names)}\n{_MARKS[1]}{after}")
         written.append(readme)
     return written
 
 
 _MARKS = ("<!-- results of the study -->", "<!-- end of the results -->")
-_HEAD = """# Results
-
-What [the study](study.md) measured, as `inline study report DIR --docs docs` writes it.
-[All numbers](results/study.json) come with the command, seeds, commit and machine of each row. Top-1 is that after the
-last epoch, with the standard deviation over seeds.
-"""
 
 
 def _dump(results: Results, claims: Sequence[Claim]) -> str:
@@ -98,6 +95,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
                     "std": None if sample.std is None else round(sample.std, 3),
                     "seeds": [result.run.seed for result in runs],
                     "best": [result.best for result in runs],
+                    "images": [result.images for result in runs],
                     "curves": [result.curve for result in runs],
                     "seconds": [result.seconds for result in runs],
                     "commit": sorted({result.commit for result in runs}),
@@ -129,7 +127,7 @@ def remake(result: RunResult) -> str:
 
 
 def _draw(results: Results, out: Path) -> list[Path]:
-    from inline_attention.study import plots
+    from study import plots
 
     made: list[Path] = []
 
@@ -250,42 +248,49 @@ def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
 def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
     """Markdown; `figures` are links."""
     main = results.main_setting
-    parts = ["## In short\n"]
+    values: dict[str, object] = {
+        "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in Counter(c.verdict for c in claims).items()),
+        "claim_table": claim_table(claims),
+        "settings": "\n".join(_setting(results, s) for s in sorted(results.settings, key=lambda s: s != main)),
+        "gap_table": gap_table(results),
+        "deviation": _deviation(results),
+        "shared_map_table": shared_map_table(results),
+        "failure_table": failure_table(results),
+        "again_table": again_table(results),
+        "commands": command_list(results),
+        "device_minutes": f"{results.device_seconds / 60:.0f}" if results.device_seconds else None,
+        "speed_pictures": _pictures(figures, "speed", "curves"),
+        "gap_pictures": _pictures(figures, "epochs", "tokens"),
+        "cause_pictures": _pictures(figures, "variants", "causes"),
+        "probe_pictures": _pictures(figures, "probes"),
+    }
     if main is not None:
-        parts += [f"{main}.\n", front_table(results, main), f"{_highest(results, main)}{_longer(results)}\n"]
-    parts.append(_counted(claims))
+        values |= {"setting": main, "front_table": front_table(results, main), "longer": _longer(results) or "\n"}
+        values |= {"highest": _highest(results, main)}
     if results.speed is not None:
         where = _where(results.speed["commits"], results.speed["machine"])
-        parts.append(f"Images a second: each model alone, {_how_timed(results.speed)}, {where}.\n")
-    parts += _pictures(figures, "speed", "curves")
-    if gaps := gap_table(results):
-        parts += ["## Where the gaps are\n", _gap_words(results), gaps, *_pictures(figures, "epochs", "tokens")]
-    parts += ["## Claims\n", _table(["claim", "measured here", "verdict", "rule"],
-                                   [[c.claim, c.measured or "–", c.verdict, c.rule] for c in claims])]  # fmt: skip
-    parts += _pictures(figures, "variants", "causes")
+        values |= {"how_timed": _how_timed(results.speed), "timed_where": where}
     if results.probes is not None:
         environment = results.probes["environment"]
         where = _where([environment["inline-attention"]], environment["cpu"])
-        command = f"`inline study probes`, {where}, seed {results.probes['seed']}.\n"
-        parts += ["## Probes\n", command, probe_table(results.probes), *_pictures(figures, "probes")]
-    for setting in sorted(results.settings, key=lambda s: s != main):
-        parts += [f"## {setting}\n", *_tables(results, setting), made_where(results, setting)]
-    if results.failures:
-        lines = [[name, text.splitlines()[-1] if text else ""] for name, text in results.failures.items()]
-        parts += ["## Runs without a result\n", _table(["run", "what it said"], lines)]
-    if results.again:
-        parts += ["## Made again\n", "By the command printed with the run.\n", again_table(results)]
-    if results.device_seconds:
-        parts.append(f"The runs took {results.device_seconds / 60:.0f} minutes of one device in all.\n")
-    if results.runs:
-        parts += ["## Commands\n", _COMMANDS, command_list(results)]
-    return "\n".join(parts)
+        values |= {"probes_where": where, "probes_seed": results.probes["seed"]}
+        values |= {"probe_table": probe_table(results.probes)}
+    return fill("results", values)
 
 
-def _counted(claims: Sequence[Claim]) -> str:
-    """How many claims have which verdict."""
-    counts = Counter(claim.verdict for claim in claims)
-    return f"[Claims](#claims): {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}.\n"
+def _setting(results: Results, setting: Setting) -> str:
+    """The section of one setting: the DeiT rows, then the Swin rows, each with what its analyses saw."""
+    values: dict[str, object] = {"setting": setting, "made_where": made_where(results, setting)}
+    for family in ("deit", "swin"):
+        rows = [row for row in results.rows(setting) if ROWS[row].is_deit == (family == "deit")]
+        if rows:
+            values[f"{family}_table"] = setting_table(results, setting, rows)
+            values[f"{family}_analyses"] = looked_at(results, setting, rows)
+    return fill("setting", values)
+
+
+def _deviation(results: Results) -> str | None:
+    return None if results.deviation is None else f"{results.deviation:.2f}"
 
 
 _CAPTIONS = {
@@ -299,14 +304,14 @@ _CAPTIONS = {
 }
 
 
-def _pictures(links: Sequence[str], *names: str) -> list[str]:
+def _pictures(links: Sequence[str], *names: str) -> str:
     """Those of these names that were made, each name with all its data sets."""
-    return [
-        f"![{_CAPTIONS[name]}]({link})\n"
+    return "\n\n".join(
+        f"![{_CAPTIONS[name]}]({link})"
         for name in names
         for link in links
         if Path(link).stem.removeprefix("study-").split("-")[0] == name
-    ]
+    )
 
 
 def _where(commits: Sequence[str], machine: str) -> str:
@@ -327,26 +332,11 @@ def made_where(results: Results, setting: Setting) -> str:
     return "\n".join(f"- {where}{'' if only else ': ' + '; '.join(titles)}" for where, titles in rows.items()) + "\n"
 
 
-_COMMANDS = """Each makes a run again; further seeds of a row with `--seed`. In capitals: the folder of the images.
-Analyses and timings: `inline study report DIR --data tiny_imagenet=TINY_IMAGENET,imagenette=IMAGENETTE`.
-"""
-
-
 def command_list(results: Results) -> str:
-    """Of the first seed of every row in every setting."""
+    """Of the first seed of every row in every setting; empty where there are no runs."""
     found = (results.find(setting, row) for setting in results.settings for row in results.rows(setting))
-    return "```\n" + "\n".join(remake(result) for result in found if result is not None) + "\n```\n"
-
-
-def _gap_words(results: Results) -> str:
-    start = "Differences of mean top-1 in points"
-    if results.deviation is None:
-        return f"{start}; what a seed changes is not known yet.\n"
-    return (
-        f"{start}, ± two standard errors (bold: larger than that; among so many some are so by chance). A run is "
-        f"{results.deviation:.2f} points from the mean of its row (standard deviation, all rows of the first table "
-        "together); rows of other settings, most of one seed, are taken to vary as much.\n"
-    )
+    lines = [remake(result) for result in found if result is not None]
+    return "\n".join(["```", *lines, "```"]) if lines else ""
 
 
 _GAP_PAIRS = (
@@ -381,7 +371,32 @@ def _gap(results: Results, setting: Setting, pair: tuple[str, str]) -> str:
     return f"**{gap}**" if gap.is_told_apart else str(gap)
 
 
+def shared_map_table(results: Results) -> str:
+    """Linear against InLine attention with the same φ, without and with the residual; empty where there is no pair."""
+    setting, lines = results.main_setting, []
+    for name in SHARED_MAPS:
+        for residual in (False, True):
+            pair = tuple(shared_map_row(attention, name, residual=residual) for attention in ("inline", "linear"))
+            if setting is not None and set(pair) <= (rows := results.rows(setting)).keys():
+                cells = [PHI[name], "with" if residual else "without", rows[pair[1]], rows[pair[0]]]
+                lines.append([*cells, _gap(results, setting, (pair[0], pair[1]))])
+    return _table(["φ", "residual", "linear (%)", "InLine (%)", "InLine − linear"], lines) if lines else ""
+
+
+def claim_table(claims: Sequence[Claim]) -> str:
+    lines = [[claim.claim, claim.measured or "–", claim.verdict, claim.rule] for claim in claims]
+    return _table(["claim", "measured here", "verdict", "rule"], lines)
+
+
+def failure_table(results: Results) -> str:
+    lines = [[name, text.splitlines()[-1] if text else ""] for name, text in results.failures.items()]
+    return _table(["run", "what it said"], lines) if lines else ""
+
+
 def again_table(results: Results) -> str:
+    """Empty where nothing was made again."""
+    if not results.again:
+        return ""
     first = {result.run: result for result in results.runs}
     lines = [
         [f"`{r.run.name}`", f"{first[r.run].top1:.2f}" if r.run in first else "–", f"{r.top1:.2f}",
@@ -398,26 +413,26 @@ def front(results: Results, figures: Sequence[str]) -> str:
         return ""
     inline = results.find(main, "inline")
     assert inline is not None
-    size = f"{count_parameters(inline.run) / 1e6:.1f}M parameters each"
-    parts = [
-        f"Trained here: {main}, {size}, top-1 with its standard deviation over seeds.\n",
-        front_table(results, main),
-    ]
     gaps = [[f"{ROWS[a].title} − {ROWS[b].title}", _gap(results, main, (a, b))] for a, b in _GAP_PAIRS]
-    bold = "" if results.deviation is None else ", in bold where they are larger than two standard errors"
-    parts += [
-        f"{_highest(results, main)} Differences{bold}:\n",
-        _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
-    ]
-    parts += [f"{words.strip()}\n"] if (words := _longer(results)) else []
-    parts += _pictures(figures, "speed", "curves")[:1]
-    parts += ["All results, and what became of the paper's claims: [docs](docs/results.md).\n\n"]
-    return "\n" + "\n".join(parts)
+    return fill(
+        "front",
+        {
+            "setting": main,
+            "parameters": f"{count_parameters(inline.run) / 1e6:.1f}",
+            "front_table": front_table(results, main),
+            "highest": _highest(results, main),
+            "deviation": _deviation(results),
+            "gap_table": _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
+            "longer": _longer(results).strip(),
+            "picture": _pictures(figures, "speed", "curves").partition("\n")[0],
+        },
+    )
 
 
 def _highest(results: Results, setting: Setting) -> str:
+    """The title of the row with the highest mean."""
     rows = results.rows(setting)
-    return f"The highest mean is that of {ROWS[max(rows, key=lambda row: rows[row].mean)].title}."
+    return ROWS[max(rows, key=lambda row: rows[row].mean)].title
 
 
 def _longer(results: Results) -> str:
@@ -447,25 +462,6 @@ def front_table(results: Results, setting: Setting) -> str:
             rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
             lines.append([ROWS[row].title, str(sample), len(sample.values), *rates])
     return _table(["model", "top-1 (%)", "seeds", "training, images/s", "inference, images/s"], lines)
-
-
-def _tables(results: Results, setting: Setting) -> list[str]:
-    """Of the DeiT rows, then of the Swin rows, each with what its analyses saw."""
-    rows = list(results.rows(setting))
-    families = {"": [row for row in rows if ROWS[row].is_deit], _SWIN: [row for row in rows if not ROWS[row].is_deit]}
-    return [
-        part
-        for words, names in families.items()
-        if names
-        for part in (words, setting_table(results, setting, names), looked_at(results, setting, names))
-        if part
-    ]
-
-
-_SWIN = """InLine-Swin instead of DeiT: patches of 4 pixels, no class token, a map that is halved twice, windows no
-larger than the map.
-Chance and rank are within a window; a mask must leave something of the window.
-"""
 
 
 def setting_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
@@ -536,20 +532,17 @@ def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
     found = _analyses(results, setting, rows)
     if not found:
         return ""
-    first = found[0]
-    words = (
-        f"Analyses, of the first seed's weights: {first['images']} validation images, evenly spaced "
-        f"({first['rank']['images']} for the rank); masks of {_most_masked(results, setting, rows)} tokens, where one "
-        f"image is {100 / first['masking']['images']:g} points."
-    )
-    if "confused" in first:
-        thresholds = " / ".join(f"τ = {found['tau']:g}, ρ = {found['rho']:g}" for found in first["confused"])
-        words += f" Confused pairs at {thresholds}."
+    first, confused = found[0], found[0].get("confused", ())  # early runs counted by another definition
+    values = {
+        "images": first["images"],
+        "rank_images": first["rank"]["images"],
+        "masked": _most_masked(results, setting, rows),
+        "points": f"{100 / first['masking']['images']:g}",
+        "thresholds": " / ".join(f"τ = {pair['tau']:g}, ρ = {pair['rho']:g}" for pair in confused),
+    }
     if len({chance for analysis in found for chance in analysis["locality"]["chance"]}) == 1:  # maps of one size
-        even = uniform_over_chance(first["locality"])
-        words += f" Attention that is spread evenly has {even:.2f} times chance on the 3×3 neighbourhood, which a "
-        words += "border cuts."
-    return words + "\n"
+        values["even"] = f"{uniform_over_chance(first['locality']):.2f}"
+    return fill("analyses", values, between=" ")
 
 
 def probe_table(probes: dict[str, Any]) -> str:

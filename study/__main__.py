@@ -1,35 +1,53 @@
 """The paper's argument on a small scale: probes of one layer, a grid of trained models, a report of both.
 
-`probes` needs minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`; it can be
-stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there, `pack` the
-weights that come with the package.
+`probes` takes minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`. It can be
+stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there, and `pack`
+makes the weights that come with the package. Run it from a checkout: `python -m study --help`.
 """
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inline_attention.cli import CommandParser, run_parser
 from inline_attention.cli._options import add_device, add_output
 from inline_attention.printing import say
 
 if TYPE_CHECKING:
-    from inline_attention.study.grid import Run
-    from inline_attention.study.runner import GridRunner, Outcome
+    from study.grid import Run
+    from study.runner import GridRunner, Outcome
+
+OUT = "runs/study"  # git ignores it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a run failed, 2 bad input (one line, no traceback), 130 interrupted."""
+    return run_parser(build_parser, sys.argv[1:] if argv is None else argv, name="python -m study")
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="python -m study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    configure(parser)
+    return parser
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
 
     probes = parts.add_parser("probes", help="what one attention layer can and cannot do; minutes on a CPU")
-    add_output(probes, default="study")
+    add_output(probes, default=OUT)
     probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repetition (0)")
     probes.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions (3)")
     probes.add_argument("--steps", type=int, default=400, metavar="N", help="updates of each probe (400)")
-    probes.set_defaults(study=run_probes)
+    probes.set_defaults(run=run_probes)
 
     train = parts.add_parser("train", help="make the grid of trained models, or go on with it")
-    add_output(train, default="study")
+    add_output(train, default=OUT)
     train.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
     train.add_argument("--groups", nargs="+", metavar="G", help="parts of the grid, in this order (all but check)")
     train.add_argument("--rows", nargs="+", metavar="ROW", help="these models alone")
@@ -43,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best there is)"
     )
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
-    train.set_defaults(study=run_train)
+    train.set_defaults(run=run_train)
 
     report = parts.add_parser("report", help="tables, figures and verdicts from what is there")
     report.add_argument("out", metavar="DIR", help="what `probes` and `train` were given as --output")
@@ -51,25 +69,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--no-analyses", action="store_true", help="leave out what needs weights and images")
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
     report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
+    report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
     report.add_argument("--docs", metavar="FOLDER", help="write a page of the documentation besides")
     add_device(report)
-    report.set_defaults(study=run_report)
+    report.set_defaults(run=run_report)
 
     pack = parts.add_parser("pack", help="make the package's weights of the three models it ships")
     pack.add_argument("out", metavar="DIR", help="what `train` was given as --output")
     pack.add_argument("--to", metavar="FOLDER", help="where to write them (default: into the package)")
-    pack.set_defaults(study=run_pack)
-
-
-def run(args: argparse.Namespace) -> int:
-    return args.study(args)
+    pack.set_defaults(run=run_pack)
 
 
 def run_probes(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.study import probes
-    from inline_attention.study.plots import draw_probes, save
+    from study import probes
+    from study.plots import draw_probes, save
 
     _check_least("--seeds", args.seeds, 1)
     _check_least("--steps", args.steps, 20)
@@ -90,9 +105,9 @@ def run_probes(args: argparse.Namespace) -> int:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    from inline_attention.study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
-    from inline_attention.study.runner import GridRunner, dataset_paths
     from inline_attention.training.distributed import choose_device
+    from study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
+    from study.runner import GridRunner, dataset_paths
 
     main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
     _check_least("--main-epochs", main_epochs, 1)
@@ -127,10 +142,10 @@ def run_train(args: argparse.Namespace) -> int:
 def run_report(args: argparse.Namespace) -> int:
     from inline_attention.bench.timing import Effort
     from inline_attention.cli._output import choose_device
-    from inline_attention.study import measures
-    from inline_attention.study.report import write_docs, write_report
-    from inline_attention.study.results import collect
-    from inline_attention.study.runner import dataset_paths
+    from study import measures
+    from study.report import write_docs, write_report
+    from study.results import collect
+    from study.runner import dataset_paths
 
     out, device = Path(args.out), choose_device(args.device)
     images = measures.IMAGES if args.max_images is None else args.max_images
@@ -142,7 +157,7 @@ def run_report(args: argparse.Namespace) -> int:
     if not args.no_speed:
         runs = [result.run for result in results.runs]
         measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=say)
-    results = collect(out)
+    results = collect(out, onto=args.onto)
     files = write_report(results, out)
     if args.docs:
         files += write_docs(results, [path for path in files if path.suffix == ".png"], Path(args.docs))
@@ -152,8 +167,8 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    from inline_attention.study.package import pack_models
-    from inline_attention.study.results import collect
+    from study.pack import pack_models
+    from study.results import collect
 
     for path in pack_models(collect(Path(args.out)), folder=args.to):
         say(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
@@ -184,3 +199,7 @@ def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
 
         runner.show, runner.tell = show, lambda line: console.print(line, markup=False)
         return runner.make(runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,26 +1,24 @@
-"""The paper's analyses on any models and images: figures, tables and numbers; `all` adds one page with everything.
+"""The paper's analyses of any models on any images, as figures, tables and numbers. `all` adds one page of them all.
 
-MODEL is a name of this library or of timm, with arguments if need be: inline_deit_tiny,attention=linear. A weights file
-of this library says by itself which model it is for. Without models, those that come with the package are compared;
-without images, two photographs are looked at.
+MODEL is a name of this library or of timm, with arguments if needed: inline_deit_tiny,attention=linear. A weights file
+of this library says which model it is for. Without models, those that come with the package are compared. Without
+images, two photographs of the package are used.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inline_attention.cli._options import add_device, add_img_size, add_loading, add_output
 from inline_attention.printing import say
 
 if TYPE_CHECKING:
     import torch
 
     from inline_attention.analysis import Analysis, Findings, Subject
-    from inline_attention.data import EvalLoader
-
-DEFAULT_MODEL = "inline_deit_tiny"  # untrained, where the package has no weights
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,22 +26,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("analysis", choices=(*analysis_names(), "all"))
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="several are compared (default: those with weights in the package)"
+        "arguments",
+        nargs="*",
+        metavar="MODEL",
+        help="several are compared (default: those with weights in the package)",
     )
     parser.add_argument(
-        "--weights", nargs="+", metavar="F", default=[], help="for each model a file, URL, 'pretrained' or 'none'"
+        "--weights", nargs="+", metavar="W", default=[], help="for each model a file, URL, 'pretrained' or 'none'"
     )
     parser.add_argument("--labels", nargs="+", metavar="L", help="what to call the models in figures")
     images = parser.add_mutually_exclusive_group()
     images.add_argument("--data", metavar="PATH", help="images with known classes: folder, digits, hfds/NAME, …")
     images.add_argument("--images", nargs="+", metavar="F", help="image files or folders")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for what is written")
+    add_output(parser)
     parser.add_argument("--split", default="val", help="of --data (default: val)")
     parser.add_argument("--max-images", type=int, metavar="N", help="look at N, evenly spaced in --data")
-    parser.add_argument("--img-size", type=int, nargs="+", metavar="N", help="side, or height and width")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
-    parser.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
+    add_img_size(parser)
+    add_loading(parser, batch_size=8)
+    add_device(parser)
     for name, users in options().items():
         field = next(field for field in fields(analysis_class(users[0])) if field.name == name)
         default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
@@ -69,13 +69,28 @@ def run(args: argparse.Namespace) -> int:
     from functools import partial
 
     from inline_attention.analysis import analysis_names
-    from inline_attention.cli._output import choose_device, image_progress
+    from inline_attention.analysis.subjects import open_subjects
+    from inline_attention.cli._output import choose_device, image_progress, parse_size
 
     device = choose_device(args.device)
     analyses = [build(name, args) for name in (analysis_names() if args.analysis == "all" else [args.analysis])]
-    out = Path(args.out)
+    out = args.output
     out.mkdir(parents=True, exist_ok=True)
-    subjects = open_subjects(args, device) if any(analysis.needs_models for analysis in analyses) else []
+    subjects: list[Subject] = []
+    if any(analysis.needs_models for analysis in analyses):
+        subjects = open_subjects(
+            args.arguments,
+            args.weights,
+            data=args.data,
+            images=args.images or (),
+            labels=args.labels,
+            split=args.split,
+            max_images=args.max_images,
+            img_size=parse_size(args.img_size),
+            batch_size=args.batch_size,
+            workers=args.workers,
+            device=device,
+        )
     total = max((subject.facts["images"] for subject in subjects), default=0)
     done = []
     for analysis in analyses:
@@ -100,95 +115,6 @@ def build(name: str, args: argparse.Namespace) -> "Analysis":
     given = {field.name: getattr(args, field.name) for field in fields(cls)}
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     return cls(**{key: value for key, value in values.items() if value is not None})
-
-
-def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Subject"]:
-    """The models, each with a loader of the images as it wants them."""
-    from functools import partial
-
-    import torch
-
-    from inline_attention.analysis import Subject
-    from inline_attention.analysis.base import label_subjects
-    from inline_attention.analysis.hooks import attention_kinds
-    from inline_attention.cli._output import parse_size
-    from inline_attention.cli.predict import find_images
-    from inline_attention.data import open_eval_data, open_files
-    from inline_attention.data.samples import sample_photographs
-    from inline_attention.models.shipped import shipped_models
-    from inline_attention.tasks.classification.classifier import load_classifier, model_name
-
-    weights: list[str | None] = [None if file == "none" else file for file in args.weights]
-    models: list[str | None] = [*args.models]
-    if not models and weights:
-        models = [None] * len(weights)
-    elif not models and (shipped := shipped_models()):
-        models, weights = [*shipped], ["pretrained"] * len(shipped)
-    models = models or [DEFAULT_MODEL]
-    weights = weights or [None] * len(models)
-    if len(weights) != len(models):
-        raise ValueError(f"there are {len(models)} models and {len(weights)} weights; give 'none' for an untrained one")
-    if args.max_images is not None and args.max_images < 1:
-        raise ValueError(f"--max-images is {args.max_images}; expected at least 1")
-    subjects = []
-    for spec, file in zip(models, weights, strict=True):
-        torch.manual_seed(0)  # untrained models are the same in every run
-        name, arguments = parse_model(spec)
-        classifier = load_classifier(name, file, img_size=parse_size(args.img_size), arguments=arguments)
-        config = classifier.data
-        config.batch_size, config.workers = args.batch_size, args.workers
-        if args.data:
-            config.path, config.val_split = args.data, args.split
-            # Classes are those the model knows by name; an untrained one knows none.
-            class_names = classifier.class_names if file else None
-            loader = open_eval_data(config, class_names=class_names, max_images=args.max_images)
-        else:
-            paths = find_images(args.images) if args.images else sample_photographs()
-            config.workers, config.max_broken = config.workers or 0, len(paths)
-            loader = open_files(paths, config=config)
-        loader.to(device)
-        count = min(loader.num_images, args.max_images or loader.num_images)
-        facts = dict(
-            model=model_name(classifier.model),
-            weights=file or "none: as initialised",
-            attention=", ".join(attention_kinds(classifier.model)),
-            img_size="×".join(map(str, config.size)),
-            images=count,
-        )
-        batches = partial(first_batches, loader, count, labelled=bool(args.data and file))
-        mean, std = config.statistics
-        subjects.append(Subject(classifier.model.to(device).eval(), batches, mean, std, facts))
-    return label_subjects(subjects, args.labels)
-
-
-def first_batches(
-    loader: "EvalLoader", count: int, *, labelled: bool
-) -> Iterator[tuple["torch.Tensor", "torch.Tensor | None"]]:
-    """`count` images of a loader, and their labels where those mean something."""
-    left = count
-    for batch in loader:
-        images, targets = batch.images[:left], batch.targets[:left]
-        left -= len(images)
-        if len(images):  # all of a batch may be unreadable
-            yield images, targets if labelled else None
-        if left <= 0:
-            return
-
-
-def parse_model(spec: str | None) -> tuple[str | None, dict[str, Any]]:
-    """NAME,key=value,… → the name and the arguments; values are YAML"""
-    import yaml
-
-    if spec is None:
-        return None, {}
-    name, *settings = spec.split(",")
-    arguments = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise ValueError(f"model {spec!r}: expected NAME,key=value,… such as {DEFAULT_MODEL},attention=linear")
-        arguments[key] = yaml.safe_load(value)
-    return name, arguments
 
 
 def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> None:

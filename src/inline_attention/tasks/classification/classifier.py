@@ -139,7 +139,14 @@ class Prediction(NamedTuple):
 
 
 @torch.no_grad()
-def predict(classifier: Classifier, loader: EvalLoader, *, device: torch.device, topk: int) -> Iterator[Prediction]:
+def predict(
+    classifier: Classifier,
+    loader: EvalLoader,
+    *,
+    device: torch.device,
+    topk: int,
+    amp_dtype: torch.dtype | None = None,
+) -> Iterator[Prediction]:
     """The `topk` most probable classes of every image that can be read (all of them where there are fewer)."""
     loader.to(device)
     model = classifier.model.to(device).eval()
@@ -148,7 +155,9 @@ def predict(classifier: Classifier, loader: EvalLoader, *, device: torch.device,
     for batch in loader:
         if len(batch.images) == 0:  # none of them could be read
             continue
-        probabilities = model(batch.images).float().softmax(dim=1)
+        with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            logits = model(batch.images)
+        probabilities = logits.float().softmax(dim=1)
         best = probabilities.topk(min(topk, len(names)), dim=1)
         columns = (batch.sample_ids.tolist(), best.indices.tolist(), best.values.tolist())
         for sample, labels, values in zip(*columns, strict=True):

@@ -16,7 +16,7 @@ RawT = TypeVar("RawT", bound="RawEvalBatch")
 
 
 class RawEvalBatch(Protocol):
-    """What a worker hands over."""
+    """A batch as a worker process returns it"""
 
     @property
     def skipped(self) -> Iterable[SkippedImage]: ...
@@ -25,7 +25,7 @@ class RawEvalBatch(Protocol):
 
 
 class TrainPlan(Protocol):
-    """The samples of this rank's batches."""
+    """The keys of the samples of this rank's batches"""
 
     batch_size: int
     steps: int
@@ -42,7 +42,7 @@ def open_train_loader(
     num_images: int,
     world_size: int,
 ) -> TrainLoader[Any, Any]:
-    """Batches of samples in the order of the plan, brought to the device by the stage"""
+    """Batches of `samples` in the order of `plan`; `stage` moves them to the device"""
     workers = min(config.resolved_workers(world_size), num_images)
     return TrainLoader(
         WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True),
@@ -55,7 +55,7 @@ def open_train_loader(
 
 
 class EvalFeed(Generic[RawT]):
-    """Every image of a split once over all ranks. Unreadable ones are listed in `skipped`, anew in every iteration."""
+    """Every image of a split, once over all ranks. Each iteration lists the unreadable ones in `skipped`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class EvalFeed(Generic[RawT]):
         self._feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=False)
 
     def batches(self) -> Iterator[RawT]:
-        """Those that hold an image"""
+        """The batches that have at least one readable image"""
         self.skipped.clear()
         for raw in self._feed.batches(0, 0):
             self.skipped.extend(raw.skipped)
@@ -85,7 +85,7 @@ class EvalFeed(Generic[RawT]):
 def read_each(
     indices: Iterable[int], read: Callable[[int], T], *, path: Callable[[int], str]
 ) -> tuple[list[T], list[SkippedImage]]:
-    """What `read` makes of each sample, and those that it cannot read."""
+    """Read the samples one by one. Returns what was read, and which ones are unreadable."""
     found: list[T] = []
     skipped: list[SkippedImage] = []
     for index in indices:

@@ -1,4 +1,4 @@
-"""Loaders of images and masks: training crops in batches, evaluation images at their own sizes."""
+"""Loaders of images and masks: crops in batches for training, whole images for evaluation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from inline_attention.data.batches import SampleKey, TrainPlan, read_or_replace
-from inline_attention.data.decode import UnreadableImage
+from inline_attention.data.decode import UnreadableImage, read_image
 from inline_attention.data.loaders import DeviceStage, TrainLoader
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
 from inline_attention.data.skipped import SkippedImage
 from inline_attention.tasks.dense.data import EvalFeed, open_train_loader, read_each
-from inline_attention.tasks.dense.images import Normalise, read_image
+from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, open_split
 from inline_attention.tasks.segmentation.transforms import TrainTransform, target_size
@@ -24,12 +24,12 @@ from inline_attention.tasks.segmentation.transforms import TrainTransform, targe
 
 @dataclass
 class SegmentBatch:
-    """What a model sees in training, on the loader's device."""
+    """A batch on the loader's device, as a segmenter takes it in training"""
 
-    images: Tensor  # (B, 3, H, W) float32, normalised; what is beyond an image's size is no part of it
-    masks: Tensor  # (B, H, W) int64, IGNORED where a pixel counts for nothing
+    images: Tensor  # (B, 3, H, W) float32, normalised; the padding holds anything
+    masks: Tensor  # (B, H, W) int64, IGNORED for a pixel that is not counted
     sample_ids: Tensor  # (B,) int64
-    sizes: Tensor | None = None  # (B, 2) int64, the images' own (height, width); None where none is padded
+    sizes: Tensor | None = None  # (B, 2) int64, (height, width) without padding; None if no image is padded
 
 
 @dataclass
@@ -37,7 +37,7 @@ class RawCrops:
     images: Tensor  # (B, H, W, 3) uint8
     masks: Tensor  # (B, H, W) uint8
     sample_ids: Tensor  # (B,) int64
-    sizes: Tensor  # (B, 2) int64, (height, width) of what is no padding
+    sizes: Tensor  # (B, 2) int64, (height, width) without padding
     skipped: Sequence[SkippedImage] = ()
     replaced: int = 0
     on_device: bool = False
@@ -51,7 +51,7 @@ class RawCrops:
 
 
 class CropSamples(Dataset[RawCrops]):
-    """Training crops; an unreadable image is replaced by another, so that the batch keeps its shape."""
+    """Training crops. An unreadable image is replaced by another one, so that the batch keeps its shape."""
 
     def __init__(self, source: "MaskSource | DecodedSource", *, config: SegmentDataConfig, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
@@ -92,7 +92,7 @@ class CropSamples(Dataset[RawCrops]):
 
 
 class CropStage(DeviceStage[RawCrops, SegmentBatch]):
-    """Transfer and normalise. Bytes cross the bus, not floats."""
+    """Moves batches to the device as bytes and normalises them there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,12 +107,12 @@ class CropStage(DeviceStage[RawCrops, SegmentBatch]):
 
 @dataclass
 class EvalImage:
-    """One image of an evaluation, at the size at which the model sees it."""
+    """An image to evaluate, at the size that the model sees"""
 
     sample_id: int
     pixels: Tensor  # (3, h, w) uint8
     size: tuple[int, int]  # (height, width) of the file, and of the mask
-    mask: Tensor | None  # (height, width) uint8; None: of an image without one
+    mask: Tensor | None  # (height, width) uint8; None if the image has none
 
 
 @dataclass
@@ -129,7 +129,7 @@ class RawEval:
 
 
 class EvalSamples(Dataset[RawEval]):
-    """Images with their masks, or files without; an unreadable one is left out."""
+    """Images, with masks if the source has them. An unreadable image is left out."""
 
     def __init__(self, source: "MaskSource | DecodedSource | PlainFiles", *, config: SegmentDataConfig) -> None:
         self._source, self._config = source, config
@@ -160,7 +160,7 @@ class PlainFiles:
 
 
 def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, config: SegmentDataConfig) -> EvalImage:
-    """pixels (H, W, 3), mask (H, W): the image resized as `config` says, the mask as it is."""
+    """Resize the image, pixels (H, W, 3), as `config` says. The mask (H, W) keeps its size."""
     height, width = target_size(pixels.shape, config)
     resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
     return EvalImage(
@@ -202,7 +202,7 @@ class SegmentData:
 
 
 class DecodedSource:
-    """A source whose files are decoded once."""
+    """A source whose files are decoded once and kept in memory."""
 
     def __init__(self, source: MaskSource) -> None:
         self._source = source
@@ -230,7 +230,7 @@ def _read_or_reason(source: MaskSource, index: int) -> tuple[np.ndarray, np.ndar
 
 
 def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, world_size: int = 1) -> SegmentData:
-    """Open both splits. What is wrong with the configuration or the data is a ValueError here and now."""
+    """Open both splits. ValueError if something is wrong with the configuration or the data."""
     config.validate()
     source = _open(config, config.train_split)
     plan = TrainPlan(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
@@ -241,13 +241,13 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
 
 
 def open_eval_images(config: SegmentDataConfig, *, rank: int = 0, world_size: int = 1) -> EvalImages:
-    """`config.val_split` alone."""
+    """Open only the split `config.val_split`."""
     config.validate()
     return EvalImages(_open(config, config.val_split), config=config, rank=rank, world_size=world_size)
 
 
 def open_image_files(paths: Sequence[Path], *, config: SegmentDataConfig) -> EvalImages:
-    """Files without masks: `sample_id` is the position in `paths`."""
+    """Open image files without masks. `sample_id` is the position in `paths`."""
     return EvalImages(PlainFiles(paths), config=config)
 
 

@@ -143,5 +143,6 @@ def test_identify_models_that_differ_in_input_size_alone():
 
 def test_file_names_are_not_markup(official_file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "[").mkdir()
     assert main(["convert", str(official_file), "[/bold].safetensors"]) == 0
     assert "[/bold].safetensors" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Weights in and out of models, with real models made small."""
 
+import argparse
 import contextlib
 import functools
 import http.server
@@ -11,12 +12,20 @@ from collections import OrderedDict
 
 import pytest
 import timm
+import timm.utils
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inline_attention import create_model
-from inline_attention.models.weights import load_model, load_weights, read_checkpoint, read_metadata, save_weights
+from inline_attention.models.weights import (
+    WeightsError,
+    load_model,
+    load_weights,
+    read_checkpoint,
+    read_metadata,
+    save_weights,
+)
 
 SMALL = {
     "inline_deit_tiny": dict(depth=2, img_size=64),
@@ -106,6 +115,38 @@ def test_official_checkpoint_with_a_yacs_configuration(tmp_path, monkeypatch):
     assert equal(larger, expected.state_dict())
 
 
+@pytest.mark.parametrize("size", [dict(img_size=64), dict(img_size=None, input_size=[3, 64, 64])])
+def test_checkpoint_of_timms_script(tmp_path, size):
+    """Its command line says which model it is, where shapes alone fit two."""
+    torch.manual_seed(1)
+    model = create_model("softmax_deit_study", num_classes=10, img_size=64)
+    args = argparse.Namespace(model="softmax_deit_study", num_classes=10, lr=0.1, mean=(0.5, 0.5, 0.5), **size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saver = timm.utils.CheckpointSaver(model, optimizer, args=args, checkpoint_dir=tmp_path, recovery_dir=tmp_path)
+    saver.save_checkpoint(0, metric=50.0)
+    loaded = load_model(tmp_path / "checkpoint-0.pth.tar")
+    assert loaded.attention[0][0] == "softmax"
+    assert equal(loaded, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"config": {"DATA": 3}},
+        {"config": {"DATA": {"IMG_SIZE": 1.5}}},
+        {"config": {"DATA": {"IMG_SIZE": "64"}}},
+        {"args": argparse.Namespace(input_size=3)},
+        {"args": argparse.Namespace(img_size={"a": 1})},
+    ],
+    ids=str,
+)
+def test_sizes_that_are_none(tmp_path, info):
+    torch.save({"model": other_state(), **info}, tmp_path / "file.pth")
+    for load in (load_model, functools.partial(load_weights, small())):
+        with pytest.raises(WeightsError, match="size"):
+            load(tmp_path / "file.pth")
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_prefixes_of_wrappers_are_removed(tmp_path, prefix):
     torch.save({"model": {prefix + name: tensor for name, tensor in other_state().items()}}, tmp_path / "file.pth")
@@ -186,13 +227,14 @@ def test_models_and_files_without_a_head(tmp_path):
 
 
 @FAMILIES
-@pytest.mark.parametrize("in_chans", [1, 4])
+@pytest.mark.parametrize("in_chans", [1, 6])
 def test_input_channels_are_adapted(name, in_chans):
-    state = other_state(name)
-    model = load_weights(small(name, in_chans=in_chans), state)
-    first = next(key for key in state if key.startswith("patch_embed") and state[key].ndim == 4)
-    expected = timm.models.adapt_input_conv(in_chans, state[first])
-    assert torch.equal(model.state_dict()[first], expected)
+    """A grey image, or one whose channels are there twice, gives what the image of three channels gives."""
+    three = load_weights(small(name), other_state(name))
+    other = load_weights(small(name, in_chans=in_chans), other_state(name))
+    x = torch.randn(1, 1, 64, 64).expand(1, 3, 64, 64) if in_chans == 1 else torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(other(x[:, :1] if in_chans == 1 else torch.cat([x, x], dim=1)), three(x))
 
 
 def test_input_channels_that_cannot_be_adapted():

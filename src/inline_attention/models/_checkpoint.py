@@ -188,14 +188,9 @@ _OTHER_NAMES = re.compile(
 _MAX_TUPLE_DEPTH = 100
 
 
-def reading_official_files() -> safe_globals:
-    """A context in which `torch.load(weights_only=True)` reads checkpoints with a training script's configuration."""
-    return safe_globals([(OrderedDict, name) for name in _STAND_INS])
-
-
 def _load_torch_file(path: Path) -> Any:
     try:
-        with warnings.catch_warnings(), reading_official_files():
+        with warnings.catch_warnings(), safe_globals([(OrderedDict, name) for name in _STAND_INS]):
             warnings.filterwarnings("ignore", "Detected pickle protocol")
             with path.open("rb") as file:
                 is_zip = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
@@ -275,6 +270,7 @@ def _check_pickle(file: io.BytesIO) -> None:
     stack: list[_Item] = []
     memo: dict[int, _Item] = {}
     texts: list[str] = []  # the last two strings
+    argument: Any
     for opcode, argument, _ in pickletools.genops(file):
         name = opcode.name
         if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):

@@ -1,4 +1,4 @@
-"""Turns a trained checkpoint into a file of weights that ships with the package."""
+"""Turns a trained checkpoint into a weights file that comes with the package."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from .base import VisionModel
 from .registry import create_model
 from .weights import load_checkpoint, restore, save_weights
 
-# What changes training and not the trained model, and choices that each attention has a default for.
+# Arguments that do not change the trained model, and choices for which each attention has a default.
 _TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
 _RESOLVED_ARGUMENTS = ("feature_map", "local_residual")
 
@@ -30,10 +30,10 @@ def pack_weights(
     top1: float | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes the weights of a trained classifier as `pretrained=True` of the registered model `name` expects them.
+    """Writes the weights of a trained classifier for `pretrained=True` of the registered model `name`.
 
-    Tensors are float16 on the disk and become the model's dtype when loaded. The metadata say what the file is: class
-    names and preprocessing as the source has them, and recipe, data, seed and accuracy.
+    Tensors are stored as float16 and get the model's dtype when they are loaded. The metadata hold the class names and
+    the preprocessing of the source, and its recipe, data, seed and accuracy.
 
     Args:
         source: what `inline train` wrote, such as RUN/checkpoints/best.safetensors.
@@ -99,7 +99,7 @@ def _architecture(model: VisionModel) -> dict[str, Any]:
 
 
 def _check_preprocessing(saved: dict[str, Any], model: VisionModel) -> None:
-    """timm's users prepare images as the registered configuration says, ours as the file does: they must agree."""
+    """timm prepares images as the registered configuration says, our commands as the file says. Both must agree."""
     cfg: Any = model.pretrained_cfg  # timm's builder sets it
     expected = dict(
         mean=list(cfg["mean"]),

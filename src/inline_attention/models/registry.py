@@ -141,13 +141,14 @@ def _suggestion(name: str) -> str:
 
 
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
-    """Names of this library's models: the published ones in the order of the paper's tables, then the others.
+    """Names of this library's models: InLine models, then their baselines, then the small ones of the package.
 
     Args:
         pattern: which, with the wildcards of a shell: "inline_swin*".
         pretrained: only those with weights, to be downloaded or in the package.
     """
-    known = dict.fromkeys((*PUBLISHED, *SHIPPED, *_FAMILIES))
+    published = sorted(PUBLISHED, key=lambda name: not name.startswith("inline_"))
+    known = dict.fromkeys((*published, *SHIPPED, *_FAMILIES))
     names = [name for name in known if name in _FAMILIES and fnmatch.fnmatch(name, pattern)]
     return [name for name in names if has_weights(name)] if pretrained else names
 

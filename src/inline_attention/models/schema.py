@@ -14,6 +14,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Union
 
+import timm
+
 from ._checkpoint import WeightsError, one_line
 from .base import VisionModel
 from .registry import find_family
@@ -67,16 +69,30 @@ def check_model(architecture: str, arguments: Mapping[str, Any]) -> type[VisionM
     family = find_family(architecture)
     if family is None:
         raise WeightsError(
-            f"asks for the model {_shown(architecture)}, which is not one of this library: build the model yourself "
-            "and call load_model(path, model=…)"
+            f"asks for the model {_shown(architecture)}, which is not one of this library: name the model yourself, or "
+            "build it and call load_model(path, model=…)"
         )
     check_arguments(family, arguments)
     return family
 
 
+def check_foreign_arguments(arguments: Mapping[str, Any]) -> None:
+    """WeightsError unless the arguments for a model of timm, which the user named, are plain numbers.
+
+    The constructors of timm are many and their types are not checked. Numbers can make a model of another size, which
+    the comparison of shapes finds; the names that `timm.create_model` itself takes could make it open files.
+    """
+    reserved = inspect.signature(timm.create_model).parameters
+    for name in arguments:
+        if name in reserved:
+            raise WeightsError(f"gives {_shown(name)}, which is not an argument of a model")
+    number = bool | int | float | None
+    check_values(dict.fromkeys(arguments, number | list[number]), arguments)  # type: ignore[operator]
+
+
 def check_arguments(build: Callable[..., object], arguments: Mapping[str, Any]) -> None:
     """WeightsError unless `arguments` have names of parameters of `build` and values of the annotated types."""
-    function = build.__init__ if inspect.isclass(build) else build  # type: ignore[misc]  # of a class, not an instance
+    function = build.__init__ if inspect.isclass(build) else build
     types_of = typing.get_type_hints(function)
     known = [name for name in inspect.signature(build).parameters if name in types_of]
     check_values({name: types_of[name] for name in known}, arguments)
@@ -118,7 +134,7 @@ def _has_type(value: Any, expected: Any, largest: int) -> bool:
 
 
 def _name(expected: Any) -> str:
-    return getattr(expected, "__name__", None) if inspect.isclass(expected) else str(expected).replace("typing.", "")
+    return expected.__name__ if inspect.isclass(expected) else str(expected).replace("typing.", "")
 
 
 def _read_json(info: Mapping[str, Any], key: str, default: Any) -> Any:

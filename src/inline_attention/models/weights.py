@@ -51,8 +51,6 @@ HEAD_NAMES = ("head.weight", "head.bias")
 _MAX_LISTED = 8
 _MISFITS = (ValueError, IndexError, RuntimeError)  # what adapting weights of another model may raise
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# What a file may say about a model of timm that the user named: how large its input and output are.
-_FOREIGN_ARGUMENTS = {"num_classes": int, "in_chans": int, "img_size": int | list[int], "drop_path_rate": float}
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -112,6 +110,8 @@ def restore(
     """
     if name is not None:
         check_name(name)
+        base, _, _ = name.partition(".")
+        name = base if find_family(base) else name  # without timm's tag of the weights
     with errors_name(origin):
         said = schema.read_description(checkpoint.info)
         if said is not None and said.task != schema.CLASSIFICATION:
@@ -122,7 +122,7 @@ def restore(
             name = name or identify(checkpoint, filename=Path(origin).name)
             options = _fitting_options(name, checkpoint)
         elif name is not None and find_family(name) is None:  # a model of timm, which the user named
-            schema.check_values(_FOREIGN_ARGUMENTS, said.arguments)
+            schema.check_foreign_arguments(said.arguments)
             options = dict(said.arguments)
         else:
             name, options = said.architecture, dict(said.arguments)
@@ -165,7 +165,7 @@ def build_fitting(build: Callable[[], ModuleT], checkpoint: Checkpoint, *, origi
 
 
 @contextmanager
-def _limited_parameters(limit: int = 20_000) -> Iterator[None]:
+def _limited_parameters(limit: int = 5_000) -> Iterator[None]:
     """Stops a constructor in this thread that makes more parameters: ten million blocks take hours, even on meta."""
     thread, count = threading.get_ident(), 0
 
@@ -281,17 +281,21 @@ def first_conv_name(model: nn.Module) -> str:
 def source_size(checkpoint: Checkpoint) -> Grid | None:
     """The image size that weights were made at, if the file says so: our metadata or a training configuration."""
     said = schema.read_description(checkpoint.info)
-    size: Any
-    if said is not None:
-        size = said.changes.get("img_size", said.arguments.get("img_size"))
-    else:
-        official = checkpoint.info.get("config")
-        data = official.get("DATA") if isinstance(official, Mapping) else None
-        size = data.get("IMG_SIZE") if isinstance(data, Mapping) else _training_arguments(checkpoint).get("img_size")
+    official = checkpoint.info.get("config")
+    args = _training_arguments(checkpoint)
+    size: Any = None
     try:
+        if said is not None:
+            size = said.changes.get("img_size", said.arguments.get("img_size"))
+        elif isinstance(official, Mapping):
+            size = official.get("DATA", {}).get("IMG_SIZE")
+        elif args.get("img_size") is not None:
+            size = args["img_size"]
+        elif args.get("input_size") is not None:
+            size = args["input_size"][1:]  # (channels, height, width)
         return None if size is None else to_pair(size)
-    except TypeError as error:
-        raise WeightsError(f"gives the image size {one_line(size)}") from error
+    except (TypeError, AttributeError) as error:
+        raise WeightsError(f"has no usable image size in its configuration: {one_line(size)}") from error
 
 
 def _training_arguments(checkpoint: Checkpoint) -> dict[str, Any]:

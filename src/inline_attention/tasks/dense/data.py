@@ -56,7 +56,7 @@ def eval_batches(
 def read_each(
     indices: Iterable[int], read: Callable[[int], T], *, path: Callable[[int], str]
 ) -> tuple[list[T], list[SkippedImage]]:
-    """What `read` makes of each sample, and those that it cannot read."""
+    """Read the samples one by one. Returns what was read, and which ones are unreadable."""
     found: list[T] = []
     skipped: list[SkippedImage] = []
     for index in indices:

@@ -35,7 +35,8 @@ def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCo
     what `torch.utils.flop_counter` counts, matrix products and convolutions, plus nine per channel and position for the
     3×3 local residual, which is elementwise and so unseen by that counter. Norms, softmax and activations count
     nothing. Activation memory is what autograd keeps of plain PyTorch, parameters apart, without checkpointing. Softmax
-    attention keeps no N×N weights, because PyTorch's scaled_dot_product_attention does not on any device.
+    attention keeps no N×N weights, because PyTorch's scaled_dot_product_attention does not, except for windows with a
+    learned bias.
     """
     if next(model.parameters()).device.type != "meta":
         raise ValueError('profile counts on the meta device: build the model under `with torch.device("meta"):`')
@@ -102,7 +103,9 @@ class _FusedSoftmax(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
+        mask = kwargs.get("attn_mask")
+        # With a learned bias, as in Swin's windows, PyTorch keeps the weights on a CPU, too.
+        if func is not F.scaled_dot_product_attention or (mask is not None and mask.requires_grad):
             return func(*args, **kwargs)
         options = {key: kwargs[key] for key in ("attn_mask", "scale") if key in kwargs}
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], **options)[0]

@@ -16,7 +16,7 @@ from inline_attention.cli import COMMANDS, main
 from inline_attention.data import DataConfig
 from inline_attention.models.weights import save_weights
 from inline_attention.printing import printable
-from inline_attention.training.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import preprocessing
 
 START = "import sys; from inline_command import main; sys.exit(main())"
 

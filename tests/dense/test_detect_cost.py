@@ -62,7 +62,7 @@ def test_every_published_row_has_a_recipe_and_an_inline_twin() -> None:
 
 @pytest.mark.parametrize("name", recipe_names(Detection.recipes))
 def test_recipes_say_what_is_ours(name: str) -> None:
-    text = resources.files("inline_attention").joinpath("recipes", Detection.recipes, f"{name}.yaml").read_text()
+    text = resources.files("inline_attention").joinpath(Detection.recipes, f"{name}.yaml").read_text()
     comment = " ".join(line for line in text.splitlines() if line.startswith("#"))
     assert ("Weight decay and drop path are ours" in comment) == name.startswith("cascade")
     assert ("steps of 32" in comment) == name.endswith("3x")

@@ -23,7 +23,7 @@ from inline_attention.explore import load_subjects
 from inline_attention.models import deit, shipped
 from inline_attention.models.pack import pack_weights
 from inline_attention.models.weights import load_model, read_metadata, save_weights
-from inline_attention.training.classifier import load_classifier, preprocessing
+from inline_attention.tasks.classification.classifier import load_classifier, preprocessing
 from inline_attention.training.task import weights_source
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def subjects_of_analyze() -> list[Subject]:
 
 def test_without_weights(nothing: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in shipped.SHIPPED:
-        with pytest.raises(ValueError, match=f"no weights of {name} to be had"):
+        with pytest.raises(ValueError, match=f"no weights of {name} to load"):
             create_model(name, pretrained=True)
     assert not set(shipped.SHIPPED) & set(list_models(pretrained=True))
     assert main(["predict", str(picture)]) == 2

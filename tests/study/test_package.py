@@ -18,7 +18,7 @@ from inline_attention.study.measures import weights_file
 from inline_attention.study.package import PACKED_ROWS, pack_models
 from inline_attention.study.results import Results, RunResult, collect
 from inline_attention.study.runner import GridRunner
-from inline_attention.training.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import preprocessing
 
 SETTINGS = ["run.compile=false", "data.batch_size=50", "data.workers=0", "device=cpu"]
 RUNS = [Run("tiny_imagenet", row, 1, 0, 4) for row in PACKED_ROWS.values()]

@@ -15,7 +15,7 @@ from inline_attention.dense.published import COST_CLASSES, COST_SIZE, DETECTOR_C
 from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_segmenter
 from inline_attention.dense.segmentation.task import pixel_loss
 from inline_attention.models import list_models
-from inline_attention.ops.attention import Backend
+from inline_attention.ops import Backend
 
 from .model import EAGER, Candidate, compare, set_backend, usable_modes
 from .record import fastest, table

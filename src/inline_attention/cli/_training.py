@@ -1,4 +1,4 @@
-"""What the training commands share: `inline train`, `inline segment train` and the like."""
+"""Arguments and behaviour that the training commands share: `inline train`, `inline segment train`, …"""
 
 import argparse
 from collections.abc import Callable
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def configure_training(parser: argparse.ArgumentParser, *, data: str, recipe: str) -> None:
-    """data, recipe: what the help says of them."""
+    """Add the arguments. data, recipe: help texts of these arguments."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipe)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as optim.lr=1e-3")
     parser.add_argument("--data", metavar="PATH", help=data)
     parser.add_argument("--output", metavar="DIR", help="run folder (runs/RECIPE-TIME)")
     parser.add_argument("--resume", metavar="auto|PATH", help="continue the run in --output, or one elsewhere")
     parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument("--deterministic", action="store_true", help="deterministic algorithms alone")
+    parser.add_argument("--deterministic", action="store_true", help="only deterministic algorithms")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--print-config", action="store_true", help="show every setting and exit")
     parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
@@ -28,11 +28,11 @@ def configure_training(parser: argparse.ArgumentParser, *, data: str, recipe: st
 
 
 def _allow_any_order(parser: argparse.ArgumentParser) -> None:
-    """Let settings stand between and behind options. argparse can do that, but not by itself for a subcommand."""
+    """Allow settings between and after options. argparse supports this, but not for a subcommand by itself."""
     in_order = parser.parse_known_args
 
     def in_any_order(args: Any = None, namespace: Any = None) -> Any:
-        parser.parse_known_args = in_order  # type: ignore[method-assign]  # what parse_known_intermixed_args calls
+        parser.parse_known_args = in_order  # type: ignore[method-assign]  # parse_known_intermixed_args calls it
         try:
             return parser.parse_known_intermixed_args(args, namespace)
         finally:
@@ -41,7 +41,7 @@ def _allow_any_order(parser: argparse.ArgumentParser) -> None:
     parser.parse_known_args = in_any_order  # type: ignore[method-assign]
 
 
-def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Callable[[Outcome], str]") -> int:
+def run_training(args: argparse.Namespace, *, task: "type[Task]", describe_outcome: "Callable[[Outcome], str]") -> int:
     from inline_attention.training import settings
     from inline_attention.training.config import describe_recipe, recipe_names
     from inline_attention.training.run_folder import plan_run
@@ -67,7 +67,7 @@ def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Cal
     if outcome.signal:
         return 128 + outcome.signal
     if outcome.is_first_rank:
-        print(farewell(outcome))
+        print(describe_outcome(outcome))
     return 0
 
 

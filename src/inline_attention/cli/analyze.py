@@ -116,7 +116,7 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
     from inline_attention.data import open_eval_data, open_files
     from inline_attention.data.samples import sample_photographs
     from inline_attention.models.shipped import shipped_models
-    from inline_attention.training.classifier import load_classifier
+    from inline_attention.tasks.classification.classifier import load_classifier, model_name
 
     weights: list[str | None] = [None if file == "none" else file for file in args.weights]
     models: list[str | None] = [*args.models]
@@ -149,7 +149,7 @@ def open_subjects(args: argparse.Namespace, device: "torch.device") -> list["Sub
         loader.to(device)
         count = min(loader.num_images, args.max_images or loader.num_images)
         facts = dict(
-            model=name or classifier.model.pretrained_cfg["architecture"],  # type: ignore[index]  # timm's description
+            model=model_name(classifier.model),
             weights=file or "none: as initialised",
             attention=", ".join(attention_kinds(classifier.model)),
             img_size="×".join(map(str, config.size)),

@@ -11,8 +11,6 @@ from inline_attention.cli._training import configure_training, run_training
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
 
-HELP = "train a model; without arguments a small one, in about a minute"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     configure_training(
@@ -23,12 +21,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from inline_attention.training.classification import Classification
+    from inline_attention.tasks.classification.task import Classification
 
-    return run_training(args, task=Classification, farewell=_farewell)
+    return run_training(args, task=Classification, describe_outcome=_describe_outcome)
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"
     lines = [
@@ -44,8 +42,8 @@ def _farewell(outcome: "Outcome") -> str:
     lines += ["", "next:"]
     if summary["recipe"] == "quickstart":
         lines += [
-            "  inline train inline_deit_tiny --data FOLDER    your images: FOLDER/train/CLASS, FOLDER/val/CLASS",
-            "  inline train --list-recipes                    the published models",
+            "  inline train finetune --data FOLDER    your images: FOLDER/train/CLASS, FOLDER/val/CLASS",
+            "  inline train --list-recipes            the published models",
         ]
     lines += [
         f"  inline predict {summary['model']} --weights {best} IMAGE",

@@ -13,7 +13,7 @@ import torch
 
 from inline_attention.bench.timing import Timing, sample
 from inline_attention.models import create_model
-from inline_attention.models._base import VisionModel
+from inline_attention.models.base import VisionModel
 from inline_attention.models.profile import profile
 
 from .gate import Busy, Gate

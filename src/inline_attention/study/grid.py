@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from inline_attention.models.deit import STUDY
-from inline_attention.training.config import TrainConfig, load_config
+from inline_attention.tasks.classification.config import TrainConfig, load_config
 
 RECIPE = "study"
 DEIT = {name: STUDY[name] for name in ("embed_dim", "depth", "num_heads")}

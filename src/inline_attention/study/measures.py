@@ -26,7 +26,7 @@ from inline_attention.models import create_model
 from inline_attention.study.grid import DATASETS, Run
 from inline_attention.study.results import ANALYSIS, SPEED, run_folders
 from inline_attention.study.runner import is_finished
-from inline_attention.training.classifier import load_classifier
+from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.training.run_folder import write_atomically
 
 IMAGES = 200  # evenly spaced in the validation split; a fifth of them above MANY_TOKENS

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from inline_attention.bench.record import fastest, read_record
 from inline_attention.study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
 from inline_attention.study.runner import FAILURE, SESSIONS, has_failed, is_finished
+from inline_attention.tasks.classification.config import TrainConfig
 from inline_attention.training import settings
-from inline_attention.training.config import TrainConfig, read_yaml
+from inline_attention.training.config import read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
 

@@ -24,7 +24,7 @@ PRECISION, PER_CLASS = "average_precision.json", "per_class.csv"
 
 
 class Detection(Task):
-    recipes = "detect"
+    recipes = "recipes/detect"
     default_recipe = None
     data_hint = (
         "give --data FOLDER with annotations/instances_SPLIT.json and the images in SPLIT/, for train2017 and val2017"
@@ -75,7 +75,7 @@ class Detection(Task):
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
         return Evaluation(figures(result.precision), details=result.precision)
 
-    def leave_behind(self, evaluation: Evaluation) -> dict[str, Writer]:
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
         precision: ApResult = evaluation.details
         return {PRECISION: partial(write_figures, precision), PER_CLASS: partial(write_per_class, precision)}
 

@@ -30,7 +30,7 @@ _NUM_EXAMPLES = 8
 
 
 class Segmentation(Task):
-    recipes = "segment"
+    recipes = "recipes/segment"
     default_recipe = None
     data_hint = "give --data FOLDER with images/train, masks/train, images/val, masks/val and classes.txt"
     headline = Headline("miou", "mIoU")
@@ -98,7 +98,7 @@ class Segmentation(Task):
         }
         return Evaluation(figures, details=result)
 
-    def leave_behind(self, evaluation: Evaluation) -> dict[str, Writer]:
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
         result: SegmentResult = evaluation.details
         names = self.data.class_names
         return {

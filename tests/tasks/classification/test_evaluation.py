@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from inline_attention.data import DataConfig, open_eval_data
-from inline_attention.training.evaluate import MAX_CONFUSION_CLASSES, EvalResult, evaluate
+from inline_attention.tasks.classification.evaluation import MAX_CONFUSION_CLASSES, EvalResult, evaluate
 
 CLASSES = 7
 

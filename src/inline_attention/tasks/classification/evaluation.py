@@ -1,4 +1,4 @@
-"""Accuracy and loss of a classifier over an evaluation loader, on one rank or many."""
+"""Accuracy and loss of a classifier over an evaluation loader, on one rank or several."""
 
 import logging
 import time
@@ -21,10 +21,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Over all ranks. Accuracies in per cent of the images that could be read."""
+    """Result over all ranks. Accuracies are in per cent of the images that could be read."""
 
     top1: float
-    top5: float  # of all classes where there are fewer than five
+    top5: float  # 100 with five classes or fewer
     loss: float
     images: int
     skipped: int  # images that could not be read
@@ -45,8 +45,8 @@ def evaluate(
 ) -> EvalResult:
     """Run the model in evaluation mode over the loader; every module's mode is restored afterwards.
 
-    Counts stay on the device and are read once, at the end. With torch.distributed initialised every rank calls this
-    and gets the result of all. `on_images` hears how many images each batch had, for a progress bar.
+    Counts stay on the device and are read once, at the end. In a process group every rank calls this and gets the
+    result over all ranks. `on_images` is called with the number of images of each batch, for a progress bar.
     """
     device = torch.device(device)
     loader.to(device)
@@ -65,7 +65,7 @@ def evaluate(
 
 
 class _Counts:
-    """What is counted, on the device."""
+    """Counts and sums over batches, on the device."""
 
     def __init__(self, num_classes: int, *, device: torch.device) -> None:
         wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
@@ -120,9 +120,9 @@ class _Counts:
 
 
 def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
-    """The loader's batches, and empty ones until every rank has had as many.
+    """The batches of the loader, then empty ones until every rank has had the same number.
 
-    A sharded model communicates in its forward pass: a rank that ran out of images must not stop calling it.
+    A sharded model communicates in its forward pass, so all ranks must call it equally often.
     """
     batches = iter(loader)
     if not is_distributed():
@@ -137,17 +137,17 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
         for _ in range(loader.max_batches):
             yield next(batches, empty)
         return
-    while True:  # a stream does not know how many: agree before each
+    while True:  # the length of a stream is not known: ranks agree before each batch
         batch = next(batches, None)
-        someone_has_one = torch.tensor(batch is not None, dtype=torch.int64, device=device)
-        dist.all_reduce(someone_has_one, op=dist.ReduceOp.MAX)
-        if not someone_has_one:
+        any_left = torch.tensor(batch is not None, dtype=torch.int64, device=device)
+        dist.all_reduce(any_left, op=dist.ReduceOp.MAX)
+        if not any_left:
             return
         yield empty if batch is None else batch
 
 
 def _batch_shape(loader: EvalLoader) -> int:
-    """The size of every batch: equal shapes spare a compiled model a second compilation."""
+    """The size of every batch. With equal shapes a compiled model is compiled once."""
     world_size = dist.get_world_size() if is_distributed() else 1
     return min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
 

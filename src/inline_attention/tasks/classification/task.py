@@ -1,4 +1,4 @@
-"""Classification: images with one label each, mixed and augmented; judged by top-1."""
+"""Classification as a task of the training engine: one label per image, mixup and cutmix, ranked by top-1."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,19 +16,19 @@ from inline_attention.data.seeding import derive_seed
 from inline_attention.models.registry import create_model
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
-from inline_attention.training.classifier import preprocessing
-from inline_attention.training.config import TrainConfig
+from inline_attention.tasks.classification.classifier import preprocessing
+from inline_attention.tasks.classification.config import RECIPES, TrainConfig
+from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.training.distributed import Ranks
-from inline_attention.training.evaluate import evaluate
 from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
 
 CONFUSION = "confusion.png"
-MAX_DRAWN_CLASSES = 50  # above this the picture is a grey square
+MAX_DRAWN_CLASSES = 50  # cells of larger matrices are too small to see
 
 
 class Classification(Task):
-    recipes = ""
+    recipes = RECIPES
     default_recipe = "quickstart"
     data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")
@@ -56,7 +56,7 @@ class Classification(Task):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of create_model."""
+        """Keyword arguments of `create_model`."""
         wanted = self.config.model
         return {
             "num_classes": self.data.num_classes,
@@ -77,7 +77,7 @@ class Classification(Task):
         torch.manual_seed(derive_seed("weights", self.config.seed))
         try:
             model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **self.arguments)
-        except TypeError as error:  # a value of another type than the model expects
+        except TypeError as error:  # an argument of the wrong type
             raise ValueError(f"model {wanted.name} cannot be built with {self.arguments}: {error}") from error
         if wanted.weights not in (None, "pretrained"):
             load_weights(model, weights_source(wanted.weights), reset_head=wanted.reset_head)
@@ -105,7 +105,7 @@ class Classification(Task):
         figures = {"loss": result.loss, "top1": result.top1, "top5": result.top5, "images": result.images}
         return Evaluation(figures, details=result.confusion)
 
-    def leave_behind(self, evaluation: Evaluation) -> dict[str, Writer]:
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
         confusion: Tensor | None = evaluation.details
         if confusion is None or len(confusion) > MAX_DRAWN_CLASSES:
             return {}
@@ -115,13 +115,13 @@ class Classification(Task):
 def own_size(name: str) -> int | list[int]:
     """The input size of a registered model: its side, or [height, width]."""
     described = timm.models.get_pretrained_cfg(name)
-    if described is None:  # no model of that name; building it says so
+    if described is None:  # there is no such model, which building it reports
         return 224
     height, width = described.input_size[1:]
     return height if height == width else [height, width]
 
 
 def _draw_confusion(confusion: Tensor, class_names: list[str], path: Path) -> None:
-    from inline_attention.training import plots
+    from inline_attention.tasks.classification import plots
 
     plots.draw_confusion(confusion, class_names, path)

@@ -20,7 +20,6 @@ from inline_attention.layers.attention import (
     build_attention,
     parse_attention,
     softmax_feature_map,
-    unstack,
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import Padding
@@ -33,6 +32,7 @@ from inline_attention.layers.windows import (
     window_regions,
 )
 from inline_attention.ops import Grid
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
 from . import registry

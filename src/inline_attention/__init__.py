@@ -3,7 +3,7 @@
 from inline_attention._version import __version__
 from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention
 from inline_attention.models import create_model, list_models
-from inline_attention.models.weights import load_weights, save_weights
+from inline_attention.models.weights import load_model, load_weights, save_weights
 from inline_attention.ops import (
     attention_matrix,
     inline_attention,
@@ -25,6 +25,7 @@ __all__ = [
     "inline_attention_packed",
     "linear_attention",
     "list_models",
+    "load_model",
     "load_weights",
     "optimize",
     "save_weights",

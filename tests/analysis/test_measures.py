@@ -18,7 +18,6 @@ from inline_attention import create_model, inline_attention, linear_attention
 from inline_attention.analysis import (
     attention_maps,
     capture,
-    confusion,
     measure_confusion,
     measure_injectivity,
     measure_locality,
@@ -28,7 +27,8 @@ from inline_attention.analysis import (
     plane_weights,
 )
 from inline_attention.analysis.divergence import Divergence
-from inline_attention.analysis.masking import random_mask, window_mask
+from inline_attention.analysis.measures import confusion
+from inline_attention.analysis.measures.masking import random_mask, window_mask
 from inline_attention.data.samples import sample_photographs
 
 KINDS = ("softmax", "linear", "inline")
@@ -72,7 +72,7 @@ def test_figure_1_by_hand() -> None:
 
 
 def test_some_rows_may_be_equal() -> None:
-    from inline_attention.analysis.injectivity import compare
+    from inline_attention.analysis.measures.injectivity import compare
 
     queries = torch.tensor([[1.0, 1.0], [2.0, 2.0], [1.0, 2.0]], dtype=torch.float64)
     panel = compare(queries, queries + 1, name="ReLU(x)")
@@ -134,9 +134,8 @@ def test_confusion_by_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bins_of_the_histogram() -> None:
     """As its labels say them: 0, 1–3, 4–9, 10–31, 32–99."""
-    plots = pytest.importorskip("inline_attention.analysis.plots")
-    assert plots.histogram_edges(50).tolist() == [0, 1, 4, 10, 32, 100]
-    assert plots.histogram_edges(0).tolist() == [0, 1]
+    assert confusion.histogram_edges(50).tolist() == [0, 1, 4, 10, 32, 100]
+    assert confusion.histogram_edges(0).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["softmax", "inline"])
@@ -191,7 +190,7 @@ def test_confusion_memory_is_bounded(side: int, megabytes: int) -> None:
 import pathlib, torch
 from inline_attention import create_model
 from inline_attention.analysis import capture
-from inline_attention.analysis.confusion import confused_pairs
+from inline_attention.analysis.measures.confusion import confused_pairs
 torch.set_num_threads(1)
 small = dict(patch_size=2, embed_dim=8, depth=1, num_heads=1, num_classes=2)
 
@@ -489,7 +488,7 @@ def test_divergence_is_counted_and_not_hidden() -> None:
 
 
 def test_a_matrix_that_is_not_finite_has_no_rank() -> None:
-    from inline_attention.analysis.rank import _ranks
+    from inline_attention.analysis.measures.rank import _ranks
 
     weights = torch.eye(3).repeat(1, 2, 1, 1)
     weights[0, 1, 0, 0] = torch.inf

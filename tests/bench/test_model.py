@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from small import create_small, image
 from torch import Tensor, nn
 
 from inline_attention.bench import model as bench
@@ -16,6 +17,7 @@ from inline_attention.bench.timing import Effort, Timing
 from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
 from inline_attention.models import list_models
+from inline_attention.models.weights import save_weights
 from inline_attention.optimize import MODES
 
 CPU = torch.device("cpu")
@@ -43,6 +45,14 @@ def result(contender: str, speed: float | None, **changes: object) -> dict:
 def test_counterparts_exist(name: str) -> None:
     assert name in list_models()
     assert timm.is_model(bench.COUNTERPARTS[name])
+
+
+def test_model_of_a_weights_file(tmp_path: Path) -> None:
+    model = create_small("inline_deit_tiny")
+    path = save_weights(model, tmp_path / "model.safetensors")
+    built = bench.build_textbook(str(path), 32).eval()
+    model.set_input_size(32)
+    torch.testing.assert_close(built(image(32)), model(image(32)))
 
 
 @pytest.mark.parametrize("contender", [name for name in bench.CONTENDERS if name != "fused"])

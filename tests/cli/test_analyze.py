@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from inline_attention.analysis import measures
 from inline_attention.cli import main
 from inline_attention.cli.analyze import parse_model
 from inline_attention.data.samples import sample_photographs
@@ -74,7 +75,10 @@ def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys
     assert len(confusion["models"][0]["result"]["by_image"]) == 2
     printed = capsys.readouterr()
     assert "report.html" in printed.out
-    assert "warning: 2 images are too few for masking (each is 50 points): give at least 100" in printed.err
+    assert (
+        "warning: 2 images are too few for masking: give at least 100 before relying on its numbers; each"
+        in printed.err
+    )
     assert "2 images are too few for confusion" in page
 
 
@@ -112,7 +116,7 @@ def test_weights_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert read(tmp_path / "rank.json")["models"][0]["summary"]["mean_numerical"] == 1
     other = VIT.replace("depth=2", "depth=1")
     assert analyze("rank", other, "--weights", tmp_path / "vit.safetensors", "--out", tmp_path) == 2
-    assert "does not fit VisionTransformer" in capsys.readouterr().err
+    assert "does not fit the model" in capsys.readouterr().err
 
 
 def test_parameters_and_limits(weights: Path, tmp_path: Path) -> None:
@@ -162,6 +166,56 @@ def test_trained_with_another_attention(tmp_path: Path) -> None:
     assert analyze("rank", *common, "--out", tmp_path) == 0
     model = read(tmp_path / "rank.json")["models"][0]
     assert (model["model"], model["attention"], model["images"]) == ("inline_deit_tiny", "focused", 4)
+
+
+NEW_ANALYSIS = '''
+from dataclasses import dataclass
+
+from inline_attention.analysis.base import Analysis, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brightness(Analysis):
+    """How bright are the images?"""
+
+    least_images = 3
+
+    power: int = option(1, "of the pixels", type=int)
+
+    def measure(self, subject, on_images):
+        means = [float(image.pow(self.power).mean()) for batch in subject.images() for image in batch]
+        on_images(len(means))
+        return means
+
+    def summarise(self, result):
+        return dict(images=len(result), mean=sum(result) / len(result))
+
+    def table(self, results):
+        return ("model", "image", "mean"), [(m, i, x) for m, means in results.items() for i, x in enumerate(means)]
+
+    def draw(self, results):
+        from inline_attention.analysis import figures
+
+        figure = figures.new_figure(5, 4)
+        figure.subplots().plot(*results.values())
+        return figure
+'''
+
+
+def test_an_analysis_is_one_file(weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name, options, table, picture and definition reach the command and the report."""
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (folder / "brightness.py").write_text(NEW_ANALYSIS)
+    monkeypatch.setattr(measures, "__path__", [*measures.__path__, str(folder)])
+    common = ("--weights", weights, "--images", images / "a.png", "--sides", 1, "--out", tmp_path / "out")
+    assert analyze("all", *common, "--power", 2) == 0
+    check_files(tmp_path / "out", "brightness")
+    content = read(tmp_path / "out" / "brightness.json")
+    assert content["parameters"] == {"power": 2}
+    assert content["warning"].startswith("1 image is too few for brightness: give at least 3")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "How bright are the images?" in page
 
 
 def test_model_with_arguments() -> None:

@@ -150,6 +150,25 @@ assert main(["export", "inline_deit_tiny", "--output", sys.argv[1]]) == 2
 """
 
 
+WITHOUT_RICH = """
+import sys
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] == "rich" else find_spec(name, path, target)
+PathFinder.find_spec = find_others
+import inline_attention
+inline_attention.create_model("inline_deit_study", pretrained=True)
+assert "rich" not in sys.modules
+"""
+
+
+def test_models_need_no_rich() -> None:
+    """torch.hub checks only what hubconf.py lists."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_RICH], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_triton_and_other_extras(tmp_path: Path) -> None:
     """What macOS, Windows and a plain install have: everything but the extras works, and says what is missing."""
     done = subprocess.run(

@@ -25,6 +25,7 @@ def file(tmp_path: Path) -> Path:
     torch.manual_seed(1)
     path = tmp_path / "detector.safetensors"
     metadata = {
+        "library": "inline_attention",
         "architecture": CONFIG.name,
         "config": json.dumps(arguments_of(CONFIG)),
         "class_names": json.dumps(["disc", "square", "triangle"]),

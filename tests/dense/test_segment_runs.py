@@ -220,7 +220,7 @@ def test_errors_are_one_line(undisturbed: Path, tmp_path: Path, capsys: pytest.C
         "data.eval_scales is [0.0]; expected one positive": [*predict, "--scales", "0"],
         "data.short_side is -3; expected a positive size": [*predict, "--short-side", "-3"],
         "data.workers is -1; expected 0 or more": [*predict, "--workers=-1"],
-        "is no weights file of `inline segment train`": ["segment", "predict", "--weights=x.pth", shapes.folder()],
+        "x.pth does not exist": ["segment", "predict", "--weights=x.pth", shapes.folder()],
     }
     for message, argv in cases.items():
         assert _runs.inline([*argv, f"--output={tmp_path / 'run'}"]) == 2

@@ -254,6 +254,16 @@ def test_softmax_window_follows_the_inline_window() -> None:
         assert model.softmax_window == (expected, expected)
 
 
+@pytest.mark.parametrize("name", ["softmax_swin_tiny", "inline_swin_tiny"])
+def test_window_size_that_no_block_has_is_an_error(name: str) -> None:
+    with torch.device("meta"):
+        options: dict[str, Any] = dict(attention="softmax", softmax_window_size=None)
+        with pytest.raises(ValueError, match=r"window_size=12 has no effect.* set softmax_window_size=12"):
+            create_small(name, window_size=12, **options)
+        assert create_small(name, **options | dict(softmax_window_size=12)).softmax_window == (12, 12)
+        assert create_small(name, window_size=96, **options).softmax_window == (12, 12)  # as published at 384
+
+
 def test_pvt_reduction_drops_an_incomplete_border() -> None:
     model = create_small("softmax_pvt_tiny")
     attn = model.stages[0].blocks[0].attn

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inline_attention import create_model, list_models
-from inline_attention.analysis.suite import Subject
+from inline_attention.analysis import Subject
 from inline_attention.cli import analyze, main
 from inline_attention.cli.predict import split_model
 from inline_attention.data import DataConfig
@@ -184,7 +184,7 @@ def subjects_of_analyze() -> list[Subject]:
 
 def test_without_weights(nothing: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in shipped.SHIPPED:
-        with pytest.raises(ValueError, match=f"no weights of {name} to be had"):
+        with pytest.raises(ValueError, match=f"no weights of {name} to load"):
             create_model(name, pretrained=True)
     assert not set(shipped.SHIPPED) & set(list_models(pretrained=True))
     assert main(["predict", str(picture)]) == 2

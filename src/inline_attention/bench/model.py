@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from inline_attention.layers import InLineAttention
 from inline_attention.models import create_model
+from inline_attention.models.weights import load_model
 from inline_attention.ops import Backend, Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.optimize import MODES, optimize
@@ -89,12 +91,21 @@ def set_backend(model: nn.Module, backend: Backend) -> nn.Module:
     return model
 
 
+def build_model(name: str, img_size: int) -> nn.Module:
+    """A registered model, or the model of a weights file, at an input size."""
+    if not Path(name).is_file():
+        return create_model(name, img_size=img_size)
+    model = load_model(name)
+    model.set_input_size(img_size)  # type: ignore[operator]  # timm's contract
+    return model
+
+
 def build_fused(name: str, img_size: int) -> nn.Module:
-    return set_backend(create_model(name, img_size=img_size), "triton")
+    return set_backend(build_model(name, img_size), "triton")
 
 
 def build_reference(name: str, img_size: int) -> nn.Module:
-    return set_backend(create_model(name, img_size=img_size), "reference")
+    return set_backend(build_model(name, img_size), "reference")
 
 
 def build_textbook(name: str, img_size: int) -> nn.Module:

@@ -41,11 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kernels.add_argument("--case", nargs="+", metavar="CASE", help="as for op")
 
     model = kinds.add_parser("model", parents=[timed], help="whole models")
-    model.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
+    model.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny, or a weights file")
     sweep = kinds.add_parser("sweep", parents=[timed], help="InLine-DeiT-T over resolutions")
     sweep.set_defaults(models=["inline_deit_tiny"])
     profile = kinds.add_parser("profile", parents=[common], help="where the time of whole models goes, by kernel")
-    profile.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
+    profile.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny, or a weights file")
     profile.set_defaults(quick=False)
     profile.add_argument("--mode", help="of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
     for sub in (model, sweep, profile):

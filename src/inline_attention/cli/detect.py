@@ -180,7 +180,7 @@ def _predict(args: argparse.Namespace) -> int:
 
     from inline_attention.cli._output import choose_device, free_name, image_progress, write_json
     from inline_attention.cli.predict import find_images
-    from inline_attention.data.sources import printable
+    from inline_attention.data.sources import utf8_name
     from inline_attention.dense.detection.average_precision import as_records
     from inline_attention.dense.detection.data import DetectionEvalLoader, without_annotations
     from inline_attention.dense.detection.evaluate import detect
@@ -207,10 +207,10 @@ def _predict(args: argparse.Namespace) -> int:
             drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=args.min_score)
             drawn.save(picture, quality=92)
             objects = as_records(result, trained.class_names, min_score=args.min_score)
-            found.append({"image": printable(path), "picture": printable(picture), "objects": objects})
+            found.append({"image": utf8_name(path), "picture": utf8_name(picture), "objects": objects})
             counts = Counter(record["class"] for record in objects)
             print(
-                f"{printable(path)}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing")
+                f"{utf8_name(path)}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing")
             )
             on_images(1)
     skipped = [image._asdict() for image in loader.skipped]

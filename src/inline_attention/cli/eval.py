@@ -10,7 +10,7 @@ from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="name of the model, see `inline models`")
+    parser.add_argument("model", nargs="?", help="needed only if the weights do not say which model they are of")
     parser.add_argument("--weights", required=True, help="file, URL, or 'pretrained' for the published weights")
     parser.add_argument("--data", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME")
     parser.add_argument("--split", default="val", help="split to evaluate on (default: val)")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         write_json,
     )
     from inline_attention.data import open_eval_data
-    from inline_attention.training.classifier import load_classifier
+    from inline_attention.training.classifier import load_classifier, model_name
     from inline_attention.training.evaluate import evaluate
 
     check_writable(args.csv, args.json)
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         amp_dtype = getattr(torch, args.amp) if args.amp else None
         result = evaluate(model, loader, device=device, amp_dtype=amp_dtype, on_images=on_images)
 
-    say(f"{args.model} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
+    name = model_name(classifier.model)
+    say(f"{name} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
     say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%  loss {result.loss:.4f}")
     say(f"{result.images} images, {result.images_per_second:.1f} images/s on {device}, {result.skipped} unreadable")
     names = classifier.class_names or loader.class_names
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         write_csv(args.csv, ("class", "correct", "total", "accuracy"), rows)
     if args.json:
         facts = {
-            "model": args.model,
+            "model": name,
             "weights": args.weights,
             "data": args.data,
             "split": args.split,

@@ -10,7 +10,8 @@ from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a model of `inline models`")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a model of `inline models`")
+    parser.add_argument("--weights", metavar="FILE", help="a weights file, which says which model it is of")
     parser.add_argument("--img-size", nargs=2, type=int, metavar=("H", "W"), help="default: the model's own")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -20,14 +21,16 @@ def run(args: argparse.Namespace) -> None:
 
     import torch
 
-    from inline_attention.models import create_model
-    from inline_attention.models._base import VisionModel, to_pair
+    from inline_attention.cli._output import open_model
+    from inline_attention.models.base import to_pair
     from inline_attention.models.profile import profile
+    from inline_attention.models.weights import architecture
 
-    with torch.device("meta"):
-        model = create_model(args.name)
-    if not isinstance(model, VisionModel):
-        raise ValueError(f"{args.name} is a model of timm, not one of this library; `inline models` lists those")
+    if args.weights:
+        model = open_model(args.name, args.weights).to("meta")
+    else:
+        with torch.device("meta"):
+            model = open_model(args.name, None)
     img_size = to_pair(args.img_size) if args.img_size else model.img_size
     costs = profile(model, img_size=img_size)
     if args.json:
@@ -37,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{args.name} at {img_size[0]}×{img_size[1]}", header_style="bold", show_footer=True)
+    table = Table(title=f"{architecture(model)} at {img_size[0]}×{img_size[1]}", header_style="bold", show_footer=True)
     totals = [sum(values) for values in zip(*(cost[2:] for cost in costs), strict=True)]
     table.add_column("stage", footer="total")
     table.add_column("output", justify="right")

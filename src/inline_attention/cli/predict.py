@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         write_json,
     )
     from inline_attention.data import open_files
-    from inline_attention.data.sources import printable
-    from inline_attention.training.classifier import Guess, load_classifier, predict
+    from inline_attention.data.sources import utf8_name
+    from inline_attention.training.classifier import Guess, load_classifier, model_name, predict
 
     name, images = split_model(args.arguments)
     paths = find_images(images)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     found = []
     with image_progress("predicting", total=len(paths)) as on_images:
         for prediction in predict(classifier, loader, device=device, topk=args.topk):
-            found.append((printable(paths[prediction.sample]), prediction.guesses))
+            found.append((utf8_name(paths[prediction.sample]), prediction.guesses))
             on_images(1)
 
     for path, guesses in found:
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         predictions = [{"image": path, "guesses": [guess._asdict() for guess in guesses]} for path, guesses in found]
         skipped = [image._asdict() for image in loader.skipped]
-        model = classifier.model.pretrained_cfg["architecture"]  # type: ignore[index]  # timm's description
-        write_json(args.json, {"model": model, "predictions": predictions, "skipped_images": skipped})
+        write_json(
+            args.json, {"model": model_name(classifier.model), "predictions": predictions, "skipped_images": skipped}
+        )
     return 0 if found else 1
 
 

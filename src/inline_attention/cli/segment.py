@@ -190,7 +190,7 @@ def _predict(args: argparse.Namespace) -> int:
 
     from inline_attention.cli._output import choose_device, free_name, image_progress
     from inline_attention.cli.predict import find_images
-    from inline_attention.data.sources import printable
+    from inline_attention.data.sources import utf8_name
     from inline_attention.dense.segmentation.data import open_image_files
     from inline_attention.dense.segmentation.evaluate import Predictor
     from inline_attention.dense.segmentation.pictures import overlay, save_mask
@@ -222,7 +222,7 @@ def _predict(args: argparse.Namespace) -> int:
                 shares = np.bincount(found.ravel(), minlength=len(trained.class_names)) / found.size
                 largest = [c for c in np.argsort(-shares)[:4] if shares[c] >= 0.005]
                 listed = ", ".join(f"{trained.class_names[c]} {shares[c]:.0%}" for c in largest)
-                print(f"{printable(paths[image.sample_id])}: {listed}")
+                print(f"{utf8_name(paths[image.sample_id])}: {listed}")
                 written += 1
                 on_images(1)
     print(f"{written} masks and overlays in {args.output}")

@@ -28,6 +28,7 @@ from inline_attention.ops.reference import accumulation_dtype, linear_attention,
 from inline_attention.ops.tracing import is_exporting
 
 from .local import LocalTerm, LocalWeight, ParameterPair
+from .written_out import WrittenOut
 
 ATTENTIONS: dict[str, type["Attention"]] = {}  # by the names that models take
 AttentionT = TypeVar("AttentionT", bound="Attention")
@@ -237,6 +238,29 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(out.flatten(2)))
 
     # The same attention written out as a matrix, O(N²). Analyses and tests use it; models do not.
+
+    def write_out(
+        self, x: Tensor, grid: Grid, *, token_mean: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> WrittenOut:
+        """What `forward` computes from the same arguments, as a matrix of weights and local terms."""
+        x = zero_absent(x, token_mask)
+        q, k, v = self.operands(self.project(x, grid), grid)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            return self.weights(q[samples, :, heads], k[samples, :, heads], rows=rows, mask=mask)
+
+        return WrittenOut(
+            kind=self.kind,
+            grid=grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            q=q,
+            k=k,
+            v=v if token_mask is None else v.masked_fill(~token_mask[:, :, None, None], 0),
+            local=tuple(self.local_terms(self.local_weight(x, token_mean, token_mask))),
+            token_mask=token_mask,
+            matrix=matrix,
+            finish=lambda attended, local: self.merge(self.normalise(attended) + local),
+        )
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v from `project` as `weights` takes them, (B, N, heads, d) each"""

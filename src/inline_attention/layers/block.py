@@ -10,6 +10,7 @@ from inline_attention.ops import Grid
 
 from .attention import Attention
 from .padding import Padding
+from .windows import WindowPlan
 
 
 class Mlp(TimmMlp):
@@ -52,6 +53,10 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
+
+    def window_plan(self, grid: Grid) -> WindowPlan | None:
+        """How `attention_branch` cuts a map into windows; None where it attends to the whole map."""
+        return None
 
     def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         return self.attn(self.norm1(x), grid, token_mask=None if padding is None else padding.token_mask)

@@ -17,12 +17,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from inline_attention.data.batches import EvalPlan, WorkerFeed, fitting_batch, read_or_replace
+from inline_attention.data.dataset import read_or_replace
 from inline_attention.data.decode import UnreadableImage, image_size
-from inline_attention.data.loaders import DeviceStage, TrainLoader
-from inline_attention.data.order import epoch_order
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import (
+    EpochBatchSampler,
+    EvalBatchSampler,
+    epoch_order,
+    fit_batch_size,
+    rank_indices,
+)
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.data.workers import WorkerLoader
 from inline_attention.dense.detection.boxes import Size
 from inline_attention.dense.detection.coco import (
     AnnotatedImage,
@@ -162,7 +170,7 @@ def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), 
     )
 
 
-class TrainSamples(Dataset[RawDetectionBatch]):
+class TrainDataset(Dataset[RawDetectionBatch]):
     """Images with their objects; an unreadable one is replaced by another."""
 
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int) -> None:
@@ -177,9 +185,9 @@ class TrainSamples(Dataset[RawDetectionBatch]):
 
     def _sample(self, key: TrainKey, skipped: list[SkippedImage]) -> Sample | None:
         found = read_or_replace(
-            lambda shown: load(self._images[shown]),
+            lambda sample: load(self._images[sample]),
             key.sample,
-            path=lambda shown: str(self._images[shown].path),
+            path=lambda sample: str(self._images[sample].path),
             seed=self._seed,
             epoch=key.epoch,
             num_samples=len(self._images),
@@ -187,14 +195,14 @@ class TrainSamples(Dataset[RawDetectionBatch]):
         )
         if found is None:
             return None
-        image, shown = found
-        annotated = self._images[shown]
+        image, sample = found
+        annotated = self._images[sample]
         view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
         pixels, target = show(image, annotated, view)
-        return Sample(pixels, target, shown, derive_seed("regions", self._seed, key.epoch, key.sample))
+        return Sample(pixels, target, sample, derive_seed("regions", self._seed, key.epoch, key.sample))
 
 
-class EvalSamples(Dataset[RawDetectionBatch]):
+class EvalDataset(Dataset[RawDetectionBatch]):
     """Images alone; an unreadable one is left out."""
 
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig) -> None:
@@ -216,7 +224,7 @@ class EvalSamples(Dataset[RawDetectionBatch]):
         return collate(samples, skipped=skipped)
 
 
-class TrainPlan:
+class GroupedBatchSampler(EpochBatchSampler[TrainKey]):
     """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
 
     What is left of both at the end of an epoch may make a mixed one: an epoch has as many as without grouping.
@@ -225,17 +233,18 @@ class TrainPlan:
     def __init__(
         self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, rank: int, world_size: int
     ) -> None:
+        super().__init__()
         self._images, self._seed = images, seed
-        self.batch_size = fitting_batch(config.batch_size, num_samples=len(images), world_size=world_size)
+        self.batch_size = fit_batch_size(config.batch_size, num_samples=len(images), world_size=world_size)
         self._mine = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         self._global_batch = self.batch_size * world_size
         self.steps = len(images) // self._global_batch
 
-    def __call__(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
-        for samples in list(self._batches(epoch))[start_step:]:
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
+        for samples in list(self._global_batches(epoch))[start_step:]:
             yield [TrainKey(epoch, sample) for sample in samples[self._mine]]
 
-    def _batches(self, epoch: int) -> Iterator[list[int]]:
+    def _global_batches(self, epoch: int) -> Iterator[list[int]]:
         waiting: dict[bool, list[int]] = {True: [], False: []}
         for sample in epoch_order(len(self._images), seed=self._seed, epoch=epoch)[:, 0].tolist():
             height, width = self._images[sample].size
@@ -249,7 +258,7 @@ class TrainPlan:
             yield rest[: self._global_batch]
 
 
-class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
+class DetectionPrefetcher(Prefetcher[RawDetectionBatch, DetectionBatch]):
     """Transfer and normalise."""
 
     def __init__(self) -> None:
@@ -263,31 +272,27 @@ class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
         return DetectionBatch(images, raw.sizes, targets, ids, keys)
 
 
-class DetectionEvalLoader:
+class DetectionEvalLoader(EvalLoader[RawDetectionBatch, DetectionBatch]):
     """Every readable image once over all ranks, one at a time, so that no image sees another's padding."""
 
     def __init__(self, data: CocoData, *, config: DetectionDataConfig, rank: int = 0, world_size: int = 1) -> None:
         self.data = data
-        self.num_images = len(data.images)
-        self.skipped = SkippedImages(limit=config.max_broken_count(self.num_images))
-        plan = EvalPlan(self.num_images, batch_size=1, rank=rank, world_size=world_size)
-        workers = min(config.resolved_workers(world_size), self.num_images)
-        samples = EvalSamples(data.images, config=config)
-        self._feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=False)
-        self._stage = DetectionStage()
-
-    def __iter__(self) -> Iterator[DetectionBatch]:
-        self.skipped.clear()
-        return self._stage(self._noted(self._feed.batches(0, 0)))
-
-    def _noted(self, batches: Iterator[RawDetectionBatch]) -> Iterator[RawDetectionBatch]:
-        for raw in batches:
-            self.skipped.extend(raw.skipped)
-            if len(raw):
-                yield raw
-
-    def to(self, device: torch.device) -> None:
-        self._stage.to(device)
+        indices = rank_indices(len(data.images), rank=rank, world_size=world_size)
+        loader = WorkerLoader(
+            EvalDataset(data.images, config=config),
+            EvalBatchSampler(indices, batch_size=1),
+            config=config,
+            workers=min(config.resolved_workers(world_size), len(data.images)),
+            persistent_workers=False,
+        )
+        super().__init__(
+            loader,
+            prefetcher=DetectionPrefetcher(),
+            class_names=data.class_names,
+            num_images=len(data.images),
+            skipped=SkippedImages(limit=config.max_broken_count(len(data.images))),
+            batch_size=1,
+        )
 
 
 @dataclass
@@ -317,19 +322,19 @@ def open_detection_data(
     for data, needed in ((train, images), (val, [image for image in val.images if image.objects])):
         if not needed:
             raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
-    plan = TrainPlan(images, config=config, seed=seed, rank=rank, world_size=world_size)
-    feed = WorkerFeed(
-        TrainSamples(images, config=config, seed=seed),
-        plan,
+    sampler = GroupedBatchSampler(images, config=config, seed=seed, rank=rank, world_size=world_size)
+    batches = WorkerLoader(
+        TrainDataset(images, config=config, seed=seed),
+        sampler,
         config=config,
         workers=min(config.resolved_workers(world_size), len(images)),
-        keep_workers=True,
+        persistent_workers=True,
     )
     loader = TrainLoader(
-        feed,
-        stage=DetectionStage(),
-        batch_size=plan.batch_size,
-        steps_per_epoch=plan.steps,
+        batches,
+        prefetcher=DetectionPrefetcher(),
+        batch_size=sampler.batch_size,
+        steps_per_epoch=sampler.steps,
         skipped=SkippedImages(limit=config.max_broken_count(len(images))),
         exact_resume=True,
     )

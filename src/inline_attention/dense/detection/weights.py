@@ -6,9 +6,10 @@ from typing import Any
 
 from inline_attention.dense.detection.config import DetectionDataConfig, DetectorConfig
 from inline_attention.dense.detection.model import HEADS, Detector, create_detector
-from inline_attention.dense.weights import find_weights, load_whole, task_file
+from inline_attention.dense.weights import find_weights, load_whole, read_configuration, restore_whole, task_file
 
 TASK = "detection"  # in the metadata of a file
+_PREPARATION = ("short_side", "max_side")  # what of the data configuration belongs to the weights
 
 
 def title(config: DetectorConfig) -> str:
@@ -22,7 +23,7 @@ def arguments_of(config: DetectorConfig) -> dict[str, Any]:
 
 def preparation(config: DetectionDataConfig) -> str:
     """What a weights file should say about its images, under the key "preprocessing"."""
-    return json.dumps({"short_side": config.short_side, "max_side": config.max_side})
+    return json.dumps({key: getattr(config, key) for key in _PREPARATION})
 
 
 def build(config: DetectorConfig, *, num_classes: int) -> Detector:
@@ -58,11 +59,8 @@ def load_detector(weights: str) -> TrainedDetector:
     found = task_file(weights, TASK)
     if found is None:
         raise ValueError(f"{weights!r} is no weights file of `inline detect train`")
-    path, metadata = found
-    class_names = json.loads(metadata["class_names"])
-    config = DetectorConfig(name=metadata["architecture"], **json.loads(metadata["config"]))
-    model = build(config, num_classes=len(class_names))
-    load_whole(model, path)
-    return TrainedDetector(
-        model.eval(), title(config), class_names, DetectionDataConfig(**json.loads(metadata["preprocessing"]))
+    config, data = read_configuration(
+        found, DetectorConfig(), DetectionDataConfig(), arguments=("head", "channels"), preparation=_PREPARATION
     )
+    model, class_names = restore_whole(found, lambda num_classes: build(config, num_classes=num_classes))
+    return TrainedDetector(model, title(config), class_names, data)

@@ -1,6 +1,6 @@
 """Loaders of images and masks: training crops in batches, evaluation images at their own sizes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,11 +10,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from inline_attention.data.batches import EvalPlan, Feed, SampleKey, TrainPlan, WorkerFeed, read_or_replace
+from inline_attention.data.dataset import read_or_replace
 from inline_attention.data.decode import UnreadableImage
-from inline_attention.data.loaders import DeviceStage, TrainLoader
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import EvalBatchSampler, SampleKey, TrainBatchSampler, rank_indices
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
 from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.data.workers import WorkerLoader
 from inline_attention.dense.images import Normalise, read_image
 from inline_attention.dense.segmentation.config import SegmentDataConfig
 from inline_attention.dense.segmentation.sources import IGNORED, MaskSource, open_split
@@ -49,7 +52,7 @@ class RawCrops:
         return replace(self, **pinned)
 
 
-class CropSamples(Dataset[RawCrops]):
+class CropDataset(Dataset[RawCrops]):
     """Training crops; an unreadable image is replaced by another, so that the batch keeps its shape."""
 
     def __init__(self, source: "MaskSource | DecodedSource", *, config: SegmentDataConfig, seed: int) -> None:
@@ -85,12 +88,12 @@ class CropSamples(Dataset[RawCrops]):
         )
         if found is None:
             return None
-        (pixels, mask), shown = found
+        (pixels, mask), sample = found
         seed_generators(derive_seed("augment", self._seed, *key))
-        return *self._transform(pixels, mask), shown
+        return *self._transform(pixels, mask), sample
 
 
-class CropStage(DeviceStage[RawCrops, SegmentBatch]):
+class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
     """Transfer and normalise. Bytes cross the bus, not floats."""
 
     def __init__(self) -> None:
@@ -127,7 +130,7 @@ class RawEval:
         return len(self.images)
 
 
-class EvalSamples(Dataset[RawEval]):
+class EvalDataset(Dataset[RawEval]):
     """Images with their masks, or files without; an unreadable one is left out."""
 
     def __init__(self, source: "MaskSource | DecodedSource | PlainFiles", *, config: SegmentDataConfig) -> None:
@@ -175,19 +178,14 @@ def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, conf
     )
 
 
-class EvalImages:
-    """The images of a split, each exactly once over all ranks. Unreadable ones are listed in `skipped`, anew in every
-    iteration."""
+class EvalPrefetcher(Prefetcher[RawEval, list[EvalImage]]):
+    """Images differ in size: the predictor transfers them."""
 
-    def __init__(self, feed: Feed[RawEval], *, class_names: list[str], num_images: int, skipped: SkippedImages) -> None:
-        self.class_names, self.num_images, self.skipped = class_names, num_images, skipped
-        self._feed = feed
+    def finish(self, raw: RawEval) -> list[EvalImage]:
+        return raw.images
 
-    def __iter__(self) -> Iterator[list[EvalImage]]:
-        self.skipped.clear()
-        for batch in self._feed.batches(0, 0):
-            self.skipped.extend(batch.skipped)
-            yield batch.images
+
+EvalImages = EvalLoader[RawEval, list[EvalImage]]
 
 
 @dataclass
@@ -229,14 +227,14 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
     """Open both splits. What is wrong with the configuration or the data is a ValueError here and now."""
     config.validate()
     source = _open(config, config.train_split)
-    plan = TrainPlan(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
-    samples = CropSamples(source, config=config, seed=seed)
+    sampler = TrainBatchSampler(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
+    dataset = CropDataset(source, config=config, seed=seed)
     workers = min(config.resolved_workers(world_size), len(source))
     train = TrainLoader(
-        WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True),
-        stage=CropStage(),
-        batch_size=plan.batch_size,
-        steps_per_epoch=plan.steps,
+        WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=True),
+        prefetcher=CropPrefetcher(),
+        batch_size=sampler.batch_size,
+        steps_per_epoch=sampler.steps,
         skipped=SkippedImages(limit=config.max_broken_count(len(source))),
         exact_resume=True,
     )
@@ -263,9 +261,15 @@ def _open(config: SegmentDataConfig, split: str) -> MaskSource | DecodedSource:
 def _eval_images(
     source: MaskSource | DecodedSource | PlainFiles, *, config: SegmentDataConfig, rank: int, world_size: int
 ) -> EvalImages:
-    plan = EvalPlan(len(source), batch_size=config.eval_batch_size, rank=rank, world_size=world_size)
+    indices = rank_indices(len(source), rank=rank, world_size=world_size)
+    sampler = EvalBatchSampler(indices, batch_size=config.eval_batch_size)
     workers = min(config.resolved_workers(world_size), len(source))
-    samples = EvalSamples(source, config=config)
-    feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=False)
-    skipped = SkippedImages(limit=config.max_broken_count(len(source)))
-    return EvalImages(feed, class_names=source.class_names, num_images=len(source), skipped=skipped)
+    dataset = EvalDataset(source, config=config)
+    return EvalLoader(
+        WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=False),
+        prefetcher=EvalPrefetcher(),
+        class_names=source.class_names,
+        num_images=len(source),
+        skipped=SkippedImages(limit=config.max_broken_count(len(source))),
+        batch_size=config.eval_batch_size,
+    )

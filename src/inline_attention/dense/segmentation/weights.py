@@ -6,7 +6,9 @@ from typing import Any
 
 from inline_attention.dense.segmentation.config import SegmentDataConfig, SegmenterConfig
 from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_segmenter
-from inline_attention.dense.weights import find_weights, load_whole, task_file
+from inline_attention.dense.weights import find_weights, load_whole, read_configuration, restore_whole, task_file
+from inline_attention.models._checkpoint import errors_name
+from inline_attention.models.schema import check_arguments
 
 TASK = "segmentation"  # in the metadata of a file
 # What of the data configuration belongs to the weights: how their images are prepared and segmented.
@@ -59,10 +61,14 @@ def load_segmenter(weights: str) -> TrainedSegmenter:
     file = task_file(weights, TASK)
     if file is None:
         raise ValueError(f"{weights!r} is no weights file of `inline segment train`")
-    path, metadata = file
-    class_names = json.loads(metadata["class_names"])
-    config = SegmenterConfig(name=metadata["architecture"], **json.loads(metadata["config"]))
-    model = build(config, num_classes=len(class_names))
-    load_whole(model, path)
-    data = SegmentDataConfig(**json.loads(metadata["preprocessing"]))
-    return TrainedSegmenter(model.eval(), title(config), class_names, data)
+    config, data = read_configuration(
+        file,
+        SegmenterConfig(),
+        SegmentDataConfig(),
+        arguments=("head", "head_kwargs"),
+        preparation=_PREPARATION,
+    )
+    with errors_name(file.path):
+        check_arguments(HEADS[config.head][1], config.head_kwargs)
+    model, class_names = restore_whole(file, lambda num_classes: build(config, num_classes=num_classes))
+    return TrainedSegmenter(model, title(config), class_names, data)

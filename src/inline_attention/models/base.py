@@ -1,8 +1,9 @@
-"""What all families share of timm's contract: classifier, pooling, checkpointing, intermediate features."""
+"""The base classes of all families: timm's contract, and what the rest of the library asks a family for."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from timm.layers import trunc_normal_
@@ -17,9 +18,12 @@ from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, z
 from inline_attention.ops import Grid
 
 StateDict = dict[str, Tensor]
+# A step of a model for `profile`: its name, the modules and parameters it uses, and what it computes.
+Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
 
 
 def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
+    """(height, width) of a side or a pair; `name` is what errors call it."""
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
         raise ValueError(f"{name}={size!r}; expected a positive integer or a pair (height, width) of them")
@@ -27,21 +31,22 @@ def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
 
 
 def ceil_grid(size: Grid, stride: int) -> Grid:
-    """The feature map of an image: sides that are no multiple of the stride are padded."""
+    """The size of an image's feature map. Sides that are not a multiple of the stride are padded."""
     return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
 
 
 def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
-    """Stochastic depth of every block by stage: linear from 0 to the rate over all of them."""
+    """The drop path rate of every block, by stage. It grows linearly from 0 to `rate` over all blocks."""
     total = sum(depths)
     rates = iter([rate * i / max(total - 1, 1) for i in range(total)])
     return [[next(rates) for _ in range(depth)] for depth in depths]
 
 
 def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """A parameter of an attention module as our own `name` has it.
+    """Reshapes a parameter of an official attention module to that of our own module, called `name`.
 
-    A grouped 1×1 convolution's (out, in, 1) or (out,) is shaped as a ParameterPair's; learned positions are resized.
+    The official kernel generator is a grouped 1×1 convolution, with parameters (out, in, 1) and (out,). Learned
+    positions are resized to the model's map.
     """
     parameter = own.get(name)
     if parameter is None:
@@ -64,8 +69,14 @@ def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:
 
 
 class VisionModel(nn.Module):
-    """Base of the families. A subclass sets what is declared here and has `forward_features` and the like."""
+    """The base of every family.
 
+    A family is a subclass in a file of its own. It sets the attributes declared here and implements the methods that
+    raise NotImplementedError. Weights, export, profile and the commands need nothing else from it.
+    """
+
+    checkpoint_names: ClassVar[str]  # a pattern that only names of this family's weights match, official or own
+    layers_name: ClassVar[str]  # the attribute that holds the layers which `prune_intermediate_layers` cuts
     num_classes: int
     in_chans: int
     img_size: Grid
@@ -79,10 +90,10 @@ class VisionModel(nn.Module):
     head_drop: nn.Module
     head: nn.Module
     grad_checkpointing: bool = False
-    config: dict[str, Any]  # what the registry built it with
+    config: dict[str, Any]  # the constructor's arguments, set by the registry
 
     def init_weights(self) -> None:
-        """Linear layers from a normal of std 0.02 with zero bias; everything else from its own default."""
+        """Draws linear layers from a truncated normal of std 0.02, with zero biases. The others keep their defaults."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -96,32 +107,45 @@ class VisionModel(nn.Module):
 
     def build_head(self, num_classes: int, drop_rate: float) -> None:
         self.num_classes = num_classes
-        self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate).train(self.training)
+        head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
+        self.head = head.train(self.training)
 
     def check_image(self, x: Tensor) -> None:
         if x.ndim != 4 or x.shape[1] != self.in_chans:
             raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W)")
 
     def embed_images(self, x: Tensor, sizes: Tensor | None) -> Tensor:
-        """The patch embedding of images (B, in_chans, H, W), with zeros beyond the border of those that are padded."""
+        """Embeds the patches of images (B, in_chans, H, W). Pixels beyond the border of a padded image are zero."""
         self.check_image(x)
         if sizes is not None and sizes.shape != (x.shape[0], 2):
             raise ValueError(f"sizes has shape {tuple(sizes.shape)}; expected (height, width) of {x.shape[0]} images")
         return self.patch_embed(zero_padding(x, sizes, channels="first"))
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
-        """Official or own names → own names, and position parameters at this model's sizes. Unknown names are kept.
+        """Renames official weights to our own names and resizes position parameters. Unknown names are kept.
 
-        `img_size` is the input size the weights were made at; None stands for the published one.
+        `img_size` is the input size that the weights were trained at; None stands for the published one.
         """
         raise NotImplementedError
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Fits what depends on the input size, for good. Other sizes run without it, too."""
+        """Resizes what depends on the input size, once and for all. Other sizes also run without this call."""
+        raise NotImplementedError
+
+    def minimum_size(self) -> int:
+        """The smallest side of an image that one exported graph with dynamic sizes serves.
+
+        A graph has one path. Families whose blocks take another path on small maps return the size where that ends.
+        """
+        return 32
+
+    def parts(self) -> Iterator[Part]:
+        """The steps of the forward pass in order, for `profile`. Run one after another they compute the logits."""
         raise NotImplementedError
 
     def source_size(self, img_size: Grid | None) -> Grid:
+        """The input size of weights that may not say it: the given one, the published one, or the model's."""
         if img_size is not None:
             return img_size
         cfg = getattr(self, "pretrained_cfg", None)  # the registry sets it
@@ -140,7 +164,7 @@ class VisionModel(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh head for another class count; 0 removes it."""
+        """Replaces the head with a new one for another number of classes; 0 removes it."""
         if global_pool is not None:
             self.check_global_pool(global_pool)
             self.global_pool = global_pool
@@ -150,6 +174,45 @@ class VisionModel(nn.Module):
             trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
         self.head.to(device=reference.device, dtype=reference.dtype)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the layers after the last one wanted, and optionally the final norm and the head."""
+        layers = getattr(self, self.layers_name)
+        take, last = feature_take_indices(len(layers), indices)
+        kept = layers[: last + 1]
+        kept.training = self.training  # of the list alone: its layers may be in another mode
+        setattr(self, self.layers_name, kept)
+        if prune_norm:
+            self.norm = nn.Identity().train(self.training)
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def changes(self) -> dict[str, Any]:
+        """What may have changed since the model was built. `apply_changes` repeats it on a new model."""
+        return dict(
+            img_size=list(self.img_size),
+            num_classes=self.num_classes,
+            global_pool=self.global_pool,
+            layers=len(getattr(self, self.layers_name)),
+            norm=not isinstance(self.norm, nn.Identity),
+        )
+
+    def apply_changes(
+        self, *, img_size: Sequence[int], num_classes: int, global_pool: str, layers: int, norm: bool
+    ) -> None:
+        """Makes a newly built model what `changes` describes."""
+        present = len(getattr(self, self.layers_name))
+        if not 1 <= layers <= present:
+            raise ValueError(f"layers={layers}; expected 1 to {present}, the layers that the model is built with")
+        if layers < present or norm != self.changes()["norm"]:
+            self.prune_intermediate_layers([layers - 1], prune_norm=not norm, prune_head=False)
+        if to_pair(img_size) != self.img_size:
+            self.set_input_size(img_size)
+        if (num_classes, global_pool) != (self.num_classes, self.global_pool):
+            self.reset_classifier(num_classes, global_pool)
 
     def check_global_pool(self, global_pool: str) -> None:
         raise NotImplementedError
@@ -170,7 +233,7 @@ class VisionModel(nn.Module):
 
 
 class Stage(nn.Module):
-    """A downsampling and its blocks. Subclasses may add what comes between them."""
+    """A downsampling and the blocks after it. Subclasses may add something in between."""
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -178,7 +241,10 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def embed(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """(B, H, W, C) of the stage before → (B, H', W', C') of this one; sizes (B, 2) of the images' maps in it"""
+        """The map (B, H, W, C) of the previous stage → (B, H', W', C') of this one
+
+        `sizes` (B, 2) are the sizes of padded images on this stage's map.
+        """
         return self.downsample(x)
 
 
@@ -186,6 +252,7 @@ class PyramidModel(VisionModel):
     """Four stages at strides 4, 8, 16, 32 on maps (B, H, W, C), a norm and a head on the mean token."""
 
     output_fmt = "NHWC"
+    layers_name = "stages"
     stages: nn.ModuleList
 
     def describe_features(self, dims: Sequence[int]) -> None:
@@ -202,8 +269,14 @@ class PyramidModel(VisionModel):
             blocks=r"^stages\.(\d+)" if coarse else [*blocks, (r"^norm", (99999,))],
         )
 
+    def parts(self) -> Iterator[Part]:
+        yield "stem", [self.patch_embed], self.patch_embed
+        for i, stage in enumerate(self.stages):
+            yield f"stage {i + 1}", [stage], functools.partial(self.forward_stage, i)
+        yield "head", [self.norm, self.head], lambda x: self.forward_head(self.norm(x))
+
     def forward_stage(self, index: int, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """The map of the stage before → that of this one; with the sizes of padded images, zero beyond their border"""
+        """The map of the previous stage → that of this one. Beyond the border of padded images (`sizes`) it is zero."""
         stage = self.stages[index]
         assert isinstance(stage, Stage)
         if sizes is not None:
@@ -233,7 +306,7 @@ class PyramidModel(VisionModel):
         intermediates_only: bool = False,
         sizes: Tensor | None = None,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The maps of chosen stages (all, the last n, or the given indices), and the final features unless told not to.
+        """Returns the maps of chosen stages (all, the last n, or by index) and, by default, the final features.
 
         `norm` applies the final norm to the last stage's map, the only one it fits. `sizes` (B, 2) are the true heights
         and widths of images that were padded at the bottom and right: each then gets the maps that it would get alone,
@@ -252,18 +325,6 @@ class PyramidModel(VisionModel):
         if intermediates_only:
             return maps
         return self.norm(x), maps
-
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drops the stages behind the last one wanted, and the norm and head where told to."""
-        take, last = feature_take_indices(len(self.stages), indices)
-        self.stages = self.stages[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
 
     def pool(self, x: Tensor) -> Tensor:
         return x.mean((1, 2)) if self.global_pool == "avg" else x

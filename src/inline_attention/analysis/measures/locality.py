@@ -1,16 +1,21 @@
 """Figure 4 of the paper: how much attention goes to the neighbourhood of the query, layer by layer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .divergence import Divergence
-from .extract import LayerAttention, observe
-from .neighbours import neighbours
+from inline_attention.analysis.base import LayerAnalysis, OnImages, Subject, Table, option
+from inline_attention.analysis.divergence import Divergence
+from inline_attention.analysis.hooks import observe
+from inline_attention.analysis.neighbours import neighbours
+from inline_attention.analysis.record import LayerAttention
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SIDE = 3
 
@@ -137,11 +142,54 @@ def measure_locality(
     )
 
 
-def table(results: dict[str, LocalityResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Header and lines of a CSV file: a line for each layer."""
-    lines = [
-        (label, name, kind, float(share), float(chance), float(uniform))
-        for label, r in results.items()
-        for name, kind, share, chance, uniform in zip(r.layers, r.kinds, r.share, r.chance, r.uniform, strict=True)
-    ]
-    return ("model", "layer", "attention", "share", "chance", "uniform"), lines
+@dataclass(frozen=True, kw_only=True)
+class Locality(LayerAnalysis):
+    """How local is attention without being told to be? The mean, over the queries on the map, of the weights on the
+    neighbourhood of the query, itself included. Chance is the neighbourhood's share of the tokens: 9/N for 3×3. Local
+    terms such as InLine's 3×3 residual are left out.
+    """
+
+    least_images = 20
+
+    side: int = option(SIDE, "side of the neighbourhood", type=int)
+
+    def measure(self, subject: Subject, on_images: OnImages) -> LocalityResult:
+        return measure_locality(
+            subject.model, subject.images(), side=self.side, layers=self.layers, on_images=on_images
+        )
+
+    def table(self, results: Mapping[str, LocalityResult]) -> Table:
+        """Header and lines of a CSV file: a line for each layer."""
+        lines = [
+            (label, name, kind, float(share), float(chance), float(uniform))
+            for label, r in results.items()
+            for name, kind, share, chance, uniform in zip(r.layers, r.kinds, r.share, r.chance, r.uniform, strict=True)
+        ]
+        return ("model", "layer", "attention", "share", "chance", "uniform"), lines
+
+    def draw(self, results: Mapping[str, LocalityResult]) -> "Figure":
+        """Attention to the neighbourhood by layer, with chance."""
+        from inline_attention.analysis import figures
+
+        figure = figures.new_figure(8, 4.4)
+        axes = figure.subplots()
+        for i, (label, result) in enumerate(results.items()):
+            colour, place = figures.COLOURS[i % len(figures.COLOURS)], range(1, len(result.layers) + 1)
+            axes.plot(place, result.share, marker="o", color=colour, label=label)
+            axes.plot(place, result.chance, linestyle=":", color=colour, linewidth=1.5)
+            axes.plot(place, result.uniform, linestyle="-.", color=colour, linewidth=0.8)
+            if any(len(heads) > 1 for heads in result.by_head):
+                low, high = (np.array([f(heads) for heads in result.by_head]) for f in (np.min, np.max))
+                axes.fill_between(place, low, high, color=colour, alpha=0.12, linewidth=0)
+        side = next(iter(results.values())).side
+        axes.set(
+            title=f"Attention to the {side}×{side} neighbourhood of the query", xlabel="layer", ylabel="sum of weights"
+        )
+        axes.legend(fontsize=8)
+        figures.add_caption(
+            figure,
+            f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N; "
+            "dash-dotted: what weights of 1/N give, as borders have fewer neighbours. Local terms left out. "
+            + figures.images_and_divergence(results),
+        )
+        return figures.with_grid(figure)

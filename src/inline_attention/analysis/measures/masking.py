@@ -1,14 +1,19 @@
 """Table 2 of the paper: what a model still predicts when every query loses its neighbours, or as many random tokens."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .extract import LayerAttention, observe
-from .neighbours import neighbours
+from inline_attention.analysis.base import Analysis, OnImages, Subject, Table, option
+from inline_attention.analysis.hooks import observe
+from inline_attention.analysis.neighbours import neighbours
+from inline_attention.analysis.record import LayerAttention
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SIDES = (3, 5, 7)
 
@@ -195,11 +200,74 @@ def _conditions(sides: Sequence[int], has_local: bool) -> list[tuple[Condition, 
     return found + [(Condition(kind, side**2, terms), side) for kind in kinds for side in sides for terms in variants]
 
 
-def table(results: dict[str, MaskingResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Header and lines of a CSV file: a line for each condition."""
-    lines = [
-        (label, *outcome.condition, outcome.agreement, outcome.top1, outcome.logit_change)
-        for label, result in results.items()
-        for outcome in result.outcomes
-    ]
-    return ("model", "masked", "tokens", "local_terms", "agreement", "top1", "logit_change"), lines
+@dataclass(frozen=True, kw_only=True)
+class Masking(Analysis):
+    """What does a prediction rest on? Each query loses the window around it, or as many random tokens: everything is
+    computed as if they were absent for that query. The taps of local terms on masked tokens are zeroed, or kept.
+    """
+
+    least_images = 100  # an image is a point of accuracy
+
+    sides: tuple[int, ...] = option(SIDES, "sides of the windows", type=int, nargs="+")
+    seed: int = option(0, "of the random tokens", type=int)
+
+    def measure(self, subject: Subject, on_images: OnImages) -> MaskingResult:
+        return measure_masking(subject.model, subject.batches(), sides=self.sides, seed=self.seed, on_images=on_images)
+
+    def warn_of_few(self, images: int) -> str | None:
+        warning = super().warn_of_few(images)
+        return warning and f"{warning}; each image is {100 / images:.3g} points"
+
+    def table(self, results: Mapping[str, MaskingResult]) -> Table:
+        """Header and lines of a CSV file: a line for each condition."""
+        lines = [
+            (label, *outcome.condition, outcome.agreement, outcome.top1, outcome.logit_change)
+            for label, result in results.items()
+            for outcome in result.outcomes
+        ]
+        return ("model", "masked", "tokens", "local_terms", "agreement", "top1", "logit_change"), lines
+
+    def draw(self, results: Mapping[str, MaskingResult]) -> "Figure":
+        """Accuracy, or agreement with the unmasked model, for each mask; hatched where local terms keep their taps."""
+        from inline_attention.analysis import figures
+
+        labelled = all(result.top1 is not None for result in results.values())
+        masks = list(
+            dict.fromkeys((o.condition.what, o.condition.tokens) for r in results.values() for o in r.outcomes)
+        )
+        series: dict[tuple[str, str], dict[int, float]] = {}
+        for label, result in results.items():
+            for outcome in result.outcomes:
+                what, tokens, terms = outcome.condition
+                value = outcome.top1 if labelled and outcome.top1 is not None else outcome.agreement
+                # Without a mask there are no taps to keep.
+                variants: tuple[str, ...] = ("zeroed", "kept") if what == "none" and _has_taps(result) else (terms,)
+                for variant in variants:
+                    series.setdefault((label, variant), {})[masks.index((what, tokens))] = 100 * value
+        figure = figures.new_figure(max(9.0, 0.3 * len(masks) * len(series) + 3), 4.6)
+        axes = figure.subplots()
+        width = 0.85 / len(series)
+        colours = {label: figures.COLOURS[i % len(figures.COLOURS)] for i, label in enumerate(results)}
+        for i, ((label, variant), values) in enumerate(series.items()):
+            places = [place + (i - (len(series) - 1) / 2) * width for place in values]
+            style: dict[str, Any] = dict(color=colours[label], edgecolor="white")
+            if variant == "kept":
+                style.update(hatch="////", alpha=0.75)
+            name = label if variant == "none" else f"{label}, taps {variant}"
+            bars = axes.bar(places, list(values.values()), width, label=name, **style)
+            axes.bar_label(bars, fmt="%.0f", fontsize=7)
+        axes.set_xticks(range(len(masks)), [what if what == "none" else f"{what} {tokens}" for what, tokens in masks])
+        ylabel = "top-1 (%)" if labelled else "same prediction as unmasked (%)"
+        axes.set(title="Tokens masked for each query", ylabel=ylabel)
+        figure.legend(loc="outside right upper", fontsize=8)
+        images = ", ".join(map(str, sorted({result.images for result in results.values()})))
+        figures.add_caption(
+            figure,
+            "local n: the window of n tokens around each query, cut at borders; random n: as many random tokens. Both "
+            f"as if absent for that query, in every layer. Taps: of local terms on masked tokens. Images: {images}.",
+        )
+        return figures.with_grid(figure, axis="y")
+
+
+def _has_taps(result: MaskingResult) -> bool:
+    return any(outcome.condition.local_terms == "kept" for outcome in result.outcomes)

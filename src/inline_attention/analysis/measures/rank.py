@@ -1,15 +1,20 @@
 """Numerical and effective rank of attention matrices, by layer and head."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .divergence import Divergence
-from .extract import DEFAULT_CHUNK_BYTES, LayerAttention, observe
+from inline_attention.analysis.base import LayerAnalysis, OnImages, Subject, Table
+from inline_attention.analysis.divergence import Divergence
+from inline_attention.analysis.hooks import observe
+from inline_attention.analysis.record import DEFAULT_CHUNK_BYTES, LayerAttention
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -123,14 +128,51 @@ def _ranks(weights: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return numerical.cpu().numpy(), effective.cpu().numpy()
 
 
-def table(results: dict[str, RankResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Header and lines of a CSV file: a line for each layer and head, means over matrices."""
-    lines = [
-        (label, name, r.kinds[i], head, int(r.tokens[i]), float(numerical), float(effective))
-        for label, r in results.items()
-        for i, name in enumerate(r.layers)
-        for head, (numerical, effective) in enumerate(
-            zip(np.nanmean(r.numerical[i], 0), np.nanmean(r.effective[i], 0), strict=True)
+@dataclass(frozen=True, kw_only=True)
+class Rank(LayerAnalysis):
+    """How many different rows are there? Numerical rank counts the singular values above torch's default tolerance.
+    Effective rank is exp of the entropy of the normalised singular values. The matrix of a linear attention has at most
+    d + 1 singular values.
+    """
+
+    least_images = 10
+
+    def measure(self, subject: Subject, on_images: OnImages) -> RankResult:
+        return measure_rank(subject.model, subject.images(), layers=self.layers, on_images=on_images)
+
+    def table(self, results: Mapping[str, RankResult]) -> Table:
+        """Header and lines of a CSV file: a line for each layer and head, means over matrices."""
+        lines = [
+            (label, name, r.kinds[i], head, int(r.tokens[i]), float(numerical), float(effective))
+            for label, r in results.items()
+            for i, name in enumerate(r.layers)
+            for head, (numerical, effective) in enumerate(
+                zip(np.nanmean(r.numerical[i], 0), np.nanmean(r.effective[i], 0), strict=True)
+            )
+        ]
+        return ("model", "layer", "attention", "head", "tokens", "numerical_rank", "effective_rank"), lines
+
+    def draw(self, results: Mapping[str, RankResult]) -> "Figure":
+        """Numerical and effective rank by layer."""
+        from inline_attention.analysis import figures
+
+        figure = figures.new_figure(12, 4.2)
+        for axes, what in zip(figure.subplots(1, 2), ("numerical", "effective"), strict=True):
+            for i, (label, result) in enumerate(results.items()):
+                colour, place = figures.COLOURS[i % len(figures.COLOURS)], range(1, len(result.layers) + 1)
+                ranks: list[np.ndarray] = getattr(result, what)
+                axes.plot(place, result.means(ranks), marker="o", color=colour, label=label)
+                heads = [np.nanmean(layer, 0) for layer in ranks]
+                axes.fill_between(
+                    place, [h.min() for h in heads], [h.max() for h in heads], color=colour, alpha=0.12, linewidth=0
+                )
+                if what == "numerical":
+                    axes.plot(place, result.tokens, linestyle=":", color=colour, linewidth=1.5)
+            axes.set(title=f"{what.capitalize()} rank", xlabel="layer", ylim=(0, None))
+            axes.legend(fontsize=8)
+        figures.add_caption(
+            figure,
+            "Mean over images and heads; bands: heads from lowest to highest; dotted: N. Numerical: σ > N·ε·σ₁; "
+            f"effective: exp of the entropy of σ/Σσ. {figures.images_and_divergence(results)}",
         )
-    ]
-    return ("model", "layer", "attention", "head", "tokens", "numerical_rank", "effective_rank"), lines
+        return figures.with_grid(figure)

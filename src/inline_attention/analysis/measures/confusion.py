@@ -1,15 +1,22 @@
 """Figure 2 of the paper: how often different queries of an image get the same attention row."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .divergence import Divergence
-from .extract import LayerAttention, observe
+from inline_attention.analysis.base import LayerAnalysis, OnImages, Subject, Table, option
+from inline_attention.analysis.divergence import Divergence
+from inline_attention.analysis.hooks import observe
+from inline_attention.analysis.record import LayerAttention
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # τ of ρ's size would find pairs that are near in both respects, which every attention has.
 TAUS, RHOS = (0.03, 0.1, 0.3), (0.3, 1.0)
@@ -254,21 +261,96 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def table(results: dict[str, ConfusionResult]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Header and lines of a CSV file: a line for each pair of thresholds."""
-    lines = [
-        (
-            label,
-            tau,
-            rho,
-            int(result.by_layer[:, t, r].sum()),
-            int(result.pairs.sum()),
-            float(result.per_million[t, r]),
-            float((result.by_image[:, t, r] > 0).mean()),
+@dataclass(frozen=True, kw_only=True)
+class Confusion(LayerAnalysis):
+    """How often do different queries of an image get the same row? A pair of queries of one head and layer is confused
+    where its rows are closer than τ times the median distance of two rows, while its queries are further apart than ρ
+    times the median distance of two queries. τ well below ρ means confusion; with τ = ρ a pair is merely close in both
+    respects.
+    """
+
+    least_images = 20
+
+    taus: tuple[float, ...] = option(TAUS, "rows are closer than this times their median", type=float, nargs="+")
+    rhos: tuple[float, ...] = option(
+        RHOS, "queries are further apart than this times their median", type=float, nargs="+"
+    )
+
+    def measure(self, subject: Subject, on_images: OnImages) -> ConfusionResult:
+        return measure_confusion(
+            subject.model,
+            subject.images(),
+            taus=self.taus,
+            rhos=self.rhos,
+            layers=self.layers,
+            on_images=on_images,
         )
-        for label, result in results.items()
-        for t, tau in enumerate(result.taus)
-        for r, rho in enumerate(result.rhos)
-    ]
-    header = ("model", "tau", "rho", "confused_pairs", "pairs", "pairs_in_a_million", "share_of_images_with_any")
-    return header, lines
+
+    def table(self, results: Mapping[str, ConfusionResult]) -> Table:
+        """Header and lines of a CSV file: a line for each pair of thresholds."""
+        lines = [
+            (
+                label,
+                tau,
+                rho,
+                int(result.by_layer[:, t, r].sum()),
+                int(result.pairs.sum()),
+                float(result.per_million[t, r]),
+                float((result.by_image[:, t, r] > 0).mean()),
+            )
+            for label, result in results.items()
+            for t, tau in enumerate(result.taus)
+            for r, rho in enumerate(result.rhos)
+        ]
+        header = ("model", "tau", "rho", "confused_pairs", "pairs", "pairs_in_a_million", "share_of_images_with_any")
+        return header, lines
+
+    def draw(self, results: Mapping[str, ConfusionResult]) -> "Figure":
+        """Confused pairs against the thresholds; how many an image has, and in which layers they are."""
+        from inline_attention.analysis import figures
+
+        figure = figures.new_figure(15, 4.4)
+        over_thresholds, histogram, by_layer = figure.subplots(1, 3)
+        first = next(iter(results.values()))
+        most = max(int(result.count_by_image().max()) for result in results.values())
+        edges = histogram_edges(most)
+        labels = ["0", *(f"{a}–{b - 1}" if b > a + 1 else str(a) for a, b in itertools.pairwise(edges[1:]))]
+        width = 0.8 / len(results)
+        for i, (label, result) in enumerate(results.items()):
+            colour = figures.COLOURS[i % len(figures.COLOURS)]
+            for rho, style, counts in zip(result.rhos, itertools.cycle("-:"), result.per_million.T, strict=False):
+                name = f"{label}, ρ = {rho:g}"
+                over_thresholds.plot(result.taus, counts, marker="o", linestyle=style, color=colour, label=name)
+            shares = np.histogram(result.count_by_image(), bins=edges)[0] / len(result.by_image)
+            place = np.arange(len(shares)) + (i - (len(results) - 1) / 2) * width
+            histogram.bar(place, 100 * shares, width, color=colour, label=label)
+            share = 1e6 * result.share_by_layer(result.tau, result.rho)
+            by_layer.plot(range(1, len(share) + 1), share, marker="o", color=colour, label=label)
+        over_thresholds.set_xscale("log")
+        over_thresholds.set_xticks(first.taus, [f"{tau:g}" for tau in first.taus])
+        over_thresholds.minorticks_off()
+        for axes in (over_thresholds, by_layer):
+            axes.set_yscale("symlog", linthresh=1)
+            axes.set_ylim(bottom=-0.1)
+        over_thresholds.set(title="At every threshold", xlabel="τ", ylabel="confused pairs in a million")
+        over_thresholds.legend(fontsize=7)
+        at = f"τ = {first.tau:g}, ρ = {first.rho:g}"
+        histogram.set_xticks(range(len(labels)), labels, rotation=45, ha="right", fontsize=8)
+        histogram.set(title=f"By image, {at}", xlabel="confused pairs, all layers and heads", ylabel="% of images")
+        by_layer.set(title=f"By layer, {at}", xlabel="layer", ylabel="confused pairs in a million")
+        by_layer.legend(fontsize=8)
+        figures.add_caption(
+            figure,
+            "A pair of queries is confused where its rows are closer than τ times the median distance of two rows, "
+            "while its queries are further apart than ρ times the median distance of two queries. "
+            + figures.images_and_divergence(results),
+        )
+        return figures.with_grid(figure)
+
+
+def histogram_edges(most: int) -> np.ndarray:
+    """Bins of counts up to `most`: 0 alone, then half a decade each: 1–3, 4–9, 10–31, 32–99, …"""
+    edges = [0, 1]
+    while edges[-1] <= most:
+        edges.append(math.ceil(10 ** ((len(edges) - 1) / 2)))
+    return np.array(edges)

@@ -23,6 +23,7 @@ from inline_attention.ops.backends import check_backend
 from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, linear_attention, zero_absent
 from inline_attention.ops.tracing import is_exporting
 
@@ -72,12 +73,6 @@ class AffineMap(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bnhi,hoi->bnho", x, self.weight)
         return y + self.bias.to(y.dtype)  # a float32 bias would widen autocast's dtype
-
-
-def unstack(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (B, N, heads, d) from projections (B, N, m, heads, d) that hold m of them each"""
-    q, k, v = [x for projection in projections for x in projection.unbind(2)]
-    return q, k, v
 
 
 class Attention(nn.Module):

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.ops import FEATURE_MAPS, Grid, attention_matrix
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, linear_attention, without_autocast, zero_absent
 
-from .attention import Attention, register_attention, unstack
+from .attention import Attention, register_attention
 from .embed import resize_map
 from .local import LocalTerm
 

@@ -23,7 +23,6 @@ from inline_attention.layers.attention import (
     masked_mean,
     parse_attention,
     softmax_feature_map,
-    unstack,
 )
 from inline_attention.layers.embed import pad_image
 from inline_attention.layers.local import LocalTerm
@@ -31,6 +30,7 @@ from inline_attention.layers.padding import Padding
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
 from . import registry

@@ -21,7 +21,6 @@ from inline_attention.layers.attention import (
     build_attention,
     parse_attention,
     softmax_feature_map,
-    unstack,
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import Padding
@@ -35,6 +34,7 @@ from inline_attention.layers.windows import (
 )
 from inline_attention.layers.written_out import WrittenOut, samples_of
 from inline_attention.ops import Grid
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
 from . import registry

@@ -17,6 +17,7 @@ from . import backends, reference
 from .backends import Backend, fused
 from .feature_maps import get_feature_map
 from .local import TAPS, Grid, local_sum
+from .projections import unstack
 from .reference import LINEAR_EPS, zero_absent
 from .tracing import is_exporting
 
@@ -232,8 +233,7 @@ def inline_attention_projected(
     if any(x.ndim != 5 for x in projections) or sum(x.shape[2] for x in projections) != 3:
         shapes = ", ".join(str(_shape(x)) for x in projections)
         raise ValueError(f"the projections have shapes {shapes}; expected (B, N, m, heads, d), three m together")
-    # The gradient of unbind copies, that of squeeze does not.
-    q, k, v = [y for x in projections for y in (x.unbind(2) if x.shape[2] > 1 else (x.squeeze(2),))]
+    q, k, v = unstack(projections)
     _check_qkv(q, k, v, layout=ROWS)
     return _inline_attention(
         projections,

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .feature_maps import NONZERO_AT_ZERO
 from .kernels import backward, forward
 from .local import Grid
+from .projections import unstack
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -169,11 +170,6 @@ def _state_dtype(dtype: torch.dtype, feature_map: str) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and feature_map not in NONZERO_AT_ZERO else torch.float32
 
 
-def _views(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = [x for projection in projections for x in projection.unbind(2)]
-    return q, k, v
-
-
 def _layout(projections: Sequence[Tensor]) -> str:
     """Which of q, k and v each tensor holds, such as "qkv" or "q,kv" """
     names = iter("qkv")
@@ -261,7 +257,7 @@ def run_forward(
     num_prefix_tokens: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _views(projections)
+    q, k, v = unstack(projections)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     height, width = plan.height, plan.width
     local = local_weight is not None
@@ -356,7 +352,7 @@ def run_backward(
     num_prefix_tokens: int,
     grad_of_local: bool,
 ) -> list[Tensor]:
-    q, k, v = _views(projections)
+    q, k, v = unstack(projections)
     g = _rows(grad_out)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     height, width = plan.height, plan.width
@@ -467,7 +463,7 @@ def _backward_op(
 @_forward_op.register_fake
 def _(projections, local_weight, token_mask, query_mask, sequences, *options):  # type: ignore[no-untyped-def]  # as the operator
     feature_map, _, grids, num_prefix_tokens, save = options
-    q, k, _ = _views(projections)
+    q, k, _ = unstack(projections)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     kept = plan.batch if save or not plan.fused else 0
     state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map))

@@ -8,10 +8,10 @@ import yaml
 from PIL import Image
 
 from inline_attention.cli import main
-from inline_attention.dense.detection.task import Detection
-from inline_attention.dense.segmentation.task import Segmentation
 from inline_attention.models.published import PUBLISHED, Published
 from inline_attention.tasks.classification import Classification, load_classifier
+from inline_attention.tasks.detection.task import Detection
+from inline_attention.tasks.segmentation.task import Segmentation
 from inline_attention.training.config import recipe_names
 
 SHORT = ["schedule.epochs=2", "schedule.warmup_epochs=1", "log.tensorboard=false", "--device", "cpu"]

@@ -45,7 +45,7 @@ def test_yaml_and_back() -> None:
 
 def test_there_is_a_recipe_for_every_published_model() -> None:
     published = [name for name in PUBLISHED if name.startswith("inline_")]
-    assert set(recipe_names(RECIPES)) == {*published, "finetune", "quickstart", "study"}
+    assert set(recipe_names(RECIPES)) == {*published, "finetune", "quickstart"}
     for name in published:
         assert load_config(name).model.name == name
 

@@ -3,21 +3,21 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import timm
 import torch
 from timm.data import ImageNetInfo
 from torch import nn
 
 from inline_attention.data import DataConfig, EvalLoader
 from inline_attention.models import create_model
-from inline_attention.models._base import VisionModel, to_pair
+from inline_attention.models._checkpoint import errors_name, open_checkpoint
+from inline_attention.models._download import local_path
+from inline_attention.models.base import VisionModel, to_pair
+from inline_attention.models.registry import find_family
+from inline_attention.models.schema import annotations_of, check_values, read_description
 from inline_attention.models.shipped import shipped_weights
-
-# What a weights file says about itself, in the metadata that `save_weights` writes; JSON where it is not a name.
-ARCHITECTURE, MODEL_ARGUMENTS, CLASS_NAMES, PREPROCESSING = "architecture", "config", "class_names", "preprocessing"
+from inline_attention.models.weights import restore
 
 
 @dataclass
@@ -37,47 +37,46 @@ def load_classifier(
     eval_transform: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Classifier:
-    """Build model `name` for the weights (a file, a URL, or "pretrained") and load them; None leaves it untrained.
+    """Builds the model of a weights file (a path, a URL, or "pretrained") and loads it. None: an untrained model.
 
-    A file of this library says which model it is for (so that `name` may be None), with which arguments that was
-    built, which classes it knows and how its images were prepared; other files are taken for published ones.
-    `img_size`, `eval_transform` and `arguments` of the model override the file's. Models of timm are built, and their
-    files read, by timm.
+    A file of this library says which model it is for, with which arguments that was built, which classes it knows and
+    how its images were prepared. An official checkpoint is recognised by its shapes. `name` is needed for any other
+    file; it may be a model of timm. `img_size`, `eval_transform` and `arguments` of the model replace the file's.
     """
-    from inline_attention.models.weights import load_weights, local_path, read_metadata
-
     if weights == "pretrained" and name is not None and (shipped := shipped_weights(name)):
         weights = str(shipped)  # a file of the package, which names its classes
-    path = None if weights in (None, "pretrained") else local_path(weights)
-    # Official pickles have no metadata of this kind.
-    metadata = read_metadata(path) if path is not None and path.suffix == ".safetensors" else {}
-    name = name or metadata.get(ARCHITECTURE)
-    if name is None:
-        raise ValueError(f"{weights!r} does not say which model it is for; name the model")
-    architecture = metadata.get(ARCHITECTURE, name)
-    if architecture != name:
-        raise ValueError(f"{weights!r} holds weights of {architecture}, not of {name}")
-    options: dict[str, Any] = {**json.loads(metadata.get(MODEL_ARGUMENTS, "{}")), **(arguments or {})}
-    if img_size is not None:
-        options["img_size"] = list(img_size)
-    model = create_model(name, pretrained=weights == "pretrained", **options)
-    if path is not None and isinstance(model, VisionModel):
-        load_weights(model, path)
-    elif path is not None:
-        _load_timm(model, path)
-    in_chans = options.get("in_chans", 3)
-    data = _preparation(model, json.loads(metadata.get(PREPROCESSING, "{}")), in_chans=in_chans)
-    data = replace(data, img_size=_input_size(model, options), in_chans=in_chans)
+    options = dict(arguments or {})
+    said = None
+    if weights is None or weights == "pretrained":
+        if name is None:
+            raise ValueError("there is neither a model nor a weights file: give the name of one")
+        if img_size is not None:
+            options["img_size"] = list(img_size)
+        model = create_model(name, pretrained=weights == "pretrained", **options)
+    else:
+        path = local_path(weights)
+        checkpoint = open_checkpoint(path)
+        if img_size is not None and name is not None and find_family(name) is None:
+            options["img_size"] = list(img_size)
+        model = restore(checkpoint, origin=str(path), name=name, arguments=options)
+        said = read_description(checkpoint.info)
+        if img_size is not None and isinstance(model, VisionModel):
+            model.set_input_size(img_size)
+    origin = weights or str(name)
+    in_chans = model.in_chans if isinstance(model, VisionModel) else options.get("in_chans", 3)
+    with errors_name(origin):
+        data = _preparation(model, said.preprocessing if said else {}, in_chans=in_chans)
+        data = replace(data, img_size=_input_size(model, options), in_chans=in_chans)
+        class_names = _class_names(model, said.class_names if said else None)
     if eval_transform is not None:
         data = replace(data, eval_transform=eval_transform)
-    return Classifier(model, _class_names(model, metadata.get(CLASS_NAMES), weights=weights or name), data)
+    return Classifier(model, class_names, data)
 
 
-def _load_timm(model: nn.Module, path: Path) -> None:
-    try:
-        timm.models.load_checkpoint(model, str(path))
-    except RuntimeError as error:  # what PyTorch raises for names and shapes that differ
-        raise ValueError(f"{path} does not fit {type(model).__name__}: {' '.join(str(error).split())[:300]}") from error
+def model_name(model: nn.Module) -> str:
+    """The name that a model is registered under, in this library or in timm."""
+    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's builder sets it
+    return cfg["architecture"]
 
 
 def _input_size(model: nn.Module, arguments: Mapping[str, Any]) -> list[int]:
@@ -98,7 +97,11 @@ assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> DataConfig:
     if saved:
-        return DataConfig(**{key: saved[key] for key in _PREPARATION if key in saved})
+        known = {key: saved[key] for key in _PREPARATION if key in saved}  # older files say more
+        check_values(annotations_of(DataConfig, _PREPARATION), known)
+        config = DataConfig(**known, in_chans=in_chans)
+        config.validate()
+        return config
     cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's description of the published model
     squashed = "resize" if cfg["crop_pct"] >= 1 else "published"
     return DataConfig(
@@ -110,14 +113,13 @@ def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> D
     )
 
 
-def _class_names(model: nn.Module, saved: str | None, *, weights: str) -> list[str] | None:
+def _class_names(model: nn.Module, saved: list[str] | None) -> list[str] | None:
     num_classes: int = model.num_classes  # type: ignore[assignment]  # timm's contract
     if saved is None:
         return ImageNetInfo().label_names() if num_classes == 1000 else None
-    names = json.loads(saved)
-    if len(names) != num_classes:
-        raise ValueError(f"{weights!r} names {len(names)} classes, its model has {num_classes} outputs")
-    return names
+    if len(saved) != num_classes:
+        raise ValueError(f"names {len(saved)} classes, its model has {num_classes} outputs")
+    return saved
 
 
 class Guess(NamedTuple):
@@ -137,7 +139,14 @@ class Prediction(NamedTuple):
 
 
 @torch.no_grad()
-def predict(classifier: Classifier, loader: EvalLoader, *, device: torch.device, topk: int) -> Iterator[Prediction]:
+def predict(
+    classifier: Classifier,
+    loader: EvalLoader,
+    *,
+    device: torch.device,
+    topk: int,
+    amp_dtype: torch.dtype | None = None,
+) -> Iterator[Prediction]:
     """The `topk` most probable classes of every image that can be read (all of them where there are fewer)."""
     loader.to(device)
     model = classifier.model.to(device).eval()
@@ -146,7 +155,9 @@ def predict(classifier: Classifier, loader: EvalLoader, *, device: torch.device,
     for batch in loader:
         if len(batch.images) == 0:  # none of them could be read
             continue
-        probabilities = model(batch.images).float().softmax(dim=1)
+        with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            logits = model(batch.images)
+        probabilities = logits.float().softmax(dim=1)
         best = probabilities.topk(min(topk, len(names)), dim=1)
         columns = (batch.sample_ids.tolist(), best.indices.tolist(), best.values.tolist())
         for sample, labels, values in zip(*columns, strict=True):

@@ -113,6 +113,22 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
     return [os.path.join(parent, name) for parent, names in sorted(found) for name in names]
 
 
+def find_images(names: Iterable[str | Path]) -> list[Path]:
+    """Files as they are named, and the images below folders, in order."""
+    paths: list[Path] = []
+    for name in map(Path, names):
+        if name.is_dir():
+            below = sorted(map(Path, find_files(name, IMAGE_EXTENSIONS)))
+            if not below:
+                raise ValueError(f"no images in folder {str(name)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
+            paths.extend(below)
+        elif name.is_file():
+            paths.append(name)
+        else:
+            raise ValueError(f"image {str(name)!r} does not exist or is no regular file")
+    return paths
+
+
 def utf8_name(path: str | Path) -> str:
     """A file name that can be encoded as UTF-8: other bytes are written as escapes."""
     return os.fspath(path).encode("utf-8", "backslashreplace").decode()

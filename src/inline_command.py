@@ -30,7 +30,6 @@ COMMANDS = {
     "export": "model → ONNX or torch.export file, checked",
     "bench": "speed and memory against peers",
     "analyze": "injectivity, confusion, locality, maps, masking and rank of attention",
-    "study": "probes and trained grids that test the paper's claims, and a report",
     "explore": "attention to play with, in a browser",
     "env": "versions and hardware, for a bug report",
 }
@@ -61,7 +60,7 @@ def _parse_command(words: Sequence[str]) -> str:
         parser.error(f"there is no command {words[0]!r}{meant}")
     args = parser.parse_args(words)
     if args.version:
-        print(f"inline-attention {_version()}")
+        print(f"inline-attention {_version()}")  # noqa: T201 (before `say` can be imported)
         parser.exit()
     if args.command is None:
         parser.error("name a command; `inline --help` lists them")

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.md")]
+    for path in [*ROOT.glob("*.md"), *(path for top in ("docs", "src", "study") for path in (ROOT / top).rglob("*.md"))]
     if path.name != "CHANGELOG.md"  # says what was, not what to type
 )
 SHELL = ("", "bash", "sh", "console")

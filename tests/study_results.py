@@ -1,11 +1,11 @@
-"""Folders of finished runs with given numbers, as `inline study report` reads them."""
+"""Folders of finished runs with given numbers, as `python -m study report` reads them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from inline_attention.study.grid import Run
 from inline_attention.training import settings
+from study.grid import Run
 
 LINEAR, SOFTMAX = [40.0, 40.4, 40.2], [43.5, 43.6, 43.4]
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-MARKDOWN = sorted([*ROOT.glob("*.md"), *(p for top in ("docs", "src", "tests") for p in (ROOT / top).rglob("*.md"))])
+FOLDERS = ("docs", "src", "study", "tests")
+MARKDOWN = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 GENERATED = {
     "index.md",
     "contributing.md",

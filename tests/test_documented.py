@@ -27,7 +27,8 @@ from inline_attention import create_model
 from inline_attention.cli import COMMANDS, build_parser, main, parse
 from inline_attention.data import DataConfig
 from inline_attention.models.weights import save_weights
-from inline_attention.training.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import preprocessing
+from study import __main__ as study
 
 COMMANDS_BY_TEXT = {str(command): command for page in PAGES for command in documented.commands(page)}
 LINES = [command for command in COMMANDS_BY_TEXT.values() if not command.is_mention]
@@ -67,11 +68,9 @@ SHORTER: dict[str, list[str]] = {
     "analyze": ["--max-images", "2", "--batch-size", "2", "--workers", "0", "--device", "cpu"],
     "bench op": [*TIMED, "--case", "1,4,1x8"],
     "bench table": [],
-    "bench dense": [*TIMED, "--size", "64", "64", "--batch", "1", "--infer", "--modes", "eager"],
-    "bench profile": ["--img-size", "32", "--batch", "1", "--mode", "eager", "--device", "cpu"],
-    "bench": [*TIMED, "--img-size", "32", "--batch", "1", "--modes", "eager"],
-    "study probes": ["--steps", "20", "--seeds", "1"],
-    "study train": ["--list"],
+    "bench dense": [*TIMED, "--img-size", "64", "--batch-size", "1", "--infer", "--modes", "eager"],
+    "bench profile": ["--img-sizes", "32", "--batch-sizes", "1", "--mode", "eager", "--device", "cpu"],
+    "bench": [*TIMED, "--img-sizes", "32", "--batch-sizes", "1", "--modes", "eager"],
 }  # fmt: skip
 
 # (pattern, why a command is not run)
@@ -80,9 +79,9 @@ NOT_RUN = {
     r"make |python -m pip |pip|pip-compile |git ": "sets up an installation",
     r"python -c .*runpy": "timm's training script is not part of its package; tests/training/test_timm_script.py",
     r"inline .*(--weights pretrained|model.weights=pretrained)(?!.*_study)(?<!_study)": "downloads published weights",
-    r"inline train study ": "one of the study's runs, on a GPU",
+    r"inline train study/": "one of the study's runs, on a GPU",
     r"inline bench kernels": "needs a GPU",
-    r"inline study (report|pack)": "needs the trained grid; tests/study makes a small one",
+    r"python -m study": "takes long or needs the trained grid; tests/study makes a small one",
     r"inline .*\|": "a synopsis, with alternatives in it",
     r"inline explore": "serves until Ctrl-C; test_explore_starts below",
 }
@@ -177,9 +176,7 @@ def finished_run(task: str, runs: dict[str, Path]) -> Path:
 def prepare(words: list[str], folder: Path, runs: dict[str, Path]) -> None:
     """Make what the command reads, below `folder`."""
     task = task_of(words)
-    outputs = {
-        words[i + 1] for i, word in enumerate(words) if word in ("--output", "--out", "--json", "--csv", "--picture")
-    }
+    outputs = {words[i + 1] for i, word in enumerate(words) if word in ("--output", "--json", "--csv", "--picture")}
     if words[0] == "convert":
         outputs.add(words[2])
     for before, word in zip(["", *words], words, strict=False):
@@ -201,6 +198,9 @@ def prepare(words: list[str], folder: Path, runs: dict[str, Path]) -> None:
             make_photograph(path)
         elif word.endswith("/"):
             make_photograph(path / "a.jpg")
+        elif path.suffix == ".yaml" and (ROOT / word).is_file():  # the study's recipe
+            path.parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / word, path)
         elif path.suffix == ".yaml":
             make_data(folder / "photos", task)
             path.write_text(next(b.text for page in PAGES for b in documented.blocks(page) if b.language == "yaml"))
@@ -226,14 +226,16 @@ def test_every_command_can_be_parsed(
         words = inline_words(command)
         if command.words[0] == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+        elif command.words[:3] == ("python", "-m", "study"):
+            parse(study.build_parser(), command.words[3:])
         elif command.is_mention:
             with pytest.raises(SystemExit) as done:
                 main([*words, "--help"])
             assert done.value.code == 0, command
         elif words[0] in COMMANDS and "|" not in str(command):
             args = parse(build_parser(words[0]), words[1:])  # exits where it cannot
-            if "train" in words[:2] and words[0] != "study" and args.resume is None and not args.list_recipes:
-                if args.recipe and args.recipe.endswith(".yaml"):
+            if "train" in words[:2] and args.resume is None and not args.list_recipes:
+                if any(word.endswith(".yaml") for word in words):
                     prepare(words, tmp_path, runs)
                 assert main([*words, "--print-config"]) == 0, capsys.readouterr().err
 
@@ -327,7 +329,8 @@ sample_ids, step = torch.arange(2), 0
     "docs/weights.md": """
 import timm
 from inline_attention import create_model
-other_model = create_model("inline_swin_tiny")
+my_model = other_model = create_model("inline_swin_tiny")
+class_names = [f"class {number}" for number in range(1000)]
 """,
 }
 # (pattern, in its place, why)
@@ -345,7 +348,10 @@ REPLACED = [
     (r"torch\.randn\(1, 3, (\d+), (\d+)\)", "torch.randn(1, 3, 96, 160)", "short"),
 ]
 # Blocks that need what a test does not have.
-NOT_EXECUTED = {"pack_weights(": "needs a run of the study; tests/models/test_shipped.py packs one"}
+NOT_EXECUTED = {
+    "pack_weights(": "needs a run of the study; tests/models/test_shipped.py packs one",
+    "push_to_hf_hub(": "needs an account of the hub; tests/models/test_hub.py opens the folder",
+}
 FAST_PAGES = ("README.md", "docs/attention.md", "src/inline_attention/models/study/README.md")
 
 
@@ -364,7 +370,7 @@ def python_pages() -> list:
 @pytest.mark.parametrize(("name", "found"), python_pages())
 def test_python_blocks_run(name: str, found: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for file in ("ckpt_epoch_299.pth", "model.safetensors"):
+    for file in ("ckpt_epoch_299.pth", "checkpoint-42.pth.tar", "model.safetensors"):
         if any(file in block.text for block in found):
             torch.save({"model": create_model("inline_swin_tiny").state_dict()}, file)
     for folder in ("imagenette", "flowers"):

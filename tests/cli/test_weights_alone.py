@@ -49,7 +49,7 @@ def test_export(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_info(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--weights", str(weights), "--json"]) == 0
+    assert main(["info", "--weights", str(weights), "--json", "-"]) == 0
     stages = json.loads(capsys.readouterr().out)
     model = load_model(weights)
     assert sum(stage["params"] for stage in stages) == sum(p.numel() for p in model.parameters())
@@ -57,7 +57,7 @@ def test_info(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_analyze(weights: Path, tmp_path: Path) -> None:
-    options = ["--data", "digits", "--max-images", "4", "--device", "cpu", "--workers", "0", "--out", str(tmp_path)]
+    options = ["--data", "digits", "--max-images", "4", "--device", "cpu", "--workers", "0", "--output", str(tmp_path)]
     assert main(["analyze", "rank", "--weights", str(weights), *options]) == 0
     assert (tmp_path / "rank.png").exists()
 

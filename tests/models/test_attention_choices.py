@@ -11,10 +11,11 @@ from torch import Tensor
 
 from inline_attention import InLineAttention, SoftmaxAttention
 from inline_attention.layers import ATTENTIONS
-from inline_attention.layers.attention import LETTERS, Attention, unstack
+from inline_attention.layers.attention import LETTERS, Attention
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.swin import SwinBlock, WindowSoftmaxAttention
 from inline_attention.models.weights import load_model, load_weights, save_weights
+from inline_attention.ops.projections import unstack
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -143,7 +144,7 @@ def window_positions(size: tuple[int, int], window: tuple[int, int], shifted: bo
 
 def attended(block: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
     with torch.no_grad():
-        return block.attend(x.flatten(1, 2), size).unflatten(1, size)
+        return block.attention_branch(x.flatten(1, 2), size).unflatten(1, size)
 
 
 def inline_block(*, shifted: bool, local_residual: bool) -> SwinBlock:

@@ -17,9 +17,9 @@ from inline_attention import load_model
 from inline_attention.cli import main
 from inline_attention.explore import load_subjects
 from inline_attention.models.weights import WeightsError, read_metadata, save_weights
+from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.tasks.detection.weights import load_detector
 from inline_attention.tasks.segmentation.weights import load_segmenter
-from inline_attention.training.classifier import load_classifier
 
 NAME = "inline_deit_tiny"
 
@@ -285,7 +285,7 @@ def test_the_command_line_prints_one_line(tmp_path, good, capsys):
         ["export", "--weights", path, "--output", str(tmp_path / "x.onnx")],
         ["info", "--weights", path],
         ["convert", path, str(tmp_path / "y.safetensors")],
-        ["analyze", "maps", "--weights", path, "--out", str(tmp_path / "out")],
+        ["analyze", "maps", "--weights", path, "--output", str(tmp_path / "out")],
     ):
         assert main(command) == 2, command
         printed = capsys.readouterr()

@@ -17,6 +17,7 @@ from training_runs import processes
 from inline_attention.environment import describe_environment
 
 from . import supervisor
+from .images import Images
 from .kills import Kills
 from .op import Op
 from .page import Page
@@ -24,7 +25,7 @@ from .part import Part
 from .record import State, as_record, as_text, write_into_page
 from .weights import Weights
 
-PARTS: dict[str, type[Part]] = {part.name: part for part in (Kills, Page, Weights, Op)}
+PARTS: dict[str, type[Part]] = {part.name: part for part in (Kills, Page, Weights, Images, Op)}
 ROOT = Path(__file__).parents[2]
 SHOWN = 20  # failures on the terminal
 RECORD, PAGE = ROOT / "docs" / "results" / "soak.json", ROOT / "docs" / "reliability.md"

@@ -70,10 +70,11 @@ def batch_case(draw: random.Random, dtype: torch.dtype) -> str:
     has_local = has_grid and queries == tokens and draw.random() < 0.7
     if has_local:
         tensors.append(torch.randn(batch, heads, dim, 9, dtype=torch.float64))
-    # Rows of absent queries hold whatever the op defines for them; the written-out form has no opinion.
-    rows = present if queries == tokens else torch.ones(batch, queries, dtype=torch.bool)
+    rows = torch.ones(batch, queries, dtype=torch.bool)
+    if draw.random() < 0.5:
+        rows = options["query_mask"] = torch.rand(batch, queries) < draw.choice([0.05, 0.5, 0.95])
     are_views = queries == tokens and draw.random() < 0.5
-    hidden = draw.choice([0.0, math.nan, math.inf])  # what absent tokens hold must not matter
+    hidden = draw.choice([0.0, math.nan, math.inf])  # what absent queries and tokens hold must not matter
 
     def written_out(q: Tensor, k: Tensor, v: Tensor, kernels: Tensor | None = None) -> Tensor:
         weights = matrix(q, k, feature_map=options["feature_map"], scale=scale, present=present)
@@ -83,16 +84,17 @@ def batch_case(draw: random.Random, dtype: torch.dtype) -> str:
         return out * rows[:, :, None, None]
 
     def fused(q: Tensor, k: Tensor, v: Tensor, kernels: Tensor | None = None) -> Tensor:
-        k, v = (x.masked_fill(~present[:, :, None, None], hidden) for x in (k, v))
+        q, k, v = (
+            x.masked_fill(~mask[:, :, None, None], hidden) for x, mask in ((q, rows), (k, present), (v, present))
+        )
         q, k, v = _as_views(q, k, v) if are_views else (q, k, v)
-        return inline_attention(q, k, v, local_weight=kernels, **options) * rows[:, :, None, None]
+        return inline_attention(q, k, v, local_weight=kernels, **options)
 
     compare(fused, written_out, tensors, dtype)
-    rows = rows[:, None, :, None]
-    weights = {key: value for key, value in options.items() if key in ("feature_map", "scale", "token_mask")}
+    weights = {key: value for key, value in options.items() if key not in ("grid", "num_prefix_tokens")}
     actual = attention_matrix(*tensors[:2], **weights)
     expected = matrix(*tensors[:2], feature_map=options["feature_map"], scale=scale, present=present)
-    _assert_close("attention_matrix", actual * rows, expected * rows, EXACT[torch.float64])
+    _assert_close("attention_matrix", actual, expected * rows[:, None, :, None], EXACT[torch.float64])
     return "cross-attention" if queries != tokens else "with local residual" if has_local else "self-attention"
 
 

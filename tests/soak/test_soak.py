@@ -82,7 +82,7 @@ def test_an_interrupted_soak_goes_on_where_it_stopped(tmp_path: Path) -> None:
         assert State.load(tmp_path, **asked).chunks_done == []
 
 
-@pytest.mark.parametrize("part", ["op", "weights"])
+@pytest.mark.parametrize("part", ["op", "images", "weights"])
 def test_a_case_can_be_run_again(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = []
     for _ in range(2):

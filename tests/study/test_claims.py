@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
-from inline_attention.study.claims import CONFIRMED, NOT_CONFIRMED, NOT_MEASURED, judge
-from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN
-from inline_attention.study.report import remake
-from inline_attention.study.results import collect
+from study.claims import CONFIRMED, NOT_CONFIRMED, NOT_MEASURED, judge
+from study.grid import BASELINES, FEATURE_MAPS, MAIN
+from study.report import remake
+from study.results import collect
 
 
 def verdict(out: Path, start: str) -> str:

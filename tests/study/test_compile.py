@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from inline_attention import create_model
 from inline_attention.layers.drop import SampledDepth
-from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN, ROWS
+from study.grid import BASELINES, FEATURE_MAPS, MAIN, ROWS
 
 SMALL = {"img_size": 16, "patch_size": 4, "num_classes": 10, "embed_dim": 16, "depth": 2, "num_heads": 2}
 SMALL_SWIN = {"img_size": 32, "num_classes": 10, "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2]}

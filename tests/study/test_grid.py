@@ -2,7 +2,7 @@
 
 import pytest
 
-from inline_attention.study.grid import (
+from study.grid import (
     DEEP,
     GROUPS,
     MAIN,
@@ -15,7 +15,7 @@ from inline_attention.study.grid import (
     build_runs,
     parse_name,
 )
-from inline_attention.study.report import count_parameters
+from study.report import count_parameters
 
 
 def parameters(row: str) -> int:

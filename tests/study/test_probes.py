@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from inline_attention.cli import main
-from inline_attention.study import probes
-from inline_attention.study.probes import LENGTH_CONTESTANTS, Effort, LengthProbe, LengthTask, Photographs, Score
+from study import probes
+from study.__main__ import main
+from study.probes import LENGTH_CONTESTANTS, Effort, LengthProbe, LengthTask, Photographs, Score
 
 TINY = Effort(steps=120, batch=32, test_crops=128, seeds=1, rate=1e-2)
 
@@ -104,7 +104,7 @@ def test_the_command_is_deterministic_by_seed(tmp_path: Path, monkeypatch: pytes
     for folder, seed in (("a", 0), ("b", 0), ("c", 7)):
         out = tmp_path / folder
         arguments = ["--out", str(out), "--seed", str(seed), "--seeds", "1", "--steps", "20"]
-        assert main(["study", "probes", *arguments]) == 0
+        assert main(["probes", *arguments]) == 0
         assert (out / "probes.png").stat().st_size > 5000
         found[folder] = json.loads((out / "probes.json").read_text())
     assert found["a"] == found["b"]

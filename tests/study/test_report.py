@@ -1,13 +1,16 @@
 """Tables and pictures of the study say what the runs' files say."""
 
+import json
 from pathlib import Path
 
 import pytest
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
-from inline_attention.study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
-from inline_attention.study.report import front, gap_table, page, write_report
-from inline_attention.study.results import collect
+from study.claims import judge
+from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
+from study.pages import fill
+from study.report import front, gap_table, page, shared_map_table, to_json, write_report
+from study.results import collect
 
 
 def test_gaps_beyond_two_standard_errors_are_bold(tmp_path: Path) -> None:
@@ -99,6 +102,63 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
     first = front(results, ["docs/images/study-curves.png"])
     assert "standard errors" not in first
     assert "![Accuracy over the epochs, a line for each seed](docs/images/study-curves.png)" in first
+
+
+def test_the_same_feature_map_is_compared(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [43.0, 43.4, 43.2], "linear": LINEAR, "inline_relu": [40.9, 41.0, 41.1]})
+    (line,) = shared_map_table(collect(tmp_path)).splitlines()[2:]
+    assert line.startswith("| ReLU | without | 40.20 ± 0.20 | 41.00 ± 0.10 | **+0.80 ± ")
+    text = page(collect(tmp_path), [], [])
+    assert "## The same feature map\n\nLinear and InLine" in text
+    write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})
+    assert "The same feature map" not in page(collect(tmp_path / "other"), [], [])
+
+
+def test_new_runs_go_onto_an_earlier_report(tmp_path: Path) -> None:
+    """What was reported stays as it was; runs of the same name are replaced."""
+    pytest.importorskip("matplotlib")
+    first, second, whole = (tmp_path / name for name in ("first", "second", "whole"))
+    old = {"inline": [43.0, 43.4, 43.2], "linear": LINEAR}
+    new = {"softmax": SOFTMAX, "inline_relu": [41.0]}
+    found = {"linear": analysis(local=0.03, random=0.01)}
+    write_runs(first, old, analyses=found, changes=("optim.lr=0.5",))
+    write_runs(second, new)
+    write_runs(whole, old, analyses=found, changes=("optim.lr=0.5",))
+    write_runs(whole, new)
+    write_report(collect(first), first)
+    both, expected = collect(second, onto=first / "results.json"), collect(whole)
+    claims = judge(expected)
+    assert judge(both) == claims
+    assert page(both, claims, []) == page(expected, claims, [])
+    assert to_json(both, claims) == to_json(expected, claims)
+    write_runs(second, {"linear": [30.0]})
+    assert collect(second, onto=first / "results.json").rows(both.settings[0])["linear"].values == [30.0, *LINEAR[1:]]
+    (first / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not a results\.json that"):
+        collect(second, onto=first / "results.json")
+
+
+def test_the_recorded_results_can_be_added_to(tmp_path: Path) -> None:
+    """Those in docs/, whose runs are gone."""
+    write_runs(tmp_path, {"inline_relu": [39.0, 39.5, 40.0]}, epochs=40)
+    record = Path(__file__).parents[2] / "docs" / "results" / "study.json"
+    results = collect(tmp_path, onto=record)
+    line = shared_map_table(results).splitlines()[2]
+    assert line.startswith("| ReLU | without | 38.47 ± 0.66 | 39.50 ± 0.50 | +1.03 ± ")
+    old = json.loads(record.read_text())
+    assert {s["title"] for s in old["settings"]} == {str(setting) for setting in results.settings}
+
+
+def test_a_page_leaves_out_what_is_not_known() -> None:
+    empty = fill("setting", {"setting": "here", "made_where": "there"})
+    assert empty == "## here\n\nthere\n"
+    assert "InLine-Swin instead of DeiT" in fill("setting", {"setting": "here", "swin_table": "| a |"})
+    assert fill("results", {"settings": "## here\n\nthere"}).startswith("## here\n\nthere")
+    assert fill("docs", {"page": "## here"}).startswith("# Results\n\nWhat [the study]")
+    known = fill("results", {"deviation": "1.00", "gap_table": "| a |"})
+    assert "A run is 1.00 points" in known
+    assert "not known yet" not in known
+    assert "What a seed changes is not known yet." in fill("results", {"gap_table": "| a |"})
 
 
 def test_failures_alone(tmp_path: Path) -> None:

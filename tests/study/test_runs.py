@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from inline_attention.cli import main
-from inline_attention.study import runner as _runner
-from inline_attention.study.claims import NOT_MEASURED, NOT_TESTABLE
-from inline_attention.study.grid import CHECK_EPOCHS, Run
-from inline_attention.study.runner import CLAIM, GridRunner, has_failed, is_finished
 from inline_attention.training.run_folder import LOCK
+from study import runner as _runner
+from study.__main__ import main
+from study.claims import NOT_MEASURED, NOT_TESTABLE
+from study.grid import CHECK_EPOCHS, Run
+from study.runner import CLAIM, GridRunner, has_failed, is_finished
 
 SHORT = ["schedule.epochs=2"]
 ROWS = ["linear", "inline"]
@@ -68,7 +68,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     docs, readme = tmp_path / "docs", tmp_path / "README.md"
     readme.write_text("before\n<!-- results of the study -->\nof before\n<!-- end of the results -->\nafter\n")
     shutil.copytree(grid / RUNS[1].name, grid / "again" / RUNS[1].name)
-    command = ["study", "report", str(grid), "--max-images", "10", "--device", "cpu", "--docs", str(docs)]
+    command = ["report", str(grid), "--max-images", "10", "--device", "cpu", "--docs", str(docs)]
     assert main(command) == 0
     results = json.loads((grid / "results.json").read_text())
     (setting,) = results["settings"]
@@ -79,7 +79,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
         line = by_row[run.row]
         assert line["top1"] == [summary["val_top1"]]
         assert line["std"] is None
-        assert line["command"].startswith("inline train study --data DIGITS --seed 0")
+        assert line["command"].startswith("inline train study/study.yaml --data DIGITS --seed 0")
         thresholds = [(found["tau"], found["rho"]) for found in line["analysis"]["confused"]]
         assert thresholds == [(0.1, 0.3), (0.3, 1.0)]
         assert all(0 <= found["share_of_pairs"] <= 1 for found in line["analysis"]["confused"])
@@ -128,7 +128,7 @@ def test_what_fails_is_noted_and_made_again_when_asked(tmp_path: Path, capsys: p
     assert "not finite" in (tmp_path / names[0] / "failure.txt").read_text()
     # The next call makes nothing, and says why.
     capsys.readouterr()
-    assert main(["study", "train", "--groups", "check", "--rows", "linear", "--out", str(tmp_path)]) == 1
+    assert main(["train", "--groups", "check", "--rows", "linear", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert f"failed earlier and skipped: {names[0]}, {names[1]}; --retry makes them again" in said
     assert "0 of 2 runs are finished" in said
@@ -196,7 +196,7 @@ def test_a_run_whose_folder_was_locked_while_it_started_has_not_failed(
 
 @pytest.mark.slow
 def test_two_calls_share_a_grid(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "inline_attention", "study", "train", "--groups", "check", "--rows", *ROWS,
+    command = [sys.executable, "-m", "study", "train", "--groups", "check", "--rows", *ROWS,
                "--out", str(tmp_path), "--device", "cpu", "--set", *SHORT]  # fmt: skip
     calls = [subprocess.Popen(command) for _ in range(2)]
     assert [call.wait(300) for call in calls] == [0, 0]
@@ -239,7 +239,7 @@ def test_interrupted_twice_nothing_is_waited_for_and_nothing_lost(
 def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:
     """SIGTERM to the grid: its run saves, and the next call continues it."""
     run = RUNS[1]
-    command = [sys.executable, "-m", "inline_attention", "study", "train", "--groups", "check", "--rows", run.row,
+    command = [sys.executable, "-m", "study", "train", "--groups", "check", "--rows", run.row,
                "--out", str(tmp_path), "--device", "cpu", "--set", "schedule.epochs=40"]  # fmt: skip
     process = subprocess.Popen(command)
     metrics = tmp_path / run.name / "metrics.jsonl"
@@ -258,9 +258,9 @@ def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:
 
 
 def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "train", "--list", "--rows", "inline", "--data", "tiny_imagenet=images"]) == 0
+    assert main(["train", "--list", "--rows", "inline", "--data", "tiny_imagenet=images"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("inline train study --data ") for line in lines)
+    assert all(line.startswith("inline train study/study.yaml --data ") for line in lines)
     assert any("--data images" in line for line in lines)
     assert any("--data IMAGENETTE" in line for line in lines)
 
@@ -285,13 +285,13 @@ def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_arguments(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["study", "train", "--out", str(tmp_path), *arguments]) == 2
+    assert main(["train", "--out", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_an_empty_folder_has_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "neither finished runs nor probes" in capsys.readouterr().err
 
 
@@ -314,12 +314,12 @@ def test_a_damaged_run_is_named(
     (folder / file).unlink(missing_ok=True)
     if content is not None:
         (folder / file).write_text(content)
-    assert main(["study", "report", str(tmp_path), "--no-analyses", "--no-speed", "--device", "cpu"]) == 2
+    assert main(["report", str(tmp_path), "--no-analyses", "--no-speed", "--device", "cpu"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert f"the run {str(folder)!r} is damaged" in said
     assert message in said
 
 
 def test_a_report_on_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "report", str(tmp_path), "--max-images", "0"]) == 2
+    assert main(["report", str(tmp_path), "--max-images", "0"]) == 2
     assert "--max-images is 0; expected 1 or more" in capsys.readouterr().err

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from inline_attention.cli._options import add_device, add_loading, add_output, add_precision, add_results
 from inline_attention.cli._training import configure_training
 
 if TYPE_CHECKING:
-    import torch
-
     from inline_attention.data.skipped import SkippedImage
     from inline_attention.tasks.dense.weights import TrainedModel
     from inline_attention.training.loop import Outcome
+    from inline_attention.training.task import Task
 
 TrainedT = TypeVar("TrainedT", bound="TrainedModel[Any, Any]")
 
@@ -32,6 +32,7 @@ def add_actions(
     command: str,
     model: str,
     description: str | None,
+    task: "Callable[[], type[Task]]",
     data: str,
     add_options: Callable[[argparse.ArgumentParser], Any],
     measures: str,
@@ -43,6 +44,7 @@ def add_actions(
     Args:
         command: the word after `inline`.
         model: what is trained, for the help.
+        task: imports the task, when it is needed.
         data: the help of train's --data.
         add_options: adds how images are prepared, for eval and predict.
         measures: the help of eval.
@@ -51,39 +53,33 @@ def add_actions(
     """
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     train = actions.add_parser("train", help=f"train a {model}", description=description)
-    configure_training(train, data=data, recipe="name of a recipe or a .yaml file; --list-recipes shows them")
+    recipe = "name of a recipe or a .yaml file (--list-recipes shows them)"
+    configure_training(train, data=data, recipe=recipe, task=task)
     actions.add_parser("models", help="published models: parameters, cost, results")
 
     trained = argparse.ArgumentParser(add_help=False)
-    trained.add_argument("--weights", required=True, help=f"file that `inline {command} train` wrote")
+    trained.add_argument("--weights", required=True, metavar="W", help=f"file that `inline {command} train` wrote")
     add_options(trained)
-    trained.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
-    trained.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
-    trained.add_argument("--amp", choices=("bfloat16", "float16"), help="compute in this precision (autocast)")
+    add_loading(trained)
+    add_device(trained)
+    add_precision(trained, default="fp32")
 
     evaluate = actions.add_parser("eval", parents=[trained], help=measures)
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
     evaluate.add_argument("--split", help="split to evaluate on (default: as in the run that made the weights)")
-    evaluate.add_argument("--csv", metavar="FILE", type=Path, help="write the figures of each class")
-    evaluate.add_argument("--json", metavar="FILE", help="write the result")
+    add_results(evaluate, csv="the figures of each class")
 
     predict = actions.add_parser("predict", parents=[trained], help=predicts)
     predict.add_argument("images", nargs="+", metavar="IMAGE|FOLDER", help="files, or folders (searched to any depth)")
-    predict.add_argument("--output", metavar="DIR", type=Path, default=Path(output), help=f"default: {output}")
+    add_output(predict, default=output)
     return Actions(evaluate, predict)
-
-
-def amp_dtype(args: argparse.Namespace) -> "torch.dtype | None":
-    import torch
-
-    return getattr(torch, args.amp) if args.amp else None
 
 
 def open_for_prediction(
     args: argparse.Namespace, load: "Callable[[argparse.Namespace], TrainedT]"
 ) -> "tuple[list[Path], TrainedT]":
     """The images of `predict`, none of which must be readable, and the model; makes the folder for what is found."""
-    from inline_attention.cli.predict import find_images
+    from inline_attention.data.sources import find_images
 
     paths = find_images(args.images)
     trained = load(args)
@@ -112,7 +108,7 @@ def write_result(
         write_json(args.json, {**facts, **figures, **read})
 
 
-def farewell(outcome: "Outcome", *, command: str, result: str, files: Mapping[str, str]) -> str:
+def describe_outcome(outcome: "Outcome", *, command: str, result: str, files: Mapping[str, str]) -> str:
     """The last lines of a run: its result, and where things are. `files`: what is in the run folder, by its name."""
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"

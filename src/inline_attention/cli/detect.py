@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli import _dense
 from inline_attention.cli._training import run_training
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     from inline_attention.tasks.detection.weights import TrainedDetector
     from inline_attention.training.loop import Outcome
-
-HELP = "detection and instance segmentation: train, eval, predict, models"
+    from inline_attention.training.task import Task
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         command="detect",
         model="detector",
         description=__doc__,
+        task=_task,
         data="folder with annotations/instances_SPLIT.json and the images in SPLIT/",
         add_options=_add_options,
         measures="average precision on images with annotations",
@@ -44,19 +45,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    return run_training(args, task=_task(), describe_outcome=_describe_outcome)
+
+
+def _task() -> "type[Task]":
     from inline_attention.tasks.detection.task import Detection
 
-    return run_training(args, task=Detection, farewell=_farewell)
+    return Detection
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary = outcome.summary
     result = (
         f"box AP {summary['val_box_ap']:.2f}% (AP50 {summary['val_box_ap50']:.2f}%), "
         f"mask AP {summary['val_mask_ap']:.2f}% (AP50 {summary['val_mask_ap50']:.2f}%) on the validation split "
         f"(best box AP {summary['best_box_ap']:.2f}%, epoch {summary['best_epoch']})"
     )
-    return _dense.farewell(outcome, command="detect", result=result, files={"classes": "per_class.csv"})
+    return _dense.describe_outcome(outcome, command="detect", result=result, files={"classes": "per_class.csv"})
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -82,9 +87,9 @@ def _models(args: argparse.Namespace) -> int:
             known = ("–" if value is None else f"{value:g}" for value in published)
             rows.append([recipe.replace("softmax", kind), *ours, *known])
     header = ["recipe", "params, M", "MACs, G", "of them backbone", "published params", "MACs", "box AP", "mask AP"]
-    print(table(header, rows))
+    say_text(table(header, rows))
     height, width = COST_SIZE
-    print(
+    say(
         f"MACs of one {height}×{width} image with {COST_CLASSES} classes, {COST_BOXES} boxes and "
         f"{COST_MASKS} masks; AP on COCO's val2017."
     )
@@ -105,7 +110,13 @@ def _load(args: argparse.Namespace) -> "TrainedDetector":
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import check_writable, choose_device, image_progress
+    from inline_attention.cli._output import (
+        STANDARD_OUTPUT,
+        autocast_dtype,
+        check_writable,
+        choose_device,
+        image_progress,
+    )
     from inline_attention.tasks.detection.average_precision import METRICS
     from inline_attention.tasks.detection.coco import read_coco
     from inline_attention.tasks.detection.data import DetectionEvalLoader, with_classes
@@ -125,16 +136,17 @@ def _eval(args: argparse.Namespace) -> int:
             trained.model.to(device),
             loader,
             device=device,
-            amp_dtype=_dense.amp_dtype(args),
+            amp_dtype=autocast_dtype(args.precision),
             on_images=on_images,
         )
     precision = result.precision
-    print(f"{trained.title} on {args.data} [{config.val_split}], short side {config.short_side}")
-    print("      " + "".join(f"{name:>7}" for name in METRICS))
-    for kind, figures in (("box", precision.box), ("mask", precision.mask)):
-        print(f"{kind:6}" + "".join(f"{'–' if value is None else f'{value:.2f}':>7}" for value in figures.values()))
-    speed = precision.images / result.seconds
-    print(f"{precision.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
+    if args.json != STANDARD_OUTPUT:
+        say(f"{trained.title} on {args.data} [{config.val_split}], short side {config.short_side}")
+        say("      " + "".join(f"{name:>7}" for name in METRICS))
+        for kind, figures in (("box", precision.box), ("mask", precision.mask)):
+            say(f"{kind:6}" + "".join(f"{'–' if value is None else f'{value:.2f}':>7}" for value in figures.values()))
+        speed = precision.images / result.seconds
+        say(f"{precision.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
         write_per_class(precision, args.csv)
     figures = {
@@ -149,9 +161,8 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import choose_device, free_name, image_progress, write_json
+    from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress, write_json
     from inline_attention.data.decode import read_image
-    from inline_attention.data.sources import printable
     from inline_attention.tasks.detection.average_precision import as_records
     from inline_attention.tasks.detection.data import DetectionEvalLoader, without_annotations
     from inline_attention.tasks.detection.evaluation import detect
@@ -164,20 +175,18 @@ def _predict(args: argparse.Namespace) -> int:
     loader = DetectionEvalLoader(without_annotations(paths, trained.class_names), config=trained.data)
     found: list[dict[str, Any]] = []
     with image_progress("looking", total=len(paths)) as on_images:
-        model, amp_dtype = trained.model.to(device), _dense.amp_dtype(args)
+        model, amp_dtype = trained.model.to(device), autocast_dtype(args.precision)
         for result in detect(model, loader, device=device, amp_dtype=amp_dtype):
             path = paths[result.image_id]
             picture = args.output / f"{free_name(paths, result.image_id)}.jpg"
             drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=args.min_score)
             drawn.save(picture, quality=92)
             objects = as_records(result, trained.class_names, min_score=args.min_score)
-            found.append({"image": printable(path), "picture": printable(picture), "objects": objects})
+            found.append({"image": str(path), "picture": str(picture), "objects": objects})
             counts = Counter(record["class"] for record in objects)
-            print(
-                f"{printable(path)}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing")
-            )
+            say(f"{path}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing"))
             on_images(1)
     skipped = [image._asdict() for image in loader.skipped]
     write_json(str(args.output / "objects.json"), {"model": trained.title, "images": found, "skipped_images": skipped})
-    print(f"{len(found)} pictures and objects.json in {args.output}")
+    say(f"{len(found)} pictures and objects.json in {args.output}")
     return 0 if found else 1

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from inline_attention.cli._options import add_img_size, add_weights
 from inline_attention.printing import say
 
 
@@ -11,9 +12,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "name", metavar="NAME", nargs="?", help="a model of `inline models`; needed only if the weights do not say"
     )
     parser.add_argument("--format", choices=("onnx", "pt2"), default="onnx", help="default: onnx")
-    parser.add_argument("--weights", help="file, URL, or 'pretrained' for the published weights (default: random ones)")
+    add_weights(parser, otherwise="random ones")
     parser.add_argument("--num-classes", type=int, help="of a model without weights (default: the published 1000)")
-    parser.add_argument("--img-size", nargs=2, type=int, metavar=("H", "W"), help="default: the model's own")
+    add_img_size(parser)
     parser.add_argument("--dynamic-batch", action="store_true", help="any number of images")
     parser.add_argument("--dynamic-size", action="store_true", help="any size, from one that is printed")
     parser.add_argument("--output", type=Path, metavar="F", help="default: NAME.onnx or NAME.pt2 in this directory")
@@ -22,14 +23,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import open_model
+    from inline_attention.cli._output import open_model, parse_size
     from inline_attention.export import TOLERANCE, export_model
-    from inline_attention.models.base import to_pair
     from inline_attention.models.weights import architecture
 
     torch.manual_seed(0)
     model = open_model(args.name, args.weights, num_classes=args.num_classes)
-    img_size = to_pair(args.img_size) if args.img_size else None
+    img_size = parse_size(args.img_size)
     if img_size is not None and not args.dynamic_size:
         model.set_input_size(img_size)
     exported = export_model(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from inline_attention.cli import _dense
 from inline_attention.cli._training import run_training
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     from inline_attention.tasks.segmentation.weights import TrainedSegmenter
     from inline_attention.training.loop import Outcome
-
-HELP = "semantic segmentation: train, eval, predict, models"
+    from inline_attention.training.task import Task
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         command="segment",
         model="segmenter",
         description=__doc__,
+        task=_task,
         data="folder with images/SPLIT, masks/SPLIT and classes.txt, or what data.layout says",
         add_options=_add_options,
         measures="mIoU and accuracy on images with masks",
@@ -48,19 +49,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    return run_training(args, task=_task(), describe_outcome=_describe_outcome)
+
+
+def _task() -> "type[Task]":
     from inline_attention.tasks.segmentation.task import Segmentation
 
-    return run_training(args, task=Segmentation, farewell=_farewell)
+    return Segmentation
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _describe_outcome(outcome: "Outcome") -> str:
     summary = outcome.summary
     result = (
         f"mIoU {summary['val_miou']:.2f}%, mAcc {summary['val_macc']:.2f}% on the validation split "
         f"(best {summary['best_miou']:.2f}%, epoch {summary['best_epoch']})"
     )
     files = {"classes": "per_class.csv", "pictures": "examples.png"}
-    return _dense.farewell(outcome, command="segment", result=result, files=files)
+    return _dense.describe_outcome(outcome, command="segment", result=result, files=files)
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -77,8 +82,8 @@ def _models(args: argparse.Namespace) -> int:
         counted = (f"{cost.params / 1e6:.2f}", f"{cost.macs / 1e9:.1f}")
         published = map(known, (facts.params, facts.macs, facts.miou, facts.macc))
         rows.append([f"{facts.head}_{backbone}", HEADS[facts.head][0], *counted, *published])
-    print(table(["recipe", "head", "params, M", "MACs, G", "published params", "MACs", "mIoU", "mAcc"], rows))
-    print(f"MACs of one {COST_SIZE[0]}×{COST_SIZE[1]} image with {COST_CLASSES} classes; mIoU and mAcc on ADE20K.")
+    say_text(table(["recipe", "head", "params, M", "MACs, G", "published params", "MACs", "mIoU", "mAcc"], rows))
+    say(f"MACs of one {COST_SIZE[0]}×{COST_SIZE[1]} image with {COST_CLASSES} classes; mIoU and mAcc on ADE20K.")
     return 0
 
 
@@ -104,7 +109,13 @@ def _load(args: argparse.Namespace) -> "TrainedSegmenter":
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import check_writable, choose_device, image_progress
+    from inline_attention.cli._output import (
+        STANDARD_OUTPUT,
+        autocast_dtype,
+        check_writable,
+        choose_device,
+        image_progress,
+    )
     from inline_attention.tasks.segmentation.data import open_eval_images
     from inline_attention.tasks.segmentation.evaluation import evaluate
     from inline_attention.tasks.segmentation.pictures import draw_examples
@@ -136,18 +147,19 @@ def _eval(args: argparse.Namespace) -> int:
             images,
             config=config,
             device=device,
-            amp_dtype=_dense.amp_dtype(args),
+            amp_dtype=autocast_dtype(args.precision),
             examples=8 if args.examples else 0,
             on_images=on_images,
         )
     scores = result.scores
-    print(f"{trained.title} on {args.data} [{config.val_split}]")
-    print(f"mIoU {scores.miou:.3f}%  mAcc {scores.macc:.3f}%  pixels {scores.pixel_accuracy:.3f}%")
-    for name, *values in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
-        iou, accuracy = ("–".rjust(7) if math.isnan(value) else f"{value:6.2f}%" for value in values)
-        print(f"  {name:<20} IoU {iou}  accuracy {accuracy}")
-    speed = result.images / result.seconds
-    print(f"{result.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
+    if args.json != STANDARD_OUTPUT:
+        say(f"{trained.title} on {args.data} [{config.val_split}]")
+        say(f"mIoU {scores.miou:.3f}%  mAcc {scores.macc:.3f}%  pixels {scores.pixel_accuracy:.3f}%")
+        for name, *values in zip(trained.class_names, scores.iou.tolist(), scores.accuracy.tolist(), strict=True):
+            iou, accuracy = ("–".rjust(7) if math.isnan(value) else f"{value:6.2f}%" for value in values)
+            say(f"  {name:<20} IoU {iou}  accuracy {accuracy}")
+        speed = result.images / result.seconds
+        say(f"{result.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
         write_per_class(scores, trained.class_names, args.csv)
     if args.examples:
@@ -161,8 +173,7 @@ def _predict(args: argparse.Namespace) -> int:
     import numpy as np
     from PIL import Image
 
-    from inline_attention.cli._output import choose_device, free_name, image_progress
-    from inline_attention.data.sources import printable
+    from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress
     from inline_attention.tasks.segmentation.data import open_image_files
     from inline_attention.tasks.segmentation.evaluation import Predictor
     from inline_attention.tasks.segmentation.pictures import overlay, save_mask
@@ -170,7 +181,9 @@ def _predict(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     paths, trained = _dense.open_for_prediction(args, _load)
     config = trained.data
-    predictor = Predictor(trained.model.to(device), config=config, device=device, amp_dtype=_dense.amp_dtype(args))
+    predictor = Predictor(
+        trained.model.to(device), config=config, device=device, amp_dtype=autocast_dtype(args.precision)
+    )
     written = 0
     with image_progress("segmenting", total=len(paths)) as on_images:
         for batch in open_image_files(paths, config=config):
@@ -184,8 +197,8 @@ def _predict(args: argparse.Namespace) -> int:
                 shares = np.bincount(found.ravel(), minlength=len(trained.class_names)) / found.size
                 largest = [c for c in np.argsort(-shares)[:4] if shares[c] >= 0.005]
                 listed = ", ".join(f"{trained.class_names[c]} {shares[c]:.0%}" for c in largest)
-                print(f"{printable(paths[image.sample_id])}: {listed}")
+                say(f"{paths[image.sample_id]}: {listed}")
                 written += 1
                 on_images(1)
-    print(f"{written} masks and overlays in {args.output}")
+    say(f"{written} masks and overlays in {args.output}")
     return 0 if written else 1

@@ -11,7 +11,7 @@ from inline_attention.data import DataConfig
 from inline_attention.models.base import VisionModel
 from inline_attention.models.shipped import shipped_models, shipped_weights
 from inline_attention.models.weights import architecture
-from inline_attention.training.classifier import Classifier, load_classifier
+from inline_attention.tasks.classification.classifier import Classifier, load_classifier
 
 # DeiT-T with each of the three attentions: a registered name and what differs from it.
 DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,6 +7,7 @@ arXiv 2107.00652.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +18,20 @@ from inline_attention.layers import Block, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     masked_mean,
     parse_attention,
     softmax_feature_map,
-    unstack,
 )
 from inline_attention.layers.embed import pad_image
+from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
+from inline_attention.layers.written_out import WrittenOut
+from inline_attention.ops import Grid
+from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import zero_absent
 
 from . import registry
 from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
@@ -65,8 +69,7 @@ class StripeAttention(SoftmaxAttention):
         if self.stripe is not None:
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
         q, k, v = unstack(projections)
-        if token_mask is not None:
-            v = v.masked_fill(~token_mask[:, :, None, None], 0)  # the positional convolution reads beyond the border
+        v = zero_absent(v, token_mask)  # the positional convolution reads beyond the border
         branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
         out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]
         return torch.cat(out, dim=2)
@@ -97,6 +100,24 @@ class StripeAttention(SoftmaxAttention):
         out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
         return plan.merge(out, batch=q.shape[0]).flatten(1, 2).unflatten(2, heads)
 
+    def write_out(self, x: Tensor, grid: Grid, **options: Any) -> WrittenOut:
+        found = super().write_out(x, grid, **options)
+        place = torch.arange(grid[0] * grid[1], device=x.device)
+        stripes = torch.zeros_like(place)[None]  # (branches, N): which stripe a token is in
+        if self.stripe is not None:
+            stripes = torch.stack([place % grid[1] // self.stripe, place // grid[1] // self.stripe])
+        by_head = stripes.repeat_interleave(self.num_heads // len(stripes), 0)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            together = by_head[None, heads, rows, None] == by_head[None, heads, None, :]
+            return found.matrix(rows, samples, heads, together if mask is None else together & mask)
+
+        convolutions = [conv for conv in self.positions if isinstance(conv, nn.Conv2d)]
+        weight = torch.cat([conv.weight for conv in convolutions])[:, 0][None]
+        bias = torch.cat([conv.bias for conv in convolutions if conv.bias is not None])
+        local = (*found.local, LocalTerm(weight, bias, regions=stripes))
+        return replace(found, matrix=matrix, local=local, stripes=self.stripe is not None)
+
 
 class MappedStripeAttention(StripeAttention):
     """The same with φ applied to q and k before the softmax."""
@@ -105,9 +126,9 @@ class MappedStripeAttention(StripeAttention):
 
 
 class CSwinBlock(Block):
-    """A block that generates its local kernels from the mean of its input, before the norm."""
+    """A block whose local weight is made from the block's input, before the norm."""
 
-    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         token_mask = None if padding is None else padding.token_mask
         return self.attn(self.norm1(x), grid, token_mean=masked_mean(x, token_mask), token_mask=token_mask)
 

@@ -6,6 +6,7 @@ Swin: "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows",
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,10 @@ from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
     softmax_feature_map,
-    unstack,
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import Padding
@@ -33,6 +32,9 @@ from inline_attention.layers.windows import (
     to_windows,
     window_regions,
 )
+from inline_attention.layers.written_out import WrittenOut, samples_of
+from inline_attention.ops import Grid
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
 from . import registry
@@ -82,13 +84,28 @@ class WindowSoftmaxAttention(SoftmaxAttention):
     ) -> Tensor:
         """Windows x (B·windows, N, C); regions (B·windows, N): different ones do not attend to each other."""
         q, k, v = unstack(self.project(zero_absent(x, token_mask), grid))
-        mask = self.position_bias(grid)[None]  # (1, heads, N, N)
-        if regions is not None:
-            mask = mask + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
+        mask = self.score_bias(grid, regions)
         if token_mask is not None:
             mask = mask.masked_fill(~keys_to_attend(token_mask)[:, None, None, :], -torch.inf)
         out = self.softmax_rows(q, k, v, mask=mask.to(q.dtype))
         return self.proj_drop(self.proj(out.flatten(2)))
+
+    def score_bias(self, window: Grid, regions: Tensor | None) -> Tensor:
+        """What is added to the scores of each pair of tokens → (B·windows or 1, heads, N, N)"""
+        bias = self.position_bias(window)[None]
+        if regions is None:
+            return bias
+        return bias + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
+
+    def write_out(self, x: Tensor, grid: Grid, *, regions: Tensor | None = None, **options: Any) -> WrittenOut:
+        found = super().write_out(x, grid, **options)
+        bias = self.score_bias(grid, regions)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            q, k = (y[samples, :, heads] for y in (found.q, found.k))
+            return self.weights(q, k, rows=rows, mask=mask, bias=samples_of(bias, samples)[:, heads, rows])
+
+        return replace(found, matrix=matrix)
 
 
 class MappedWindowSoftmaxAttention(WindowSoftmaxAttention):
@@ -122,8 +139,11 @@ class SwinBlock(Block):
         self.window = window
         self.shifted = shifted
 
-    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        plan = WindowPlan.fit(grid, self.window, shifted=self.shifted)
+    def window_plan(self, grid: Grid) -> WindowPlan:
+        return WindowPlan.fit(grid, self.window, shifted=self.shifted)
+
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        plan = self.window_plan(grid)
         windows = to_windows(self.norm1(x).unflatten(1, grid), plan, padding)
         sizes = None if padding is None else padding.sizes
         options = {}

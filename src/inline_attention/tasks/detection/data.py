@@ -17,13 +17,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from inline_attention.data.batches import fitting_batch, read_or_replace
+from inline_attention.data.dataset import read_or_replace
 from inline_attention.data.decode import UnreadableImage, image_size, read_image
-from inline_attention.data.loaders import DeviceStage, TrainLoader
-from inline_attention.data.order import epoch_order
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import (
+    EpochBatchSampler,
+    epoch_order,
+    fit_batch_size,
+)
 from inline_attention.data.seeding import derive_seed
-from inline_attention.data.skipped import SkippedImage
-from inline_attention.tasks.dense.data import EvalFeed, open_train_loader, read_each
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
 from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.detection.boxes import Size
 from inline_attention.tasks.detection.coco import (
@@ -163,8 +168,8 @@ def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), 
     )
 
 
-class TrainSamples(Dataset[RawDetectionBatch]):
-    """Images with their objects. An unreadable image is replaced by another one."""
+class TrainDataset(Dataset[RawDetectionBatch]):
+    """Images with their objects; an unreadable one is replaced by another."""
 
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int) -> None:
         self._images, self._config, self._seed = images, config, seed
@@ -178,9 +183,9 @@ class TrainSamples(Dataset[RawDetectionBatch]):
 
     def _sample(self, key: TrainKey, skipped: list[SkippedImage]) -> Sample | None:
         found = read_or_replace(
-            lambda shown: load(self._images[shown]),
+            lambda sample: load(self._images[sample]),
             key.sample,
-            path=lambda shown: str(self._images[shown].path),
+            path=lambda sample: str(self._images[sample].path),
             seed=self._seed,
             epoch=key.epoch,
             num_samples=len(self._images),
@@ -188,15 +193,15 @@ class TrainSamples(Dataset[RawDetectionBatch]):
         )
         if found is None:
             return None
-        image, shown = found
-        annotated = self._images[shown]
+        image, sample = found
+        annotated = self._images[sample]
         view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
         pixels, target = show(image, annotated, view)
-        return Sample(pixels, target, shown, derive_seed("regions", self._seed, key.epoch, key.sample))
+        return Sample(pixels, target, sample, derive_seed("regions", self._seed, key.epoch, key.sample))
 
 
-class EvalSamples(Dataset[RawDetectionBatch]):
-    """Images without their objects. An unreadable image is left out."""
+class EvalDataset(Dataset[RawDetectionBatch]):
+    """Images alone; an unreadable one is left out."""
 
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig) -> None:
         self._images, self._config = images, config
@@ -212,8 +217,8 @@ class EvalSamples(Dataset[RawDetectionBatch]):
         return Sample(resized(image, size), {}, index, 0)
 
 
-class TrainPlan:
-    """The keys of this rank's batches, shuffled by (seed, epoch), with landscape and portrait images apart.
+class GroupedBatchSampler(EpochBatchSampler[TrainKey]):
+    """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
 
     The images that are left over at the end of an epoch may form a mixed batch, so grouping loses no batch.
     """
@@ -221,17 +226,18 @@ class TrainPlan:
     def __init__(
         self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, rank: int, world_size: int
     ) -> None:
+        super().__init__()
         self._images, self._seed = images, seed
-        self.batch_size = fitting_batch(config.batch_size, num_samples=len(images), world_size=world_size)
+        self.batch_size = fit_batch_size(config.batch_size, num_samples=len(images), world_size=world_size)
         self._mine = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         self._global_batch = self.batch_size * world_size
         self.steps = len(images) // self._global_batch
 
-    def __call__(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
-        for samples in list(self._batches(epoch))[start_step:]:
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
+        for samples in list(self._global_batches(epoch))[start_step:]:
             yield [TrainKey(epoch, sample) for sample in samples[self._mine]]
 
-    def _batches(self, epoch: int) -> Iterator[list[int]]:
+    def _global_batches(self, epoch: int) -> Iterator[list[int]]:
         waiting: dict[bool, list[int]] = {True: [], False: []}
         for sample in epoch_order(len(self._images), seed=self._seed, epoch=epoch)[:, 0].tolist():
             height, width = self._images[sample].size
@@ -245,8 +251,8 @@ class TrainPlan:
             yield rest[: self._global_batch]
 
 
-class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
-    """Moves batches to the device and normalises them."""
+class DetectionPrefetcher(Prefetcher[RawDetectionBatch, DetectionBatch]):
+    """Transfer and normalise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,22 +265,20 @@ class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
         return DetectionBatch(images, raw.sizes, targets, ids, keys)
 
 
-class DetectionEvalLoader(EvalFeed[RawDetectionBatch]):
-    """The images of a split, one at a time, so that none is padded."""
+class DetectionEvalLoader(EvalLoader[RawDetectionBatch, DetectionBatch]):
+    """The images of a split, one at a time and thus without padding."""
 
     def __init__(self, data: CocoData, *, config: DetectionDataConfig, rank: int = 0, world_size: int = 1) -> None:
-        samples = EvalSamples(data.images, config=config)
-        super().__init__(
-            samples, num_images=len(data.images), batch_size=1, config=config, rank=rank, world_size=world_size
-        )
         self.data = data
-        self._stage = DetectionStage()
-
-    def __iter__(self) -> Iterator[DetectionBatch]:
-        return self._stage(self.batches())
-
-    def to(self, device: torch.device) -> None:
-        self._stage.to(device)
+        dataset, num_images = EvalDataset(data.images, config=config), len(data.images)
+        super().__init__(
+            eval_batches(dataset, num_images=num_images, batch_size=1, config=config, rank=rank, world_size=world_size),
+            prefetcher=DetectionPrefetcher(),
+            class_names=data.class_names,
+            num_images=num_images,
+            skipped=SkippedImages(limit=config.max_broken_count(num_images)),
+            batch_size=1,
+        )
 
 
 @dataclass
@@ -304,10 +308,10 @@ def open_detection_data(
     for data, needed in ((train, images), (val, [image for image in val.images if image.objects])):
         if not needed:
             raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
-    plan = TrainPlan(images, config=config, seed=seed, rank=rank, world_size=world_size)
-    samples = TrainSamples(images, config=config, seed=seed)
+    sampler = GroupedBatchSampler(images, config=config, seed=seed, rank=rank, world_size=world_size)
+    dataset = TrainDataset(images, config=config, seed=seed)
     loader = open_train_loader(
-        samples, plan, DetectionStage(), config=config, num_images=len(images), world_size=world_size
+        dataset, sampler, DetectionPrefetcher(), config=config, num_images=len(images), world_size=world_size
     )
     return DetectionData(
         loader, DetectionEvalLoader(val, config=config, rank=rank, world_size=world_size), train.class_names

@@ -50,7 +50,7 @@ class Detection(DenseTask):
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
         return Evaluation(figures(result.precision), details=result.precision)
 
-    def leave_behind(self, evaluation: Evaluation) -> dict[str, Writer]:
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
         precision: ApResult = evaluation.details
         return {PRECISION: partial(write_figures, precision), PER_CLASS: partial(write_per_class, precision)}
 

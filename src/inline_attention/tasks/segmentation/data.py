@@ -1,6 +1,6 @@
 """Loaders of images and masks: crops in batches for training, whole images for evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,12 +10,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from inline_attention.data.batches import SampleKey, TrainPlan, read_or_replace
+from inline_attention.data.dataset import read_or_replace
 from inline_attention.data.decode import UnreadableImage, read_image
-from inline_attention.data.loaders import DeviceStage, TrainLoader
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import SampleKey, TrainBatchSampler
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
-from inline_attention.data.skipped import SkippedImage
-from inline_attention.tasks.dense.data import EvalFeed, open_train_loader, read_each
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
 from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, open_split
@@ -50,8 +52,8 @@ class RawCrops:
         return replace(self, **pinned)
 
 
-class CropSamples(Dataset[RawCrops]):
-    """Training crops. An unreadable image is replaced by another one, so that the batch keeps its shape."""
+class CropDataset(Dataset[RawCrops]):
+    """Training crops; an unreadable image is replaced by another, so that the batch keeps its shape."""
 
     def __init__(self, source: "MaskSource | DecodedSource", *, config: SegmentDataConfig, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
@@ -86,13 +88,13 @@ class CropSamples(Dataset[RawCrops]):
         )
         if found is None:
             return None
-        (pixels, mask), shown = found
+        (pixels, mask), sample = found
         seed_generators(derive_seed("augment", self._seed, *key))
-        return *self._transform(pixels, mask), shown
+        return *self._transform(pixels, mask), sample
 
 
-class CropStage(DeviceStage[RawCrops, SegmentBatch]):
-    """Moves batches to the device as bytes and normalises them there."""
+class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
+    """Transfer and normalise. Bytes cross the bus, not floats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +130,8 @@ class RawEval:
         return len(self.images)
 
 
-class EvalSamples(Dataset[RawEval]):
-    """Images, with masks if the source has them. An unreadable image is left out."""
+class EvalDataset(Dataset[RawEval]):
+    """Images with their masks, or files without; an unreadable one is left out."""
 
     def __init__(self, source: "MaskSource | DecodedSource | PlainFiles", *, config: SegmentDataConfig) -> None:
         self._source, self._config = source, config
@@ -171,26 +173,14 @@ def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, conf
     )
 
 
-class EvalImages(EvalFeed[RawEval]):
-    """The images of a split, each at its own size."""
+class EvalPrefetcher(Prefetcher[RawEval, list[EvalImage]]):
+    """Images differ in size: the predictor transfers them."""
 
-    def __init__(
-        self,
-        source: "MaskSource | DecodedSource | PlainFiles",
-        *,
-        config: SegmentDataConfig,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        samples = EvalSamples(source, config=config)
-        batch_size = config.eval_batch_size
-        super().__init__(
-            samples, num_images=len(source), batch_size=batch_size, config=config, rank=rank, world_size=world_size
-        )
-        self.class_names = source.class_names
+    def finish(self, raw: RawEval) -> list[EvalImage]:
+        return raw.images
 
-    def __iter__(self) -> Iterator[list[EvalImage]]:
-        return (batch.images for batch in self.batches())
+
+EvalImages = EvalLoader[RawEval, list[EvalImage]]
 
 
 @dataclass
@@ -233,9 +223,11 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
     """Open both splits. ValueError if something is wrong with the configuration or the data."""
     config.validate()
     source = _open(config, config.train_split)
-    plan = TrainPlan(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
-    samples = CropSamples(source, config=config, seed=seed)
-    train = open_train_loader(samples, plan, CropStage(), config=config, num_images=len(source), world_size=world_size)
+    sampler = TrainBatchSampler(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
+    dataset = CropDataset(source, config=config, seed=seed)
+    train = open_train_loader(
+        dataset, sampler, CropPrefetcher(), config=config, num_images=len(source), world_size=world_size
+    )
     val = open_eval_images(config, rank=rank, world_size=world_size)
     return SegmentData(train, val, source.class_names, len(source))
 
@@ -243,14 +235,30 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
 def open_eval_images(config: SegmentDataConfig, *, rank: int = 0, world_size: int = 1) -> EvalImages:
     """Open only the split `config.val_split`."""
     config.validate()
-    return EvalImages(_open(config, config.val_split), config=config, rank=rank, world_size=world_size)
+    return _eval_images(_open(config, config.val_split), config=config, rank=rank, world_size=world_size)
 
 
 def open_image_files(paths: Sequence[Path], *, config: SegmentDataConfig) -> EvalImages:
-    """Open image files without masks. `sample_id` is the position in `paths`."""
-    return EvalImages(PlainFiles(paths), config=config)
+    """Files without masks: `sample_id` is the position in `paths`."""
+    return _eval_images(PlainFiles(paths), config=config)
 
 
 def _open(config: SegmentDataConfig, split: str) -> MaskSource | DecodedSource:
     source = open_split(config, split)
     return DecodedSource(source) if config.in_memory else source
+
+
+def _eval_images(
+    source: MaskSource | DecodedSource | PlainFiles, *, config: SegmentDataConfig, rank: int = 0, world_size: int = 1
+) -> EvalImages:
+    dataset, batch_size = EvalDataset(source, config=config), config.eval_batch_size
+    return EvalLoader(
+        eval_batches(
+            dataset, num_images=len(source), batch_size=batch_size, config=config, rank=rank, world_size=world_size
+        ),
+        prefetcher=EvalPrefetcher(),
+        class_names=source.class_names,
+        num_images=len(source),
+        skipped=SkippedImages(limit=config.max_broken_count(len(source))),
+        batch_size=batch_size,
+    )

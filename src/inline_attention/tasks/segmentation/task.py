@@ -91,7 +91,7 @@ class Segmentation(DenseTask):
         }
         return Evaluation(figures, details=result)
 
-    def leave_behind(self, evaluation: Evaluation) -> dict[str, Writer]:
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
         result: SegmentResult = evaluation.details
         names = self.data.class_names
         return {

@@ -1,0 +1,205 @@
+"""The paper's argument on a small scale: probes of one layer, a grid of trained models, a report of both.
+
+`probes` takes minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`. It can be
+stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there, and `pack`
+makes the weights that come with the package. Run it from a checkout: `python -m study --help`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inline_attention.cli import CommandParser, run_parser
+from inline_attention.cli._options import add_device, add_output
+from inline_attention.printing import say
+
+if TYPE_CHECKING:
+    from study.grid import Run
+    from study.runner import GridRunner, Outcome
+
+OUT = "runs/study"  # git ignores it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a run failed, 2 bad input (one line, no traceback), 130 interrupted."""
+    return run_parser(build_parser, sys.argv[1:] if argv is None else argv, name="python -m study")
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="python -m study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    configure(parser)
+    return parser
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
+
+    probes = parts.add_parser("probes", help="what one attention layer can and cannot do; minutes on a CPU")
+    add_output(probes, default=OUT)
+    probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repetition (0)")
+    probes.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions (3)")
+    probes.add_argument("--steps", type=int, default=400, metavar="N", help="updates of each probe (400)")
+    probes.set_defaults(run=run_probes)
+
+    train = parts.add_parser("train", help="make the grid of trained models, or go on with it")
+    add_output(train, default=OUT)
+    train.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
+    train.add_argument("--groups", nargs="+", metavar="G", help="parts of the grid, in this order (all but check)")
+    train.add_argument("--rows", nargs="+", metavar="ROW", help="these models alone")
+    train.add_argument("--main-epochs", type=int, metavar="N", help="length of the main rows")
+    train.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on one device (1)")
+    train.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to go on")
+    train.add_argument("--whole-runs", action="store_true", help="with --minutes: begin nothing that would not end")
+    train.add_argument("--retry", action="store_true", help="make failed runs again")
+    train.add_argument("--list", action="store_true", help="print the commands of the runs and stop")
+    train.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best there is)"
+    )
+    train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
+    train.set_defaults(run=run_train)
+
+    report = parts.add_parser("report", help="tables, figures and verdicts from what is there")
+    report.add_argument("out", metavar="DIR", help="what `probes` and `train` were given as --output")
+    report.add_argument("--data", metavar="NAME=PATH,…", help="images for the analyses, as for `train`")
+    report.add_argument("--no-analyses", action="store_true", help="leave out what needs weights and images")
+    report.add_argument("--no-speed", action="store_true", help="do not time the models")
+    report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
+    report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
+    report.add_argument("--docs", metavar="FOLDER", help="write a page of the documentation besides")
+    add_device(report)
+    report.set_defaults(run=run_report)
+
+    pack = parts.add_parser("pack", help="make the package's weights of the three models it ships")
+    pack.add_argument("out", metavar="DIR", help="what `train` was given as --output")
+    pack.add_argument("--to", metavar="FOLDER", help="where to write them (default: into the package)")
+    pack.set_defaults(run=run_pack)
+
+
+def run_probes(args: argparse.Namespace) -> int:
+    import torch
+
+    from study import probes
+    from study.plots import draw_probes, save
+
+    _check_least("--seeds", args.seeds, 1)
+    _check_least("--steps", args.steps, 20)
+    out = args.output
+    out.mkdir(parents=True, exist_ok=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
+    try:
+        effort = probes.Effort(steps=args.steps, seeds=args.seeds)
+        result = probes.run_probes(effort=effort, seed=args.seed, on_done=say)
+    finally:
+        torch.set_num_threads(threads)
+    content = probes.to_json(result, effort=effort, seed=args.seed)
+    (out / "probes.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    save(draw_probes(content), out / "probes.png")
+    say("", out / "probes.json", out / "probes.png")
+    return 0
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from inline_attention.training.distributed import choose_device
+    from study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
+    from study.runner import GridRunner, dataset_paths
+
+    main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
+    _check_least("--main-epochs", main_epochs, 1)
+    runs = build_runs(args.groups or DEFAULT_GROUPS, main_epochs=main_epochs, rows=args.rows)
+    paths = dataset_paths(args.data)
+    settings = [*args.set, *([f"device={args.device}"] if args.device else [])]
+    out = args.output
+    if args.list:
+        for run in runs:
+            say(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))
+        return 0
+    for run in runs:
+        choose_device(run.config(extra=settings).device)  # a wrong setting is said now, once
+    runner = GridRunner(
+        out,
+        paths=paths,
+        jobs=args.jobs,
+        minutes=args.minutes,
+        whole_runs=args.whole_runs,
+        settings=settings,
+        retry=args.retry,
+    )
+    outcome = _make(runner, runs)
+    say("", f"{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
+    for name in outcome.failed:
+        say(f"failed: {name}, see {out / name / 'log.txt'}; --retry makes it again")
+    if outcome.interrupted:
+        return 130
+    return 1 if outcome.failed else 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from inline_attention.bench.timing import Effort
+    from inline_attention.cli._output import choose_device
+    from study import measures
+    from study.report import write_docs, write_report
+    from study.results import collect
+    from study.runner import dataset_paths
+
+    out, device = Path(args.out), choose_device(args.device)
+    images = measures.IMAGES if args.max_images is None else args.max_images
+    _check_least("--max-images", images, 1)
+
+    results = collect(out)
+    if results.runs and not args.no_analyses:
+        measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, tell=say)
+    if not args.no_speed:
+        runs = [result.run for result in results.runs]
+        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=say)
+    results = collect(out, onto=args.onto)
+    files = write_report(results, out)
+    if args.docs:
+        files += write_docs(results, [path for path in files if path.suffix == ".png"], Path(args.docs))
+    for path in files:
+        say(path)
+    return 0
+
+
+def run_pack(args: argparse.Namespace) -> int:
+    from study.pack import pack_models
+    from study.results import collect
+
+    for path in pack_models(collect(Path(args.out)), folder=args.to):
+        say(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+def _check_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{option} is {value}; expected {least} or more")
+
+
+def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
+    """With a bar on a terminal, lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        runner.tell = say
+        return runner.make(runs)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[running]}"), console=console) as progress:
+        task = progress.add_task("runs", total=len(runs), running="")
+
+        def show(running: dict[str, float | None], done: int, total: int) -> None:
+            where = ", ".join(f"{name} epoch {0 if epoch is None else epoch:g}" for name, epoch in running.items())
+            progress.update(task, completed=done, running=where)
+
+        runner.show, runner.tell = show, lambda line: console.print(line, markup=False)
+        return runner.make(runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The grid of `python -m study train`: which models, on which data, for how long, with which seeds. Edit here.
+
+Equal parameters: all DeiT rows have one width and depth, and what an attention adds (the kernel generator of the local
+residual, focused attention's positions) is taken from the MLP, whose ratio each row gives.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from inline_attention.models.deit import STUDY
+from inline_attention.tasks.classification.config import TrainConfig, load_config
+
+RECIPE = Path(__file__).with_name("study.yaml")
+RECIPE_NAME = "study/study.yaml"  # in printed commands, which are run from the checkout
+DEIT = {name: STUDY[name] for name in ("embed_dim", "depth", "num_heads")}
+SWIN = {"embed_dim": 64, "depths": [2, 2, 2], "num_heads": [2, 4, 8]}
+PLAIN, WITH_RESIDUAL = 4.5, 3.5  # MLP ratios that make the DeiT rows equal
+SWIN_PLAIN, SWIN_WITH_RESIDUAL = 4.35, 3.5  # and the Swin rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a model and what it is built with."""
+
+    title: str
+    kwargs: Mapping[str, Any]  # of create_model
+    model: str = "inline_deit_tiny"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # in which its training differs from the others'
+
+    @property
+    def is_deit(self) -> bool:
+        return "deit" in self.model
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where a set's images are is said on the command line; this is how they are used."""
+
+    title: str
+    settings: Mapping[str, Any]
+    num_classes: int
+    patches: tuple[int, ...]
+    deit: Mapping[str, Any] = field(default_factory=lambda: DEIT)
+    path: str | None = None  # where none need be given
+    is_evidence: bool = True  # False: for trying the study out, no verdicts
+
+    def tokens(self, patch: int, *, class_token: bool = True) -> int:
+        """Of a DeiT, which has a class token; a Swin has none."""
+        return (self.settings["data.img_size"] // patch) ** 2 + class_token
+
+
+DATASETS = {
+    "tiny_imagenet": Dataset("Tiny ImageNet, 100 classes, 64 px", {"data.img_size": 64}, 100, patches=(4,)),
+    # A third of the images: half the batch, for enough updates.
+    "imagenette": Dataset(
+        "Imagenette, 10 classes, 128 px", {"data.img_size": 128, "data.batch_size": 128}, 10, patches=(4, 8, 16)
+    ),
+    # The whole chain in a minute or two, on the embedded digits.
+    "digits": Dataset(
+        "digits, 10 classes, 8 px",
+        {"data.img_size": 8, "data.in_chans": 1, "data.batch_size": 64, "data.hflip": 0.0, "data.workers": 0,
+         "log.every_steps": 21, "optim.lr": 1.6e-2, "run.compile": False},
+        10,
+        patches=(2,),
+        deit={"embed_dim": 32, "depth": 2, "num_heads": 2},
+        path="digits",
+        is_evidence=False,
+    ),
+}  # fmt: skip
+
+
+def _deit(title: str, *, mlp_ratio: float = PLAIN, **kwargs: Any) -> Row:
+    return Row(title, {**kwargs, "mlp_ratio": mlp_ratio})
+
+
+def _swin(title: str, **kwargs: Any) -> Row:
+    ratio = SWIN_WITH_RESIDUAL if kwargs["local_residual"] else SWIN_PLAIN
+    return Row(title, {**SWIN, **kwargs, "attention": "inline", "mlp_ratio": ratio}, model="inline_swin_tiny")
+
+
+MAIN = {
+    "softmax": _deit("softmax", attention="softmax"),
+    "linear": _deit("linear (ReLU)", attention="linear", local_residual=False),
+    "inline_plain": _deit("InLine without residual", attention="inline", local_residual=False),
+    "linear_residual": _deit(
+        "linear (ReLU) with residual", attention="linear", local_residual=True, mlp_ratio=WITH_RESIDUAL
+    ),
+    "inline": _deit("InLine (with residual)", attention="inline", local_residual=True, mlp_ratio=WITH_RESIDUAL),
+}
+PHI = {
+    "identity": "identity", "relu": "ReLU", "leaky_relu": "LeakyReLU", "exp": "exp", "relu_affine": "ReLU(A·x + b)",
+}  # fmt: skip
+# Which of them the main rows have
+_OWN_MAPS = {("softmax", "identity"): "softmax", ("linear", "relu"): "linear", ("inline", "identity"): "inline_plain"}
+
+
+def feature_map_row(attention: str, name: str) -> str:
+    """The row of softmax, linear or InLine attention, without residual, that has this feature map"""
+    return _OWN_MAPS.get((attention, name), f"{attention}_{name}")
+
+
+FEATURE_MAPS = {
+    row: _deit(
+        f"{'InLine' if attention == 'inline' else attention} without residual, φ = {title}",
+        attention=attention, feature_map=name, local_residual=False,
+        # The learned map has d² + d parameters a head, shared by q and k.
+        mlp_ratio=PLAIN - 0.1 if name == "relu_affine" else PLAIN,
+    )
+    for attention in ("linear", "inline")
+    for name, title in PHI.items()
+    if (row := feature_map_row(attention, name)) not in MAIN
+}  # fmt: skip
+FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
+# The feature maps that both attentions train well with.
+SHARED_MAPS = ("relu", "relu_affine")
+
+
+def shared_map_row(attention: str, name: str, *, residual: bool) -> str:
+    """The row of linear or InLine attention that has this feature map."""
+    if not residual:
+        return feature_map_row(attention, name)
+    return "linear_residual" if (attention, name) == ("linear", "relu") else f"{attention}_{name}_residual"
+
+
+WITH_SHARED_MAP = {
+    row: _deit(
+        f"{'InLine' if attention == 'inline' else attention} with residual, φ = {PHI[name]}",
+        attention=attention, feature_map=name, local_residual=True,
+        mlp_ratio=WITH_RESIDUAL - 0.1 if name == "relu_affine" else WITH_RESIDUAL,
+    )
+    for attention in ("linear", "inline")
+    for name in SHARED_MAPS
+    if (row := shared_map_row(attention, name, residual=True)) not in MAIN
+}  # fmt: skip
+WINDOW_SIZES = (2, 4, 8, 16)
+WINDOWS = {
+    f"swin_window{window}{'_residual' if residual else ''}": _swin(
+        f"InLine-Swin, window {'whole map' if window == 16 else window}{' + residual' if residual else ''}",
+        window_size=window, local_residual=residual,
+    )
+    for window in WINDOW_SIZES
+    for residual in (False, True)
+}  # fmt: skip
+BASELINES = {
+    "hydra": _deit("Hydra", attention="hydra"),
+    "efficient": _deit("Efficient", attention="efficient"),
+    "angular": _deit("Angular", attention="angular"),
+    "enhanced": _deit("Enhanced", attention="enhanced", mlp_ratio=4.4),
+    "focused": _deit("Focused", attention="focused", mlp_ratio=3.7),
+}
+DEEP = {
+    f"{name}_deep": Row(f"{MAIN[name].title}, twice as deep", {**MAIN[name].kwargs, "depth": 2 * DEIT["depth"]})
+    for name in ("softmax", "linear", "inline")
+}
+RATES = {
+    f"{name}_{words}_rate": replace(
+        MAIN[name], title=f"{MAIN[name].title}, {words} the rate", settings={"optim.lr": rate}
+    )
+    for name in ("linear", "linear_residual", "inline")
+    for words, rate in (("half", 1e-3), ("twice", 4e-3))  # of the recipe's 2e-3
+}
+_SETS = (MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, WINDOWS, DEEP, RATES)
+ROWS = {name: row for rows in _SETS for name, row in rows.items()}
+assert len(ROWS) == sum(map(len, _SETS))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; its name is that of its folder."""
+
+    dataset: str
+    row: str
+    epochs: int
+    seed: int
+    patch: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset}-p{self.patch}-e{self.epochs}-{self.row}-s{self.seed}"
+
+    @property
+    def tokens(self) -> int:
+        return DATASETS[self.dataset].tokens(self.patch)
+
+    def overrides(self) -> list[str]:
+        """Settings beside the recipe's, as key=value"""
+        row, dataset = ROWS[self.row], DATASETS[self.dataset]
+        kwargs = {**dataset.deit, "patch_size": self.patch, **row.kwargs} if row.is_deit else dict(row.kwargs)
+        values = {
+            "model.name": row.model,
+            "model.kwargs": kwargs,
+            "schedule.epochs": self.epochs,
+            "schedule.warmup_epochs": max(1, self.epochs / 20),
+            **dataset.settings,
+            **row.settings,
+        }
+        return [f"{key}={as_yaml(value)}" for key, value in values.items()]
+
+    def arguments(
+        self, path: str, out: Path, *, extra: Sequence[str] = (), recipe: str | Path = RECIPE_NAME
+    ) -> list[str]:
+        """Of `inline`: starts the run, or goes on with it."""
+        where = ["--data", path, "--seed", str(self.seed), "--output", str(out / self.name), "--resume", "auto"]
+        return ["train", str(recipe), *where, *self.overrides(), *extra]
+
+    def config(self, *, extra: Iterable[str] = ()) -> TrainConfig:
+        return load_config(str(RECIPE), overrides=[*self.overrides(), *extra], flags={"seed": self.seed})
+
+
+_NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\w+)-s(?P<seed>\d+)")
+
+
+def parse_name(name: str) -> Run | None:
+    """The run of that name; None: it is no run of the grid's."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["dataset"] not in DATASETS or match["row"] not in ROWS:
+        return None
+    numbers = {key: int(match[key]) for key in ("patch", "epochs", "seed")}
+    return Run(dataset=match["dataset"], row=match["row"], **numbers)
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    return shlex.join(["inline", *arguments])
+
+
+def as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("\n...\n").strip()
+
+
+# In the order in which they are made: what the verdicts rest on first.
+GROUPS = (
+    "pilot",
+    "main",
+    "tokens",
+    "feature_maps",
+    "shared_maps",
+    "baselines",
+    "windows",
+    "deep",
+    "rates",
+    "long",
+    "check",
+)
+DEFAULT_GROUPS = GROUPS[:-1]
+PILOT_EPOCHS = (10, 20, 40)  # short ones first: they tell how long the others will take
+MAIN_EPOCHS = 40  # one of the pilot's, whose runs are then the first seed's
+VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that length
+TOKENS_EPOCHS = 30
+LONG_EPOCHS = 120
+# {linear, InLine} × {ReLU, ReLU(A·x + b)} × {without, with residual}
+SHARED_MAP_ROWS = tuple(
+    shared_map_row(attention, name, residual=residual)
+    for residual in (False, True)
+    for name in SHARED_MAPS
+    for attention in ("linear", "inline")
+)
+LONG_ROWS = ("softmax", "linear", "linear_residual", "inline")
+CHECK_EPOCHS = 8
+SEEDS = (0, 1, 2)
+
+
+def build_runs(
+    groups: Sequence[str] = DEFAULT_GROUPS, *, main_epochs: int = MAIN_EPOCHS, rows: Sequence[str] | None = None
+) -> list[Run]:
+    """The runs of these groups in the order in which they are made; `rows` alone, if given. A run is in it once."""
+    for name, known in ((set(groups), GROUPS), (set(rows or ()), tuple(ROWS))):
+        if unknown := sorted(name - set(known)):
+            raise ValueError(f"there is no {', '.join(unknown)} in the grid; expected some of {', '.join(known)}")
+    made = [run for group in groups for run in _group(group, main_epochs=main_epochs)]
+    chosen = [run for run in dict.fromkeys(made) if rows is None or run.row in rows]
+    if rows and not chosen:
+        has = ", ".join(dict.fromkeys(run.row for run in made))
+        raise ValueError(f"there is no {', '.join(rows)} in {', '.join(groups)}; expected some of {has}")
+    return chosen
+
+
+def _group(group: str, *, main_epochs: int) -> list[Run]:
+    if group == "check":
+        return [Run("digits", row, CHECK_EPOCHS, seed, 2) for seed in SEEDS[:2] for row in MAIN]
+    if group == "main":
+        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in MAIN]
+    if group == "shared_maps":
+        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in SHARED_MAP_ROWS]
+    if group == "pilot":
+        return [Run("tiny_imagenet", row, epochs, 0, 4) for epochs in PILOT_EPOCHS for row in MAIN]
+    if group == "tokens":
+        patches = DATASETS["imagenette"].patches
+        return [Run("imagenette", row, TOKENS_EPOCHS, 0, patch) for patch in patches for row in MAIN]
+    if group == "long":
+        return [Run("tiny_imagenet", row, LONG_EPOCHS, 0, 4) for row in LONG_ROWS]
+    variants = {"feature_maps": FEATURE_MAPS, "baselines": BASELINES, "windows": WINDOWS, "deep": DEEP, "rates": RATES}
+    return [Run("tiny_imagenet", row, VARIANT_EPOCHS, 0, 4) for row in variants[group]]

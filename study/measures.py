@@ -1,0 +1,216 @@
+"""What is measured of trained models after training: the paper's analyses, and speed on an idle device."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inline_attention.analysis import (
+    ConfusionResult,
+    measure_confusion,
+    measure_locality,
+    measure_masking,
+    measure_rank,
+)
+from inline_attention.analysis.report import to_plain
+from inline_attention.bench.model import EAGER, Candidate, compare, inference_step, training_step
+from inline_attention.bench.timing import Effort, Timing
+from inline_attention.data import EvalLoader, open_eval_data
+from inline_attention.environment import describe_environment
+from inline_attention.models import create_model
+from inline_attention.tasks.classification.classifier import load_classifier
+from inline_attention.training.run_folder import write_atomically
+from study.grid import DATASETS, Run
+from study.results import ANALYSIS, SPEED, run_folders
+from study.runner import is_finished
+
+IMAGES = 200  # evenly spaced in the validation split; a fifth of them above MANY_TOKENS
+RANK_IMAGES = 10  # singular values take by far the longest; a tenth of them above MANY_TOKENS
+MANY_TOKENS = 300
+MASKED_SIDES = (3, 5, 7)
+CONFUSED_AT = ((0.1, 0.3), (0.3, 1.0))  # τ and ρ; the paper's thresholds of confusion are not known
+SPEED_BATCH = {"cuda": 256}  # by device; 16 elsewhere
+
+
+def weights_file(folder: Path) -> Path:
+    """Of the last epoch, as the accuracies in tables are."""
+    return folder / "checkpoints" / "last.safetensors"
+
+
+def analyse_runs(
+    out: Path,
+    *,
+    paths: dict[str, str],
+    device: torch.device,
+    images: int = IMAGES,
+    tell: Callable[[str], None],
+) -> None:
+    """analysis.json in the folder of each finished run of seed 0 whose weights are there, once."""
+    for run, folder in run_folders(out):
+        due = is_finished(folder) and run.seed == 0 and not (folder / ANALYSIS).exists()
+        if not due or not weights_file(folder).exists():
+            continue
+        if run.dataset not in paths:
+            raise ValueError(f"{run.name} needs its images to be analysed: give --data {run.dataset}=FOLDER")
+        tell(f"analysing {run.name}")
+        few = images if run.tokens < MANY_TOKENS else max(1, images // 5)
+        found = analyse_model(weights_file(folder), path=paths[run.dataset], device=device, images=few)
+        write_atomically(folder / ANALYSIS, json.dumps(found).encode())
+
+
+def analyse_model(weights: Path, *, path: str, device: torch.device, images: int) -> dict[str, Any]:
+    """Confusion, locality, masking and rank of a weights file, as plain values: a summary and numbers by layer."""
+    classifier = load_classifier(None, str(weights))
+    config = classifier.data
+    config.path, config.batch_size, config.workers, config.in_memory = path, 20, 0, True
+    loader = open_eval_data(config, class_names=classifier.class_names, max_images=images)
+    loader.to(device)
+    model = classifier.model.to(device).eval()
+
+    confusion = measure_confusion(model, _images(loader))
+    locality = measure_locality(model, _images(loader))
+    side = min(loader.input_shape[1:]) // _patch(model)
+    few = RANK_IMAGES if side**2 < MANY_TOKENS else RANK_IMAGES // 10
+    rank = measure_rank(model, islice(_single(loader), few))
+    # A window must leave something of the map.
+    sides = [s for s in MASKED_SIDES if s < side] or [3]
+    masking = measure_masking(model, ((b.images, b.targets) for b in loader), sides=sides)
+    outcomes = [
+        dict(o.condition._asdict(), top1=o.top1, agreement=o.agreement, logit_change=o.logit_change)
+        for o in masking.outcomes
+    ]
+    found = dict(
+        images=images,
+        confused=[_confused(confusion, tau, rho) for tau, rho in CONFUSED_AT],
+        locality=dict(locality.summary(), by_layer=locality.share, chance=locality.chance),
+        rank=dict(rank.summary(), by_layer=rank.means(rank.effective)),
+        masking=dict(outcomes=outcomes, images=masking.images),
+    )
+    return to_plain(found)
+
+
+def _confused(result: ConfusionResult, tau: float, rho: float) -> dict[str, Any]:
+    by_layer = result.share_by_layer(tau, rho)
+    share = float(by_layer @ result.pairs / result.pairs.sum())
+    return dict(tau=tau, rho=rho, share_of_pairs=share, by_layer=by_layer, images=len(result.by_image))
+
+
+def uniform_over_chance(locality: Mapping[str, Any]) -> float:
+    """What weights of 1/N give on the neighbourhood, times chance (9/N): below 1, for a border has fewer neighbours."""
+    return locality["mean_over_chance"] / locality["mean_over_uniform"]
+
+
+def masking_drops(found: Mapping[str, Any], *, taps: str = "kept") -> dict[str, dict[int, float]]:
+    """Points of top-1 lost by the number of masked tokens, local and random.
+
+    Args:
+        taps: of the local residual on masked tokens, "kept": attention alone is masked; or "zeroed".
+    """
+    base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
+    return _by_tokens(found, lambda outcome: base - outcome["top1"], taps=taps)
+
+
+def masking_changes(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Per cent of the predictions that masking attention alone changes."""
+    return _by_tokens(found, lambda outcome: 1 - outcome["agreement"], taps="kept")
+
+
+def _by_tokens(
+    found: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float], *, taps: str
+) -> dict[str, dict[int, float]]:
+    """A hundred times a value of each outcome, by what is masked and the number of tokens."""
+    values: dict[str, dict[int, float]] = {"local": {}, "random": {}}
+    for outcome in found["outcomes"]:
+        if outcome["what"] in values and outcome["local_terms"] in ("none", taps):
+            values[outcome["what"]][outcome["tokens"]] = 100 * value(outcome)
+    return values
+
+
+def _images(loader: EvalLoader) -> Iterator[Tensor]:
+    return (batch.images for batch in loader)
+
+
+def _single(loader: EvalLoader) -> Iterator[Tensor]:
+    """Images one by one, each (1, C, H, W), evenly spaced over the batches."""
+    return (batch.images[i : i + 1] for i in range(loader.batch_size) for batch in loader if i < len(batch.images))
+
+
+def _patch(model: nn.Module) -> int:
+    return getattr(model, "patch_size", 4)  # Swin's patches are 4 pixels
+
+
+def build_model(run: Run) -> nn.Module:
+    """The model of a run, untrained."""
+    config = run.config()
+    options = dict(img_size=config.data.img_size, in_chans=config.data.in_chans, **config.model.kwargs)
+    return create_model(config.model.name, num_classes=DATASETS[run.dataset].num_classes, **options)
+
+
+def time_runs(out: Path, runs: list[Run], *, device: torch.device, effort: Effort, tell: Callable[[str], None]) -> None:
+    """speed.json: the models that are not in it yet, on the machine that timed the others."""
+    path = out / SPEED
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    machine = machine_name(device)
+    due = [run for run in runs if speed_name(run.dataset, run.patch, run.row) not in known.get("rows", {})]
+    if not due:
+        return
+    if known and known["machine"] != machine:
+        tell(f"{len(due)} models are not timed: the others were on another machine, {known['machine']}")
+        return
+    found = measure_speed(due, device=device, effort=effort, tell=tell)
+    found["rows"] = {**known.get("rows", {}), **found["rows"]}
+    found["commits"] = sorted({*known.get("commits", ()), found["environment"]["inline-attention"]})
+    write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def machine_name(device: torch.device) -> str:
+    return describe_environment()["gpu 0" if device.type == "cuda" else "cpu"]
+
+
+def measure_speed(
+    runs: list[Run], *, device: torch.device, effort: Effort, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Images a second of each model, training and inference, all timed in turn: {"machine", "rows": {name: …}}
+
+    On a GPU as the loop runs them, compiled with CUDA graphs; elsewhere as they are. Models are built from the runs'
+    settings; a name is that of the run without epochs and seed.
+    """
+    batch = SPEED_BATCH.get(device.type, 16)
+    mode = "reduce-overhead" if device.type == "cuda" else EAGER
+    wide = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=wide)
+    rows: dict[str, dict[str, Any]] = {}
+    sizes = sorted({(run.dataset, run.patch) for run in runs})
+    for dataset, patch in sizes:
+        chosen = {run.row: run for run in runs if (run.dataset, run.patch) == (dataset, patch)}
+        data = next(iter(chosen.values())).config().data
+        images = torch.randn(batch, data.in_chans, *data.size, device=device)
+        labels = torch.zeros(batch, dtype=torch.int64, device=device)
+        for training in (False, True):
+            tell(f"timing {'training' if training else 'inference'}, {dataset}, patch {patch}")
+            candidates = {}
+            for row, run in chosen.items():
+                step = partial(training_step, images=images, labels=labels, autocast=autocast)
+                infer = partial(inference_step, images=images, autocast=autocast)
+                candidates[row] = Candidate(partial(build_model, run), mode, step if training else infer, training)
+            for row, (timing, peak) in compare(candidates, device=device, effort=effort).items():
+                key = "train" if training else "infer"
+                entry = rows.setdefault(speed_name(dataset, patch, row), {"batch": batch})
+                entry[key] = batch / timing.median if isinstance(timing, Timing) else None
+                entry[f"{key}_peak_bytes"] = peak
+    return {
+        "machine": machine_name(device),
+        "mode": mode,
+        "precision": "bf16" if wide else "fp32",
+        "environment": describe_environment(),
+        "rows": to_plain(rows),
+    }
+
+
+def speed_name(dataset: str, patch: int, row: str) -> str:
+    return f"{dataset}-p{patch}-{row}"

@@ -1,0 +1,156 @@
+"""Trained models of the grid as the weights that come with the package."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from inline_attention import create_model, save_weights
+from inline_attention.layers.attention import Attention
+from inline_attention.models import schema, shipped
+from inline_attention.models._checkpoint import Checkpoint, errors_name, open_checkpoint
+from inline_attention.models.base import VisionModel
+from inline_attention.models.weights import load_checkpoint, restore
+from study.grid import DATASETS
+from study.measures import weights_file
+from study.report import remake
+from study.results import Results, Setting
+
+# Arguments that do not change the trained model, and choices for which each attention has a default.
+_TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
+_RESOLVED_ARGUMENTS = ("feature_map", "local_residual")
+PACKED_ROWS = {"softmax_deit_study": "softmax", "linear_deit_study": "linear", "inline_deit_study": "inline"}
+
+
+def packed_setting(results: Results) -> Setting:
+    """The longest training of all three rows on the main setting's data and tokens, whatever was reached in it.
+
+    ValueError where there is none.
+    """
+    main = results.main_setting
+    if main is None:
+        raise ValueError("no setting has finished runs of InLine and of linear attention: there is nothing to pack")
+    alike = [s for s in results.settings if s[:2] == main[:2]]
+    whole = [s for s in alike if set(PACKED_ROWS.values()) <= results.rows(s).keys()]
+    if not whole:
+        title, rows = DATASETS[main.dataset].title, ", ".join(PACKED_ROWS.values())
+        raise ValueError(f"{title}, {main.tokens} tokens: no length has finished runs of all of {rows}; train the rest")
+    return max(whole, key=lambda s: s.epochs)
+
+
+def pack_models(results: Results, *, folder: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Writes the files, into the package unless a folder is given; ValueError where a run or weights are missing."""
+    setting = packed_setting(results)
+    files = []
+    for name, row in PACKED_ROWS.items():
+        # The first seed, whatever the others reached: nothing is chosen by the validation images.
+        result = results.find(setting, row)
+        assert result is not None
+        weights = weights_file(result.folder)
+        if not weights.exists():
+            raise ValueError(f"{weights} is missing: {name} is made from it")
+        data = f"{DATASETS[setting.dataset].title}; top-1 after the last epoch, of {result.images:,} validation images"
+        seed, recipe, top1 = result.run.seed, remake(result), result.top1
+        files.append(pack_weights(weights, name=name, data=data, seed=seed, recipe=recipe, top1=top1, folder=folder))
+    return files
+
+
+def pack_weights(
+    source: str | os.PathLike[str],
+    *,
+    name: str,
+    data: str,
+    seed: int,
+    recipe: str | None = None,
+    top1: float | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes the weights of a trained classifier for `pretrained=True` of the registered model `name`.
+
+    Tensors are stored as float16 and get the model's dtype when they are loaded. The metadata hold the class names and
+    the preprocessing of the source, and its recipe, data, seed and accuracy.
+
+    Args:
+        source: what `inline train` wrote, such as RUN/checkpoints/best.safetensors.
+        name: one of `SHIPPED`; the source must be a model of exactly its architecture and preprocessing.
+        data: what it was trained on and evaluated with.
+        seed: of the run.
+        recipe: how it was trained; None takes what the source says.
+        top1: accuracy on the validation split in per cent; None takes what the source says.
+        folder: where to write NAME.safetensors; None for the place in the package.
+    """
+    if name not in shipped.SHIPPED:
+        raise ValueError(f"name={name!r}; expected one of {', '.join(shipped.SHIPPED)}")
+    checkpoint = open_checkpoint(source)
+    if schema.read_description(checkpoint.info) is None:
+        raise ValueError(f"{source} does not describe its model: expected a file that `inline train` wrote")
+    trained = restore(checkpoint, origin=str(source))
+    model = create_model(name)
+    assert isinstance(model, VisionModel)
+    assert isinstance(trained, VisionModel)
+    with errors_name(source):
+        _check_same(model, trained, name)
+        facts = {
+            "class_names": _fact(checkpoint, "class_names"),
+            "preprocessing": _fact(checkpoint, "preprocessing"),
+            "recipe": _fact(checkpoint, "recipe") if recipe is None else recipe,
+            "top1": _fact(checkpoint, "top1") if top1 is None else f"{top1:.2f}",
+            "data": data,
+            "seed": str(seed),
+        }
+        _check_preprocessing(json.loads(facts["preprocessing"]), model)
+    load_checkpoint(model, checkpoint, origin=str(source))
+    model.half()
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"{source} holds values beyond the range of float16")
+    folder = Path(folder or shipped.FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    return save_weights(model, folder / f"{name}.safetensors", metadata=facts)
+
+
+def _fact(checkpoint: Checkpoint, key: str) -> str:
+    if key not in checkpoint.info:
+        raise ValueError(f"does not say its {key}: expected a file that `inline train` wrote")
+    return checkpoint.info[key]
+
+
+def _check_same(model: VisionModel, trained: VisionModel, name: str) -> None:
+    """ValueError if the source is of another model than the registered one, which shapes alone may not show."""
+    ours, theirs = _architecture(model), _architecture(trained)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            raise ValueError(f"has {key}={theirs.get(key)}, and {name} has {key}={ours.get(key)}")
+
+
+def _architecture(model: VisionModel) -> dict[str, Any]:
+    left_out = (*_TRAINING_ARGUMENTS, *_RESOLVED_ARGUMENTS)
+    given = {key: value for key, value in model.config.items() if key not in left_out}
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    given["feature_map"] = [f"affine {a.feature_map}" if a.affine else a.feature_map for a in attentions]
+    given["local_residual"] = [a.local is not None for a in attentions]
+    parsed = dict(attention=model.attention, img_size=model.img_size, num_classes=model.num_classes)
+    channels = dict(in_chans=model.in_chans, global_pool=model.global_pool)
+    return {"family": type(model).__name__, **given, **parsed, **channels}
+
+
+def _check_preprocessing(saved: dict[str, Any], model: VisionModel) -> None:
+    """timm prepares images as the registered configuration says, our commands as the file says. Both must agree."""
+    cfg: Any = model.pretrained_cfg  # timm's builder sets it
+    expected = dict(
+        mean=list(cfg["mean"]),
+        std=list(cfg["std"]),
+        interpolation=cfg["interpolation"],
+        eval_transform="resize",
+    )
+    assert cfg["crop_pct"] == 1
+    found = {
+        "mean": saved["mean"] or list(IMAGENET_DEFAULT_MEAN),
+        "std": saved["std"] or list(IMAGENET_DEFAULT_STD),
+        "interpolation": saved["interpolation"],
+        "eval_transform": saved["eval_transform"],
+    }
+    for key, value in expected.items():
+        if found[key] != value:
+            raise ValueError(f"was evaluated with {key}={found[key]}, and the model is registered with {key}={value}")

@@ -1,0 +1,47 @@
+"""The words of the study's pages, in templates. Tables and numbers come from `report.py`."""
+
+import re
+import string
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> str:
+    """The page NAME.template with `values` for its $names, without what is not known.
+
+    - A paragraph is left out where a name in it has no value (None or "").
+    - A paragraph without names introduces the next one with names, and is left out with it.
+    - So does a paragraph that begins with `?name` or `!name`, if there is a value of that name, or none.
+    - A heading is left out where nothing is left below it.
+    """
+    known = {key: str(value) for key, value in values.items() if value not in (None, "")}
+    kept: list[str] = []
+    heading: list[str] = []
+    introduction: list[str] = []
+    text = Path(__file__).with_name(f"{name}.template").read_text(encoding="utf-8")
+    for paragraph in text.strip().split("\n\n"):
+        condition, _, rest = paragraph.partition(" ")
+        is_conditional = condition[0] in "?!"
+        body = rest if is_conditional else paragraph
+        names = set(re.findall(r"\$\{?(\w+)", body))
+        if is_conditional and (condition[1:] in known) != (condition[0] == "?"):
+            continue
+        if not names <= known.keys():
+            introduction = []
+            continue
+        filled = string.Template(body).substitute(known).strip("\n")
+        if paragraph.startswith("#"):
+            heading, introduction = [filled], []
+        elif is_conditional or not names:
+            introduction.append(filled)
+        else:
+            if heading and 0 < _level(filled) <= _level(heading[0]):  # sections that do not belong to this one
+                heading = []
+            kept += [*heading, *introduction, filled]
+            heading, introduction = [], []
+    return between.join([*kept, *introduction]) + "\n"
+
+
+def _level(text: str) -> int:
+    """Of the heading that a text begins with; 0: with none."""
+    return len(text) - len(text.lstrip("#"))

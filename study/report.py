@@ -1,0 +1,565 @@
+"""results.json, figures and a page in Markdown from a folder of runs."""
+
+import dataclasses
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inline_attention.bench.model import EAGER
+from study.claims import Claim, judge
+from study.grid import (
+    BASELINES,
+    DATASETS,
+    FEATURE_MAPS,
+    MAIN,
+    PHI,
+    ROWS,
+    SHARED_MAPS,
+    WINDOW_SIZES,
+    WINDOWS,
+    Run,
+    command_line,
+    feature_map_row,
+    shared_map_row,
+)
+from study.measures import build_model, masking_drops, speed_name, uniform_over_chance
+from study.pages import fill
+from study.results import Results, RunResult, Sample, Setting, describe_seeds
+
+RESULTS, PAGE = "results.json", "results.md"
+
+
+def count_parameters(run: Run) -> int:
+    return sum(parameter.numel() for parameter in build_model(run).parameters())
+
+
+def write_report(results: Results, out: Path) -> list[Path]:
+    """All files, in `out`. Figures are made where there is something to draw."""
+    claims = judge(results)
+    figures = _draw(results, out)
+    (out / RESULTS).write_text(_dump(results, claims))
+    (out / PAGE).write_text(page(results, claims, [path.name for path in figures]))
+    return [out / RESULTS, out / PAGE, *figures]
+
+
+def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Path]:
+    """The same as a page of the documentation: DOCS/results.md, DOCS/results/study.json, DOCS/images/study-….png
+
+    The README beside DOCS gets the first table and a picture, between its two marks.
+    """
+    claims = judge(results)
+    for folder in ("results", "images"):
+        (docs / folder).mkdir(parents=True, exist_ok=True)
+    copies = [docs / "images" / f"study-{path.name}" for path in figures]
+    for source, copy in zip(figures, copies, strict=True):
+        shutil.copyfile(source, copy)
+    numbers, target = docs / "results" / "study.json", docs / PAGE
+    numbers.write_text(_dump(results, claims))
+    links = [path.relative_to(docs).as_posix() for path in copies]
+    target.write_text(fill("docs", {"page": page(results, claims, links)}))
+    written = [target, numbers, *copies]
+    readme = docs.parent / "README.md"
+    if readme.exists() and all(mark in (text := readme.read_text()) for mark in _MARKS):
+        before, after = text.split(_MARKS[0])[0], text.split(_MARKS[1])[1]
+        names = [path.relative_to(docs.parent).as_posix() for path in copies]
+        readme.write_text(f"{before}{_MARKS[0]}\n\n{front(results, names)}\n{_MARKS[1]}{after}")
+        written.append(readme)
+    return written
+
+
+_MARKS = ("<!-- results of the study -->", "<!-- end of the results -->")
+
+
+def _dump(results: Results, claims: Sequence[Claim]) -> str:
+    return json.dumps(to_json(results, claims), indent=1, ensure_ascii=False) + "\n"
+
+
+# Numbers
+
+
+def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
+    settings = []
+    for setting in results.settings:
+        lines = []
+        for row, sample in results.rows(setting).items():
+            runs = [result for result in results.runs if result.setting == setting and result.run.row == row]
+            lines.append(
+                {
+                    "row": row,
+                    "title": ROWS[row].title,
+                    "top1": sample.values,
+                    "mean": round(sample.mean, 3),
+                    "std": None if sample.std is None else round(sample.std, 3),
+                    "seeds": [result.run.seed for result in runs],
+                    "best": [result.best for result in runs],
+                    "images": [result.images for result in runs],
+                    "curves": [result.curve for result in runs],
+                    "seconds": [result.seconds for result in runs],
+                    "commit": sorted({result.commit for result in runs}),
+                    "machine": sorted({result.machine for result in runs}),
+                    "command": remake(runs[0]),
+                    "analysis": runs[0].analysis,
+                }
+            )
+        settings.append({**setting._asdict(), "tokens": setting.tokens, "title": str(setting), "rows": lines})
+    return {
+        "settings": settings,
+        "claims": [dataclasses.asdict(claim) for claim in claims],
+        "again": [{"run": r.run.name, "top1": r.top1, "commit": r.commit, "machine": r.machine} for r in results.again],
+        "failures": results.failures,
+        "seed_deviation": results.deviation,
+        "device_minutes": round(results.device_seconds / 60, 1),
+        "speed": results.speed,
+        "sweep": None if results.sweep is None else results.sweep._asdict(),
+        "probes": results.probes,
+    }
+
+
+def remake(result: RunResult) -> str:
+    """The command that makes a row again, with the settings that it had."""
+    return command_line(result.run.arguments(result.run.dataset.upper(), Path("runs"), extra=result.changed))
+
+
+# Pictures
+
+
+def _draw(results: Results, out: Path) -> list[Path]:
+    from study import plots
+
+    made: list[Path] = []
+
+    def keep(figure: Any, name: str) -> None:
+        plots.save(figure, out / name)
+        made.append(out / name)
+
+    if results.probes is not None:
+        keep(plots.draw_probes(results.probes), "probes.png")
+    if (varied := _variants_setting(results)) is not None:
+        rows = results.rows(varied)
+        caption = f"{varied}; {_seeds_varied(results, rows)}"
+        keep(plots.draw_variants(**_variants(rows), caption=caption), "variants.png")
+    main = results.main_setting
+    if main is None:
+        return made
+    curves = {ROWS[row].title: [r.curve for r in results.runs if r.setting == main and r.run.row == row]
+              for row in results.rows(main) if row in MAIN}  # fmt: skip
+    keep(plots.draw_curves(curves, title=str(main)), "curves.png")
+    same_tokens = [s for s in results.settings if s[:2] == main[:2]]
+    if by_epochs := _series(results, same_tokens, lambda s: s.epochs):
+        title = f"{DATASETS[main.dataset].title}, {main.tokens} tokens"
+        caption = _seeds_shown(results, same_tokens)
+        keep(plots.draw_scaling(by_epochs, title=title, xlabel="epochs", caption=caption), "epochs.png")
+    for dataset in DATASETS:
+        epochs = max((s.epochs for s in results.settings if s.dataset == dataset), default=0)
+        same_length = [s for s in results.settings if (s.dataset, s.epochs) == (dataset, epochs)]
+        if by_tokens := _series(results, same_length, lambda s: s.tokens):
+            title = f"{DATASETS[dataset].title}, {epochs} epochs"
+            caption = _seeds_shown(results, same_length)
+            figure = plots.draw_scaling(by_tokens, title=title, xlabel="tokens", caption=caption)
+            keep(figure, f"tokens-{dataset}.png")
+    for setting, name in _timed_settings(results, main).items():
+        assert results.speed is not None
+        where = f"{results.speed['machine']}, {_how_timed(results.speed)}"
+        caption = f"{setting}; {_seeds_shown(results, [setting])}\nTimed on {where}"
+        keep(plots.draw_speed(speed_points(results, setting), caption=caption), name)
+    found = [(ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis]
+    if found:
+        keep(plots.draw_causes(found, title=str(main)), "causes.png")
+    return made
+
+
+def _variants_setting(results: Results) -> Setting | None:
+    """Where feature maps, other attentions or windows were trained; of several, where most of them were."""
+    variants = {*FEATURE_MAPS, *BASELINES, *WINDOWS}
+    counts = {setting: len(variants & results.rows(setting).keys()) for setting in results.settings}
+    return max((setting for setting in counts if counts[setting]), key=counts.__getitem__, default=None)
+
+
+def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
+    """Of the rows of a setting, what each panel of the picture shows: top-1 by what is varied."""
+
+    def means(names: Mapping[Any, str]) -> dict[Any, float]:
+        return {key: rows[name].mean for key, name in names.items() if name in rows}
+
+    kinds = ("softmax", "linear", "InLine")
+    maps = {title: means({kind: feature_map_row(kind.lower(), name) for kind in kinds}) for name, title in PHI.items()}
+    ends = {"without residual": "", "with residual": "_residual"}
+    windows = {words: means({size: f"swin_window{size}{end}" for size in WINDOW_SIZES}) for words, end in ends.items()}
+    return {
+        "maps": {title: by_kind for title, by_kind in maps.items() if by_kind} if FEATURE_MAPS.keys() & rows else {},
+        "attentions": means({ROWS[row].title: row for row in (*MAIN, *BASELINES)}) if BASELINES.keys() & rows else {},
+        "windows": {words: by_size for words, by_size in windows.items() if by_size},
+    }
+
+
+def _seeds_varied(results: Results, rows: Mapping[str, Sample]) -> str:
+    """Of how many seeds these rows are, and what is to be thought of their differences."""
+    words, margin = describe_seeds(rows.values()), results.margin(1, 1)
+    return words if margin is None else f"{words}; two standard errors between single seeds: {margin:.1f} points"
+
+
+def _seeds_shown(results: Results, settings: Sequence[Setting]) -> str:
+    """What a point of a figure is, and its bar."""
+    words = describe_seeds(sample for s in settings for row, sample in results.rows(s).items() if row in MAIN)
+    return words if words == "one seed each" else f"means of {words}; bars: standard deviation over seeds"
+
+
+def _series(
+    results: Results, settings: Sequence[Setting], place: Callable[[Setting], int]
+) -> dict[str, list[tuple[float, float, float | None]]]:
+    """Main rows that were measured at several places: (place, mean top-1, its standard deviation) of each."""
+    series: dict[str, list[tuple[float, float, float | None]]] = {}
+    for setting in settings:
+        for row, sample in results.rows(setting).items():
+            if row in MAIN:
+                series.setdefault(ROWS[row].title, []).append((place(setting), sample.mean, sample.std))
+    return {title: points for title, points in series.items() if len(points) > 1}
+
+
+def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
+    """Rows of a setting whose speed was measured."""
+    if results.speed is None:
+        return []
+    points = []
+    for row, sample in results.rows(setting).items():
+        entry = results.speed["rows"].get(speed_name(setting.dataset, setting.patch, row))
+        if entry is not None:
+            both = {key: entry.get(key) for key in ("train", "infer")}
+            points.append({"title": ROWS[row].title, "top1": sample.mean, "std": sample.std, **both})
+    return points
+
+
+def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
+    """The main one, and of other data that with the most tokens; by the name of the figure."""
+    found = {main: "speed.png"}
+    for dataset in DATASETS:
+        others = [s for s in results.settings if s.dataset == dataset != main.dataset]
+        if others:
+            found[max(others, key=lambda s: (s.tokens, s.epochs))] = f"speed-{dataset}.png"
+    return {setting: name for setting, name in found.items() if speed_points(results, setting)}
+
+
+# The page
+
+
+def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
+    """Markdown; `figures` are links."""
+    main = results.main_setting
+    values: dict[str, object] = {
+        "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in Counter(c.verdict for c in claims).items()),
+        "claim_table": claim_table(claims),
+        "settings": "\n".join(_setting(results, s) for s in sorted(results.settings, key=lambda s: s != main)),
+        "gap_table": gap_table(results),
+        "deviation": _deviation(results),
+        "shared_map_table": shared_map_table(results),
+        "failure_table": failure_table(results),
+        "again_table": again_table(results),
+        "commands": command_list(results),
+        "device_minutes": f"{results.device_seconds / 60:.0f}" if results.device_seconds else None,
+        "speed_pictures": _pictures(figures, "speed", "curves"),
+        "gap_pictures": _pictures(figures, "epochs", "tokens"),
+        "cause_pictures": _pictures(figures, "variants", "causes"),
+        "probe_pictures": _pictures(figures, "probes"),
+    }
+    if main is not None:
+        values |= {"setting": main, "front_table": front_table(results, main), "longer": _longer(results) or "\n"}
+        values |= {"highest": _highest(results, main)}
+    if results.speed is not None:
+        where = _where(results.speed["commits"], results.speed["machine"])
+        values |= {"how_timed": _how_timed(results.speed), "timed_where": where}
+    if results.probes is not None:
+        environment = results.probes["environment"]
+        where = _where([environment["inline-attention"]], environment["cpu"])
+        values |= {"probes_where": where, "probes_seed": results.probes["seed"]}
+        values |= {"probe_table": probe_table(results.probes)}
+    return fill("results", values)
+
+
+def _setting(results: Results, setting: Setting) -> str:
+    """The section of one setting: the DeiT rows, then the Swin rows, each with what its analyses saw."""
+    values: dict[str, object] = {"setting": setting, "made_where": made_where(results, setting)}
+    for family in ("deit", "swin"):
+        rows = [row for row in results.rows(setting) if ROWS[row].is_deit == (family == "deit")]
+        if rows:
+            values[f"{family}_table"] = setting_table(results, setting, rows)
+            values[f"{family}_analyses"] = looked_at(results, setting, rows)
+    return fill("setting", values)
+
+
+def _deviation(results: Results) -> str | None:
+    return None if results.deviation is None else f"{results.deviation:.2f}"
+
+
+_CAPTIONS = {
+    "speed": "Accuracy against the time an image takes",
+    "curves": "Accuracy over the epochs, a line for each seed",
+    "epochs": "Accuracy against the length of training",
+    "tokens": "Accuracy against the number of tokens",
+    "variants": "Accuracy with other feature maps, other attentions, other windows",
+    "causes": "Confused pairs, attention to the neighbourhood, masking and rank of the first seed's models",
+    "probes": "Three probes",
+}
+
+
+def _pictures(links: Sequence[str], *names: str) -> str:
+    """Those of these names that were made, each name with all its data sets."""
+    return "\n\n".join(
+        f"![{_CAPTIONS[name]}]({link})"
+        for name in names
+        for link in links
+        if Path(link).stem.removeprefix("study-").split("-")[0] == name
+    )
+
+
+def _where(commits: Sequence[str], machine: str) -> str:
+    return f"{', '.join(f'`{commit}`' for commit in commits)} on {machine}"
+
+
+def made_where(results: Results, setting: Setting) -> str:
+    """Commit, machine and settings that are not the grid's: a line for each, with its rows where it is not all."""
+    rows: dict[str, list[str]] = {}
+    for result in results.runs:
+        if result.setting == setting:
+            where = _where([result.commit], result.machine)
+            if result.changed:  # a title says what the grid does, not what `--set` made of it
+                where += f", not as in the grid: {', '.join(f'`{change}`' for change in result.changed)}"
+            titles = rows.setdefault(where, [])
+            titles += [title for title in [ROWS[result.run.row].title] if title not in titles]
+    only = len(rows) == 1
+    return "\n".join(f"- {where}{'' if only else ': ' + '; '.join(titles)}" for where, titles in rows.items()) + "\n"
+
+
+def command_list(results: Results) -> str:
+    """Of the first seed of every row in every setting; empty where there are no runs."""
+    found = (results.find(setting, row) for setting in results.settings for row in results.rows(setting))
+    lines = [remake(result) for result in found if result is not None]
+    return "\n".join(["```", *lines, "```"]) if lines else ""
+
+
+_GAP_PAIRS = (
+    ("softmax", "linear"), ("inline", "linear"), ("inline", "softmax"), ("inline", "inline_plain"),
+    ("inline_plain", "linear"), ("linear_residual", "linear"), ("inline", "linear_residual"),
+)  # fmt: skip
+
+
+# Main rows under another condition: the end of their names, what the table says
+_CONDITIONS = {"": "", "_deep": ", twice as deep", "_half_rate": ", half the rate", "_twice_rate": ", twice the rate"}
+
+
+def gap_table(results: Results) -> str:
+    """Every setting, and every condition in it, with two rows or more to compare; empty where there is none."""
+    lines = []
+    for setting in results.settings:
+        samples = results.rows(setting)
+        for end, words in _CONDITIONS.items():
+            gaps = [_gap(results, setting, (a + end, b + end)) for a, b in _GAP_PAIRS]
+            if any(gap != "–" for gap in gaps):
+                seeds = {samples[row + end].seeds for row in MAIN if row + end in samples}
+                lines.append([f"{setting}{words}", " or ".join(map(str, sorted(seeds))), *gaps])
+    header = ["setting", "seeds", *(f"{ROWS[a].title} − {ROWS[b].title}" for a, b in _GAP_PAIRS)]
+    return _table(header, lines) if lines else ""
+
+
+def _gap(results: Results, setting: Setting, pair: tuple[str, str]) -> str:
+    rows = results.rows(setting)
+    if not set(pair) <= rows.keys():
+        return "–"
+    gap = results.gap(*(rows[name] for name in pair))
+    return f"**{gap}**" if gap.is_told_apart else str(gap)
+
+
+def shared_map_table(results: Results) -> str:
+    """Linear against InLine attention with the same φ, without and with the residual; empty where there is no pair."""
+    setting, lines = results.main_setting, []
+    for name in SHARED_MAPS:
+        for residual in (False, True):
+            pair = tuple(shared_map_row(attention, name, residual=residual) for attention in ("inline", "linear"))
+            if setting is not None and set(pair) <= (rows := results.rows(setting)).keys():
+                cells = [PHI[name], "with" if residual else "without", rows[pair[1]], rows[pair[0]]]
+                lines.append([*cells, _gap(results, setting, (pair[0], pair[1]))])
+    return _table(["φ", "residual", "linear (%)", "InLine (%)", "InLine − linear"], lines) if lines else ""
+
+
+def claim_table(claims: Sequence[Claim]) -> str:
+    lines = [[claim.claim, claim.measured or "–", claim.verdict, claim.rule] for claim in claims]
+    return _table(["claim", "measured here", "verdict", "rule"], lines)
+
+
+def failure_table(results: Results) -> str:
+    lines = [[name, text.splitlines()[-1] if text else ""] for name, text in results.failures.items()]
+    return _table(["run", "what it said"], lines) if lines else ""
+
+
+def again_table(results: Results) -> str:
+    """Empty where nothing was made again."""
+    if not results.again:
+        return ""
+    first = {result.run: result for result in results.runs}
+    lines = [
+        [f"`{r.run.name}`", f"{first[r.run].top1:.2f}" if r.run in first else "–", f"{r.top1:.2f}",
+         results.rows(r.setting).get(r.run.row, "–"), _where([r.commit], r.machine)]
+        for r in results.again
+    ]  # fmt: skip
+    return _table(["run", "top-1 (%)", "again", "the row, over its seeds", "commit, machine"], lines)
+
+
+def front(results: Results, figures: Sequence[str]) -> str:
+    """What the first page of the project shows; `figures` are links, of which it takes one."""
+    main = results.main_setting
+    if main is None:
+        return ""
+    inline = results.find(main, "inline")
+    assert inline is not None
+    gaps = [[f"{ROWS[a].title} − {ROWS[b].title}", _gap(results, main, (a, b))] for a, b in _GAP_PAIRS]
+    return fill(
+        "front",
+        {
+            "setting": main,
+            "parameters": f"{count_parameters(inline.run) / 1e6:.1f}",
+            "front_table": front_table(results, main),
+            "highest": _highest(results, main),
+            "deviation": _deviation(results),
+            "gap_table": _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
+            "longer": _longer(results).strip(),
+            "picture": _pictures(figures, "speed", "curves").partition("\n")[0],
+        },
+    )
+
+
+def _highest(results: Results, setting: Setting) -> str:
+    """The title of the row with the highest mean."""
+    rows = results.rows(setting)
+    return ROWS[max(rows, key=lambda row: rows[row].mean)].title
+
+
+def _longer(results: Results) -> str:
+    """The main rows where they were trained longer than in the first table."""
+    words = ""
+    for setting in results.longer_settings:
+        rows = {row: sample for row, sample in results.rows(setting).items() if row in MAIN}
+        if rows:
+            each = ", ".join(f"{ROWS[row].title} {sample}" for row, sample in rows.items())
+            words += f" After {setting.epochs} epochs ({describe_seeds(rows.values())}): {each}."
+    return words
+
+
+def _how_timed(speed: Mapping[str, Any]) -> str:
+    batch = max(row["batch"] for row in speed["rows"].values())
+    mode = "not compiled" if speed["mode"] == EAGER else f"compiled in mode {speed['mode']}"
+    return f"{mode}, {speed['precision']}, {batch} images at a time"
+
+
+def front_table(results: Results, setting: Setting) -> str:
+    """The main rows in a few columns: what a first page has room for."""
+    speeds = {point["title"]: point for point in speed_points(results, setting)}
+    lines = []
+    for row, sample in results.rows(setting).items():
+        if row in MAIN:
+            speed = speeds.get(ROWS[row].title, {})
+            rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
+            lines.append([ROWS[row].title, str(sample), len(sample.values), *rates])
+    return _table(["model", "top-1 (%)", "seeds", "training, images/s", "inference, images/s"], lines)
+
+
+def setting_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
+    speeds = {point["title"]: point for point in speed_points(results, setting)}
+    samples = results.rows(setting)
+    masked = _most_masked(results, setting, rows)
+    lines = []
+    for row in rows:
+        result, sample = results.find(setting, row), samples[row]
+        assert result is not None
+        parameters = count_parameters(result.run)
+        speed, analysis = speeds.get(ROWS[row].title, {}), result.analysis
+        lines.append(
+            [
+                ROWS[row].title,
+                str(sample),
+                ", ".join(str(r.run.seed) for r in results.runs if r.setting == setting and r.run.row == row),
+                f"{parameters / 1e6:.2f}M",
+                *(f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer")),
+                *(["–"] * len(_ANALYSED) if analysis is None else _analysed(analysis, masked)),
+            ]
+        )
+    header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s", *_ANALYSED]
+    return _table(header, lines)
+
+
+_ANALYSED = (
+    "confused pairs in a million", "3×3 in the first layer, mean, times chance",
+    "lost by masking, local / random", "with local taps masked", "effective rank",
+)  # fmt: skip
+
+
+def _analysed(analysis: Mapping[str, Any], masked: int) -> list[str]:
+    confused = analysis.get("confused", ())  # early runs counted by another definition
+    locality = analysis["locality"]
+    has_taps = any(outcome["local_terms"] != "none" for outcome in analysis["masking"]["outcomes"])
+    return [
+        " / ".join(f"{1e6 * found['share_of_pairs']:.1f}" for found in confused) or "–",
+        f"{locality['by_layer'][0] / locality['chance'][0]:.2f}, {locality['mean_over_chance']:.2f}".replace("-", "−"),
+        _masked(masking_drops(analysis["masking"]), masked),
+        _masked(masking_drops(analysis["masking"], taps="zeroed"), masked) if has_taps else "–",
+        f"{analysis['rank']['mean_effective']:.1f}",
+    ]
+
+
+def _masked(drops: Mapping[str, Mapping[int, float]], expected: int) -> str:
+    """Points of top-1 lost by the largest window, and by as many random tokens; says how many if not as expected."""
+    tokens = max(drops["local"], default=0)
+    if not tokens:  # windows smaller than any mask
+        return "–"
+    points = f"{drops['local'][tokens]:.1f} / {drops['random'][tokens]:.1f}".replace("-", "−")
+    return points if tokens == expected else f"{points} ({tokens} tokens)"
+
+
+def _analyses(results: Results, setting: Setting, rows: Sequence[str]) -> list[dict[str, Any]]:
+    found = (results.find(setting, row) for row in rows)
+    return [result.analysis for result in found if result is not None and result.analysis is not None]
+
+
+def _most_masked(results: Results, setting: Setting, rows: Sequence[str]) -> int:
+    """Tokens of the largest mask of these rows."""
+    found = _analyses(results, setting, rows)
+    return max((outcome["tokens"] for analysis in found for outcome in analysis["masking"]["outcomes"]), default=0)
+
+
+def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
+    """How much the analyses of these rows saw, and what that means for their numbers."""
+    found = _analyses(results, setting, rows)
+    if not found:
+        return ""
+    first, confused = found[0], found[0].get("confused", ())  # early runs counted by another definition
+    values = {
+        "images": first["images"],
+        "rank_images": first["rank"]["images"],
+        "masked": _most_masked(results, setting, rows),
+        "points": f"{100 / first['masking']['images']:g}",
+        "thresholds": " / ".join(f"τ = {pair['tau']:g}, ρ = {pair['rho']:g}" for pair in confused),
+    }
+    if len({chance for analysis in found for chance in analysis["locality"]["chance"]}) == 1:  # maps of one size
+        values["even"] = f"{uniform_over_chance(first['locality']):.2f}"
+    return fill("analyses", values, between=" ")
+
+
+def probe_table(probes: dict[str, Any]) -> str:
+    length = probes["length"]
+    lines = [
+        [name, *(_score(length[variant][name]) for variant in length), f"{length['bare'][name]['bound']:.0f}"]
+        for name in length["bare"]
+    ]
+    first = _table(["length probe", "bare layer (%)", "with a bias", "with a skip", "bound, bare"], lines)
+    both = [[name, _score(probes["local"][name]), _score(probes["mean"][name])] for name in probes["local"]]
+    return first + "\n" + _table(["one block", "local detail (%)", "mean brightness (%)"], both)
+
+
+def _score(score: dict[str, Any]) -> str:
+    return f"{score['mean']:.1f} ± {score['std']:.1f}"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"

@@ -1,0 +1,353 @@
+"""What a folder of runs holds, as numbers: accuracies with their spread, curves, times."""
+
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inline_attention.bench.record import fastest, read_record
+from inline_attention.tasks.classification.config import TrainConfig
+from inline_attention.training import settings
+from inline_attention.training.config import read_yaml
+from inline_attention.training.report import METRICS, SUMMARY
+from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
+from study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
+from study.runner import FAILURE, SESSIONS, has_failed, is_finished
+
+ANALYSIS, SPEED, PROBES = "analysis.json", "speed.json", "probes.json"
+SWEEP = "sweep.json"  # what `inline bench sweep --json` wrote, if it was put there
+AGAIN = "again"  # folder of runs that were made a second time, by the commands of the first
+_PLACES = ("data.path", "device")  # where a run was made, not what
+
+
+class Setting(NamedTuple):
+    """What runs must share to be compared."""
+
+    dataset: str
+    patch: int
+    epochs: int
+
+    @property
+    def is_evidence(self) -> bool:
+        return DATASETS[self.dataset].is_evidence
+
+    @property
+    def tokens(self) -> int:
+        return DATASETS[self.dataset].tokens(self.patch)
+
+    def describe(self, *, class_token: bool = True) -> str:
+        """In words; `class_token` says whether the models meant have one."""
+        data = DATASETS[self.dataset]
+        return f"{data.title}, {data.tokens(self.patch, class_token=class_token)} tokens, {self.epochs} epochs"
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+@dataclass(frozen=True)
+class RunResult:
+    run: Run
+    folder: Path
+    top1: float  # after the last epoch, so that nothing is chosen by the validation images
+    best: float  # of all epochs
+    images: int  # for validation
+    curve: list[tuple[float, float]]  # epoch, top-1
+    seconds: float  # of training alone, beside the other jobs
+    analysis: dict[str, Any] | None
+    changed: list[str]  # key=value, settings that are not the grid's
+    commit: str
+    machine: str
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.run.dataset, self.run.patch, self.run.epochs)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Top-1 of one row in one setting over its seeds."""
+
+    values: list[float]
+
+    @property
+    def seeds(self) -> int:
+        return len(self.values)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float | None:
+        """Over seeds; None where there is one."""
+        return statistics.stdev(self.values) if self.seeds > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+def describe_seeds(samples: Iterable[Sample]) -> str:
+    """one seed each, 3 seeds each, 1 or 3 seeds"""
+    seeds = sorted({sample.seeds for sample in samples})
+    if len(seeds) == 1:
+        return "one seed each" if seeds == [1] else f"{seeds[0]} seeds each"
+    return f"{' or '.join(map(str, seeds))} seeds"
+
+
+class Sweep(NamedTuple):
+    """InLine-DeiT-T against DeiT-T with FlashAttention in inference."""
+
+    ratios: dict[int, float]  # by the side of the images
+    commit: str
+    machine: str
+
+
+class Gap(NamedTuple):
+    """Between the means of two rows, in points."""
+
+    points: float
+    margin: float | None  # two standard errors; None where it is not known what a seed changes
+
+    @property
+    def is_told_apart(self) -> bool:
+        return self.margin is not None and abs(self.points) > self.margin
+
+    def __str__(self) -> str:
+        text = f"{self.points:+.2f}" if self.margin is None else f"{self.points:+.2f} ± {self.margin:.2f}"
+        return text.replace("-", "−")
+
+
+@dataclass(frozen=True)
+class Results:
+    runs: list[RunResult]
+    again: list[RunResult]
+    failures: dict[str, str]  # run → what it said
+    device_seconds: float  # that all calls of `python -m study train` took
+    probes: dict[str, Any] | None
+    speed: dict[str, Any] | None
+    sweep: Sweep | None
+
+    @property
+    def settings(self) -> list[Setting]:
+        return sorted({result.setting for result in self.runs})
+
+    def rows(self, setting: Setting) -> dict[str, Sample]:
+        """In the order of the grid."""
+        found: dict[str, list[RunResult]] = {}
+        for result in self.runs:
+            if result.setting == setting:
+                found.setdefault(result.run.row, []).append(result)
+        return {row: Sample([r.top1 for r in found[row]]) for row in ROWS if row in found}
+
+    @property
+    def main_setting(self) -> Setting | None:
+        """Where InLine and linear attention were trained with the most seeds, and the longest; evidence comes first."""
+        both = [s for s in self.settings if {"inline", "linear"} <= self.rows(s).keys()]
+        return max(both, key=lambda s: (s.is_evidence, len(self.rows(s)["inline"].values), s.epochs), default=None)
+
+    @property
+    def longer_settings(self) -> list[Setting]:
+        """The main one's data and tokens, trained longer, with fewer seeds of InLine attention then."""
+        main = self.main_setting
+        return [s for s in self.settings if main is not None and s[:2] == main[:2] and s.epochs > main.epochs]
+
+    @property
+    def deviation(self) -> float | None:
+        """Of a run from the mean of its row, over all rows of the main setting: a few seeds of one row say too little.
+
+        None where no row has two seeds.
+        """
+        samples = [] if self.main_setting is None else list(self.rows(self.main_setting).values())
+        freedom = sum(sample.seeds - 1 for sample in samples)
+        squares = sum((value - sample.mean) ** 2 for sample in samples for value in sample.values)
+        return math.sqrt(squares / freedom) if freedom else None
+
+    def gap(self, a: Sample, b: Sample) -> Gap:
+        """By how much a is ahead of b. Rows of other settings are taken to vary with the seed as the main ones do."""
+        return Gap(a.mean - b.mean, self.margin(a.seeds, b.seeds))
+
+    def margin(self, seeds: int, others: int) -> float | None:
+        """Two standard errors of the difference between a row of so many seeds and one of so many others."""
+        deviation = self.deviation
+        return None if deviation is None else 2 * deviation * math.sqrt(1 / seeds + 1 / others)
+
+    def find(self, setting: Setting, row: str) -> RunResult | None:
+        """The run of the lowest seed."""
+        found = [r for r in self.runs if r.setting == setting and r.run.row == row]
+        return min(found, key=lambda r: r.run.seed, default=None)
+
+
+def run_folders(out: Path) -> list[tuple[Run, Path]]:
+    found = [(parse_name(folder.name), folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
+    return [(run, folder) for run, folder in found if run is not None]
+
+
+def collect(out: Path, *, onto: Path | None = None) -> Results:
+    """Finished runs of a folder, added to those of an earlier report's results.json if `onto` names one.
+
+    ValueError where there is nothing at all.
+    """
+    if onto is not None:
+        return _added(_read_report(onto), collect(out))
+    if not out.is_dir():
+        raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` makes it")
+    folders = run_folders(out)
+    runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
+    failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
+    probes = _read_json(out / PROBES)
+    if not runs and probes is None:
+        failed = f"; {', '.join(failures)} failed, {FAILURE} in the folder says why" if failures else ""
+        raise ValueError(f"neither finished runs nor probes in {str(out)!r}{failed}")
+    sessions = out / SESSIONS
+    seconds = sum(session["seconds"] for session in _read_lines(sessions)) if sessions.exists() else 0.0
+    return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED), _read_sweep(out / SWEEP))
+
+
+def _read_report(path: Path) -> Results:
+    """What an earlier report wrote: everything but the folders of its runs."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sweep = content["sweep"]
+        return Results(
+            runs=[
+                result for setting in content["settings"] for row in setting["rows"] for result in _runs(setting, row)
+            ],
+            again=[_made_again(entry) for entry in content["again"]],
+            failures=content["failures"],
+            device_seconds=60 * content["device_minutes"],
+            probes=content["probes"],
+            speed=content["speed"],
+            sweep=sweep and Sweep(**sweep | {"ratios": {int(side): ratio for side, ratio in sweep["ratios"].items()}}),
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a results.json that `python -m study report` wrote: {error!r}") from error
+
+
+def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
+    for i, seed in enumerate(row["seeds"]):
+        run = Run(setting["dataset"], row["row"], setting["epochs"], seed, setting["patch"])
+        usual = run.arguments(run.dataset.upper(), Path("runs"))
+        yield RunResult(
+            run=run,
+            folder=Path(run.name),  # gone
+            top1=row["top1"][i],
+            best=row["best"][i],
+            images=row.get("images", [0] * len(row["seeds"]))[i],  # early reports do not say
+            curve=[(epoch, top1) for epoch, top1 in row["curves"][i]],
+            seconds=row["seconds"][i],
+            analysis=row["analysis"] if i == 0 else None,
+            # The command is that of the first seed.
+            changed=[word for word in shlex.split(row["command"])[1:] if word not in (*usual, *_of_seed(run, row))],
+            commit=" and ".join(row["commit"]),
+            machine=" and ".join(row["machine"]),
+        )
+
+
+def _of_seed(run: Run, row: dict[str, Any]) -> list[str]:
+    """Words of a row's command that are not those of this run's, because its seed is another one."""
+    return replace(run, seed=row["seeds"][0]).arguments(run.dataset.upper(), Path("runs"))
+
+
+def _made_again(entry: dict[str, Any]) -> RunResult:
+    run = parse_name(entry["run"])
+    if run is None:
+        raise ValueError(f"{entry['run']} is no run of the grid")
+    made = {key: entry[key] for key in ("top1", "commit", "machine")}
+    return RunResult(
+        run, Path(run.name), **made, best=entry["top1"], images=0, curve=[], seconds=0.0, analysis=None, changed=[]
+    )
+
+
+def _added(old: Results, new: Results) -> Results:
+    """New runs take the place of old ones of the same name."""
+    made = {result.run for result in new.runs}
+    speed = old.speed or new.speed
+    if old.speed and new.speed and old.speed["machine"] == new.speed["machine"]:
+        commits = sorted({*old.speed["commits"], *new.speed["commits"]})
+        speed = {**old.speed, "rows": {**old.speed["rows"], **new.speed["rows"]}, "commits": commits}
+    return Results(
+        runs=sorted(
+            [*(result for result in old.runs if result.run not in made), *new.runs], key=lambda result: result.run.name
+        ),
+        again=[*old.again, *new.again],
+        failures={**old.failures, **new.failures},
+        device_seconds=old.device_seconds + new.device_seconds,
+        probes=new.probes or old.probes,
+        speed=speed,
+        sweep=new.sweep or old.sweep,
+    )
+
+
+def _finished(folders: Sequence[tuple[Run, Path]]) -> list[RunResult]:
+    return [_read_run(run, folder) for run, folder in folders if is_finished(folder)]
+
+
+def _read_run(run: Run, folder: Path) -> RunResult:
+    try:
+        return _read(run, folder)
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        raise ValueError(
+            f"the run {str(folder)!r} is damaged ({error}): mend it, or remove the folder and train it again"
+        ) from error
+
+
+def _read(run: Run, folder: Path) -> RunResult:
+    summary = _parse((folder / SUMMARY).read_text(), folder / SUMMARY)
+    evaluations = [record for record in _read_lines(folder / METRICS) if record["kind"] == "eval"]
+    if not evaluations:
+        raise ValueError(f"there is no evaluation in {METRICS}")
+    environment = json.loads((folder / ENVIRONMENT).read_text())[-1]
+    gpus = [value for key, value in environment.items() if key.startswith("gpu ")]
+    return RunResult(
+        run=run,
+        folder=folder,
+        top1=summary["val_top1"],
+        best=summary["best_top1"],
+        images=int(evaluations[-1]["val_images"]),
+        curve=[(record["epoch"], record["val_top1"]) for record in evaluations],
+        seconds=summary["seconds"],
+        analysis=_read_json(folder / ANALYSIS),
+        changed=_changed_settings(run, folder),
+        commit=environment["inline-attention"],
+        machine=gpus[0] if environment["device"].startswith("cuda") and gpus else environment["cpu"],
+    )
+
+
+def _changed_settings(run: Run, folder: Path) -> list[str]:
+    """In which a run differs from what the grid says now: by `--set`, or because the grid was another then."""
+    text = (folder / CONFIG).read_text()
+    was, now = settings.update(TrainConfig(), read_yaml(text, str(folder / CONFIG))), run.config()
+    values = ((key, attrgetter(key)(was), attrgetter(key)(now)) for key in settings.keys(was) if key not in _PLACES)
+    return [f"{key}={as_yaml(value)}" for key, value, expected in values if value != expected]
+
+
+def _read_sweep(path: Path) -> Sweep | None:
+    if not path.exists():
+        return None
+    _, facts, results = read_record(path, kinds=("model",))
+    deit = [r for r in results if (r["model"], r["task"]) == ("inline_deit_tiny", "infer") and r["error"] is None]
+    rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in fastest(deit, lambda r: (r["img_size"],))}
+    sides = sorted(side for side, contender in rates if contender == "peer" and (side, "fused") in rates)
+    ratios = {side: rates[side, "fused"] / rates[side, "peer"] for side in sides}
+    gpus = [value for name, value in facts.items() if name.startswith("gpu ")]
+    return Sweep(ratios, facts["inline-attention"], gpus[0] if gpus else facts["cpu"])
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return _parse(path.read_text(), path) if path.exists() else None
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [_parse(line, path) for line in path.read_text().splitlines()]
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no JSON: {error}") from error

@@ -1,0 +1,341 @@
+"""Makes the runs of a grid: several at a time, each an `inline train` of its own, until the time is up.
+
+A run is finished when its folder has a summary. One that was stopped goes on from its checkpoint the next time. Several
+calls may share a grid: each leaves alone what another one is making.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from inline_attention.data import open_data
+from inline_attention.data.streams import is_stream
+from inline_attention.tasks.classification.config import load_config
+from inline_attention.training.lock import FileLock
+from inline_attention.training.report import METRICS, SUMMARY
+from inline_attention.training.run_folder import LOCK, write_atomically
+from inline_attention.training.signals import STOP_SIGNALS
+from study.grid import DATASETS, RECIPE, Run, command_line, parse_name
+
+SESSIONS = "sessions.jsonl"  # one line a call: when, how long, how many at a time, what it finished
+FAILURE = "failure.txt"  # of a run that ended by itself without a result, a diverged one for example
+LOG = "log.txt"
+CLAIM = ".claim"  # locked by the call that makes the run: before its process has started, it cannot lock the folder
+WALL = "wall.json"  # seconds from start to end, and until the first epoch was under way, summed over a run's starts
+STOP_SECONDS = 25.0  # that a run gets to finish its update and save
+STOPPED = {sign for number in STOP_SIGNALS for sign in (128 + number, -number)}  # exit statuses; <0: during its start
+POLL_SECONDS = 0.5
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / SUMMARY).exists()
+
+
+def has_failed(folder: Path) -> bool:
+    return (folder / FAILURE).exists() and not is_finished(folder)
+
+
+def _wall(folder: Path) -> dict[str, float]:
+    path = folder / WALL
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@dataclass
+class Outcome:
+    finished: list[str] = field(default_factory=list)  # in this call
+    failed: list[str] = field(default_factory=list)  # in this call or before it
+    elsewhere: list[str] = field(default_factory=list)  # another process is making them
+    left: list[str] = field(default_factory=list)  # all that are not finished
+    interrupted: bool = False
+
+
+@dataclass
+class _Job:
+    run: Run
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    claim: FileLock
+    started: float
+    records: float  # when its metrics were written last before that; 0: never
+    under_way: float | None = None  # seconds from the start to the first record
+    stopped: bool = False  # by us
+
+
+class GridRunner:
+    """A grid's runs as processes, `jobs` at a time.
+
+    Args:
+        out: folder of all run folders.
+        paths: data set → where its images are.
+        jobs: runs at a time.
+        minutes: after which nothing runs any more; None: until all is done.
+        whole_runs: begin nothing that would not end in time, as far as finished runs tell.
+        settings: key=value, of every run.
+        retry: make failed runs again.
+        tell: hears a line about each event.
+        show: hears often which runs are running, with the epoch of each, and how many are finished of how many.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        paths: Mapping[str, str],
+        jobs: int = 1,
+        minutes: float | None = None,
+        whole_runs: bool = False,
+        settings: Sequence[str] = (),
+        retry: bool = False,
+        tell: Callable[[str], None] = print,
+        show: Callable[[dict[str, float | None], int, int], None] | None = None,
+    ) -> None:
+        if jobs < 1:
+            raise ValueError(f"--jobs is {jobs}; expected 1 or more")
+        if minutes is not None and 60 * minutes <= STOP_SECONDS:
+            raise ValueError(f"--minutes is {minutes:g}; runs need {STOP_SECONDS:g} s to save: give 1 or more")
+        self.out, self.paths, self.jobs, self.settings = out, paths, jobs, tuple(settings)
+        self.retry, self.whole_runs = retry, whole_runs
+        self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        self.tell, self.show = tell, show
+        self.running: list[_Job] = []
+        self.pending: list[Run] = []
+        self.outcome = Outcome()
+        self.hurry = False  # do not wait for runs to save
+
+    def make(self, runs: Sequence[Run]) -> Outcome:
+        """Returns when all runs are made, when the time is up, or when SIGINT or SIGTERM came; nothing is lost."""
+        unfinished = [run for run in runs if not is_finished(self.out / run.name)]
+        failed = [run for run in unfinished if has_failed(self.out / run.name)]
+        self.pending = unfinished if self.retry else [run for run in unfinished if run not in failed]
+        self.total, self.done = len(runs), len(runs) - len(unfinished)
+        self._check_data()
+        if self.retry:
+            for run in failed:
+                (self.out / run.name / FAILURE).unlink(missing_ok=True)  # another call may have done it
+        elif failed:
+            names = ", ".join(run.name for run in failed)
+            self.tell(f"failed earlier and skipped: {names}; --retry makes them again")
+        self.out.mkdir(parents=True, exist_ok=True)
+        begun, clock = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.monotonic()
+        with self._heeding_signals(), contextlib.ExitStack() as last:
+            last.callback(lambda: self._write_session(begun, seconds=time.monotonic() - clock))
+            last.callback(self._stop_all)  # before the session is written, whatever ends the work
+            self._work()
+        self.outcome.failed = [run.name for run in runs if has_failed(self.out / run.name)]
+        self.outcome.left = [run.name for run in runs if not is_finished(self.out / run.name)]
+        return self.outcome
+
+    def _check_data(self) -> None:
+        """A ValueError for a set that cannot be opened: said once, where every run would fail of it."""
+        needed = {run.dataset: run for run in self.pending}
+        missing = sorted(needed.keys() - self.paths.keys())
+        if missing:
+            raise ValueError(
+                f"no data for {', '.join(missing)}: give --data {missing[0]}=FOLDER (several: with commas)"
+            )
+        for name, run in needed.items():
+            flags = {"data": {"path": self.paths[name]}}
+            data = load_config(str(RECIPE), overrides=[*run.overrides(), *self.settings], flags=flags).data
+            if not is_stream(data.path):
+                data = replace(data, in_memory=False, augment_on_device=False)  # opened, not read
+            try:
+                open_data(data)
+            except (ValueError, OSError, ImportError) as error:
+                raise ValueError(f"--data {name}={self.paths[name]}: {error}") from error
+
+    def _work(self) -> None:
+        while True:
+            for job in self._ended():
+                self._end(job)
+            if self.show is not None:
+                epochs = {job.run.name: _epoch(self.out / job.run.name) for job in self.running}
+                self.show(epochs, self.done, self.total)
+            if self.outcome.interrupted:
+                self.tell("stopping: what runs is saved and goes on the next time; Ctrl-C again does not wait for that")
+                return
+            left = self._seconds_left()
+            if left is not None and left <= STOP_SECONDS and (self.running or self.pending):
+                self.tell("the time is up: what runs is saved and goes on the next time")
+                return
+            while len(self.running) < self.jobs and self._start_next():
+                pass
+            if not self.running:
+                break
+            for job in self.running:
+                if job.under_way is None and _written(self.out / job.run.name) > job.records:
+                    job.under_way = time.monotonic() - job.started
+            time.sleep(POLL_SECONDS)
+        if self.outcome.elsewhere:
+            self.tell(f"another process is making {', '.join(self.outcome.elsewhere)}: skipped")
+        if too_long := len(self.pending) - len(self.outcome.elsewhere):
+            self.tell(f"{too_long} runs are left, none of which would end in time")
+
+    def _start_next(self) -> bool:
+        """Start the first run that no other process is making; with `whole_runs` the first of them that is expected to
+        end in time, if anything is known. Those that another call has made are pending no more."""
+        left = self._seconds_left() if self.whole_runs else None
+        self.outcome.elsewhere = []
+        for run in list(self.pending):
+            expected = None if left is None else self.expected_seconds(run)
+            if left is not None and expected is not None and expected > left - STOP_SECONDS:
+                continue
+            folder = self.out / run.name
+            claim = _claim(folder)
+            if claim is None:
+                self.outcome.elsewhere.append(run.name)
+                continue
+            self.pending.remove(run)
+            if not is_finished(folder) and not has_failed(folder):
+                self._start(run, claim)
+                return True
+            self.done += is_finished(folder)
+            claim.release()
+        return False
+
+    def expected_seconds(self, run: Run) -> float | None:
+        """What is left of a run, by finished ones on the same data with as many tokens, of the same row where there
+        are any; None: there are none. A start (processes, images, compilation) takes as long whatever the length."""
+        known = [
+            (other, wall)
+            for folder in self.out.glob(f"{run.dataset}-p{run.patch}-*")
+            if (other := parse_name(folder.name)) is not None and is_finished(folder) and (wall := _wall(folder))
+        ]
+        known = [(other, wall) for other, wall in known if other.row == run.row] or known
+        if not known:
+            return None
+        start = max(wall["under_way"] for _, wall in known)
+        epoch = max((wall["seconds"] - wall["under_way"]) / other.epochs for other, wall in known)
+        return start + epoch * (run.epochs - (_epoch(self.out / run.name) or 0))
+
+    def _start(self, run: Run, claim: FileLock) -> None:
+        folder = self.out / run.name
+        where = (self.paths[run.dataset], self.out)
+        self.tell(command_line(run.arguments(*where, extra=self.settings)))
+        log = open(folder / LOG, "ab")  # noqa: SIM115  # until the process ends
+        # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "inline_attention", *run.arguments(*where, extra=self.settings, recipe=RECIPE)],
+            stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self.running.append(_Job(run, process, log, claim, time.monotonic(), records=_written(folder)))
+
+    def _ended(self) -> list[_Job]:
+        return [job for job in self.running if job.process.poll() is not None]
+
+    def _end(self, job: _Job) -> None:
+        self.running.remove(job)
+        with job.claim, job.log:
+            folder, name = self.out / job.run.name, job.run.name
+            if not is_finished(folder) and _is_locked(folder):
+                # Another process was quicker, left behind by a killed call or started by hand: ours was refused.
+                self.pending.append(job.run)
+                return
+            before, now = _wall(folder), time.monotonic() - job.started
+            seconds = before.get("seconds", 0.0) + now
+            under_way = before.get("under_way", 0.0) + (now if job.under_way is None else job.under_way)
+            wall = {"seconds": round(seconds, 1), "under_way": round(under_way, 1), "jobs": self.jobs}
+            write_atomically(folder / WALL, json.dumps(wall).encode())
+            if is_finished(folder):
+                self.done += 1
+                self.outcome.finished.append(name)
+                summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+                self.tell(f"{name}: top-1 {summary['val_top1']:.2f}% in {seconds:.0f} s ({self.done}/{self.total})")
+            elif not job.stopped and job.process.returncode not in STOPPED:
+                lines = (folder / LOG).read_text(errors="replace").splitlines()
+                (folder / FAILURE).write_text("\n".join(lines[-5:]) + "\n")
+                self.outcome.failed.append(name)
+                self.tell(f"{name} failed: {lines[-1] if lines else 'nothing was printed'}")
+
+    def _stop_all(self) -> None:
+        for job in self.running:
+            job.stopped = job.process.poll() is None
+            job.process.terminate()
+        limit = time.monotonic() + STOP_SECONDS
+        while self.running:
+            for job in self._ended():
+                self._end(job)
+            if self.hurry or time.monotonic() > limit:
+                for job in self.running:
+                    job.process.kill()  # its last checkpoint remains
+            time.sleep(POLL_SECONDS / 10)
+
+    def _write_session(self, begun: str, *, seconds: float) -> None:
+        session = {
+            "start": begun,
+            "seconds": round(seconds, 1),
+            "jobs": self.jobs,
+            "finished": self.outcome.finished,
+            "failed": self.outcome.failed,
+        }
+        with open(self.out / SESSIONS, "a") as file:
+            file.write(json.dumps(session) + "\n")
+
+    def _seconds_left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    @contextlib.contextmanager
+    def _heeding_signals(self) -> Iterator[None]:
+        """Signals raise nothing inside, not even while runs are being stopped: they are noted, and the loops look."""
+        if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+            yield
+            return
+        previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.hurry = self.hurry or (self.outcome.interrupted and number == signal.SIGINT)
+        self.outcome.interrupted = True
+
+
+def _claim(folder: Path) -> FileLock | None:
+    """For this call, which may make the run then; None: another process is making it."""
+    folder.mkdir(exist_ok=True)
+    claim = FileLock(folder / CLAIM)
+    if claim.take():
+        if not _is_locked(folder):
+            return claim
+        claim.release()
+    return None
+
+
+def _is_locked(folder: Path) -> bool:
+    """By a process that trains there."""
+    with FileLock(folder / LOCK) as lock:
+        return not lock.take()
+
+
+def _epoch(folder: Path) -> float | None:
+    """Where a run stands, by the last line of its metrics."""
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        return float(json.loads((folder / METRICS).read_text().splitlines()[-1])["epoch"])
+    return None
+
+
+def _written(folder: Path) -> float:
+    """When the metrics of a run were written last; 0: never."""
+    with contextlib.suppress(OSError):
+        return (folder / METRICS).stat().st_mtime
+    return 0.0
+
+
+def dataset_paths(given: str | None) -> dict[str, str]:
+    """ "tiny_imagenet=FOLDER,imagenette=FOLDER" → by name, with those that need no folder"""
+    paths = {name: dataset.path for name, dataset in DATASETS.items() if dataset.path is not None}
+    for item in filter(None, (given or "").split(",")):
+        name, equals, path = item.partition("=")
+        if name not in DATASETS or not equals or not path:
+            raise ValueError(f"--data {item!r}: expected NAME=FOLDER with a name of {', '.join(DATASETS)}")
+        paths[name] = path
+    return paths

@@ -1,0 +1,106 @@
+"""Rows of the grid become the package's weights: which runs, and real ones, on data as small as they take."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from inline_attention import create_model
+from inline_attention.data import DataConfig
+from inline_attention.models import shipped
+from inline_attention.models.weights import read_metadata, save_weights
+from inline_attention.tasks.classification.classifier import preprocessing
+from study.__main__ import main
+from study.grid import Run
+from study.measures import weights_file
+from study.pack import PACKED_ROWS, pack_models
+from study.results import Results, RunResult, collect
+from study.runner import GridRunner
+
+SETTINGS = ["run.compile=false", "data.batch_size=50", "data.workers=0", "device=cpu"]
+RUNS = [Run("tiny_imagenet", row, 1, 0, 4) for row in PACKED_ROWS.values()]
+
+
+def make_images(root: Path) -> None:
+    noise = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for number in range(100):
+            (root / split / f"n{number:08}").mkdir(parents=True)
+            pixels = noise.integers(0, 255, (64, 64, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / split / f"n{number:08}" / "0.png")
+
+
+def finished(out: Path, row: str, *, epochs: int, seed: int = 0, top1: float = 1.0) -> RunResult:
+    """A run with weights as they are drawn, which take no training."""
+    run = Run("tiny_imagenet", row, epochs, seed, 4)
+    (name,) = (name for name, packed in PACKED_ROWS.items() if packed == row)
+    prepared = preprocessing(DataConfig(eval_transform="resize", interpolation="bilinear"))
+    about = {"class_names": json.dumps([f"class {number}" for number in range(100)]), "preprocessing": prepared}
+    file = weights_file(out / run.name)
+    file.parent.mkdir(parents=True)
+    save_weights(create_model(name), file, metadata=about)
+    return RunResult(
+        run, out / run.name, top1, best=top1, images=5000, curve=[], seconds=1.0, analysis=None, changed=[],
+        commit="1 (abc)", machine="a cpu",
+    )  # fmt: skip
+
+
+def as_results(runs: list[RunResult]) -> Results:
+    return Results(runs, again=[], failures={}, device_seconds=0.0, probes=None, speed=None, sweep=None)
+
+
+def test_the_longest_training_is_packed(tmp_path: Path) -> None:
+    """Although a shorter one has more seeds; in it the first seed, although the second is better."""
+    short = [finished(tmp_path, row, epochs=40, seed=seed) for row in PACKED_ROWS.values() for seed in (0, 1, 2)]
+    long = [finished(tmp_path, row, epochs=120, top1=10 + len(row)) for row in PACKED_ROWS.values()]
+    better = finished(tmp_path, "inline", epochs=120, seed=1, top1=90.0)
+    results = as_results([*short, *long, better])
+    assert results.main_setting is not None
+    assert results.main_setting.epochs == 40
+    for path, source in zip(pack_models(results, folder=tmp_path / "packed"), long, strict=True):
+        about = read_metadata(path)
+        assert PACKED_ROWS[path.stem] == source.run.row
+        assert (about["seed"], about["top1"]) == ("0", f"{source.top1:.2f}")
+        assert "schedule.epochs=120" in about["recipe"].split()
+
+
+def test_a_length_that_lacks_a_row_is_not_packed(tmp_path: Path) -> None:
+    """The three are compared: they are trained equally long."""
+    short = [finished(tmp_path, row, epochs=40) for row in PACKED_ROWS.values()]
+    long = [finished(tmp_path, row, epochs=120) for row in ("linear", "inline")]
+    files = pack_models(as_results([*short, *long]), folder=tmp_path / "packed")
+    assert all("schedule.epochs=40" in read_metadata(path)["recipe"].split() for path in files)
+    with pytest.raises(ValueError, match="257 tokens: no length has finished runs of all of softmax, linear, inline"):
+        pack_models(as_results(long))
+    with pytest.raises(ValueError, match="there is nothing to pack"):
+        pack_models(as_results([]))
+
+
+@pytest.mark.slow
+def test_the_grid_makes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_images(tmp_path / "images")
+    out, packed = tmp_path / "study", tmp_path / "packed"
+    runner = GridRunner(out, paths={"tiny_imagenet": str(tmp_path / "images")}, settings=SETTINGS)
+    assert runner.make(RUNS).failed == []
+    assert main(["pack", str(out), "--to", str(packed)]) == 0
+    assert {path.stem for path in packed.iterdir()} == set(shipped.SHIPPED)
+    assert sum(path.stat().st_size for path in packed.iterdir()) < 15e6
+    results = collect(out)
+    setting = results.main_setting
+    assert setting is not None
+    for name, row in PACKED_ROWS.items():
+        about, result = read_metadata(packed / f"{name}.safetensors"), results.find(setting, row)
+        assert result is not None
+        assert about["top1"] == f"{result.top1:.2f}"
+        assert about["recipe"].startswith("inline train study/study.yaml --data TINY_IMAGENET --seed 0")
+        assert "of 100 validation images" in about["data"]
+    x = torch.randn(2, 3, 64, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shipped, "FOLDER", packed)
+        assert create_model("inline_deit_study", pretrained=True).eval()(x).shape == (2, 100)
+    (out / RUNS[0].name / "checkpoints" / "last.safetensors").unlink()
+    assert main(["pack", str(out), "--to", str(packed)]) == 2
+    assert "last.safetensors is missing: softmax_deit_study is made from it" in capsys.readouterr().err

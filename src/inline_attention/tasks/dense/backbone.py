@@ -99,6 +99,20 @@ class Backbone(nn.Module):
         self.model.set_grad_checkpointing(enable)  # type: ignore[operator]  # timm's contract
 
 
+class HeadedModel(nn.Module):
+    """A backbone under heads, with timm's layer groups for the optimizer"""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return self.backbone.group_matcher(prefix="backbone", coarse=coarse)
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
 class ChannelNorm(nn.LayerNorm):
     """LayerNorm over the channels of (B, C, H, W)"""
 

@@ -19,10 +19,11 @@ from inline_attention.models.schema import (
     read_description,
 )
 from inline_attention.models.weights import build_fitting, fit
+from inline_attention.tasks.dense.backbone import HeadedModel
 from inline_attention.tasks.dense.config import HeadedConfig
 from inline_attention.training.task import weights_source
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
+ModelT = TypeVar("ModelT", bound=HeadedModel)
 ConfigT = TypeVar("ConfigT", bound=HeadedConfig)
 DataT = TypeVar("DataT", bound=LoaderConfig)
 

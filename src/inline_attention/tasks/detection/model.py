@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
 from inline_attention.layers.padding import repeat_border, sizes_on_map, zero_padding
-from inline_attention.tasks.dense.backbone import STRIDES, Backbone, create_backbone
+from inline_attention.tasks.dense.backbone import STRIDES, Backbone, HeadedModel, create_backbone
 from inline_attention.tasks.detection.boxes import Size
 from inline_attention.tasks.detection.roi_heads import (
     CASCADE,
@@ -70,7 +70,7 @@ def padded_sizes(images: Tensor, sizes: Sequence[Size]) -> Tensor | None:
     return torch.tensor(sizes, pin_memory=on_gpu).to(images.device, non_blocking=on_gpu)
 
 
-class Detector(nn.Module):
+class Detector(HeadedModel):
     """A backbone, a feature pyramid, proposals, and heads on them.
 
     Args:
@@ -84,14 +84,14 @@ class Detector(nn.Module):
     def __init__(
         self, backbone: Backbone, *, head: str, num_classes: int, channels: int = 256, regions: int = 512
     ) -> None:
-        super().__init__()
+        super().__init__(backbone)
         if head not in HEADS:
             raise ValueError(f"head={head!r}; expected one of {', '.join(HEADS)}")
         if channels < 1 or channels % NORM_GROUPS:
             raise ValueError(f"channels={channels}; expected a multiple of {NORM_GROUPS}")
         if regions < 1:
             raise ValueError(f"regions={regions}; expected 1 or more")
-        self.backbone, self.num_classes = backbone, num_classes
+        self.num_classes = num_classes
         self.pyramid = Pyramid(backbone.channels, channels)
         self.proposals = RegionProposals(channels)
         self.heads = RoIHeads(channels, num_classes=num_classes, stages=HEADS[head][1], regions=regions)
@@ -117,10 +117,10 @@ class Detector(nn.Module):
         maps = self.extract(images, own)
         if targets is not None and keys is None:
             keys = torch.randint(2**62, (len(images),), device=images.device)
+        boxes, losses = self.proposals(maps, sizes, targets, keys)
         pooled = maps[:-1]
         if own is not None:
             pooled = [repeat_border(x, sizes_on_map(own, stride)) for x, stride in zip(pooled, STRIDES, strict=True)]
-        boxes, losses = self.proposals(maps, sizes, targets, keys)
         if targets is None:
             return self.heads(pooled, boxes, sizes)
         return losses | self.heads.losses(pooled, boxes, sizes, targets, keys)
@@ -129,12 +129,6 @@ class Detector(nn.Module):
         """Maps (B, channels, H/s, W/s) at strides 4, 8, 16, 32 and 64; sizes (B, 2): of padded images"""
         maps = OrderedDict((str(level), x) for level, x in enumerate(self.backbone(images, sizes)))
         return list(self.pyramid(maps, sizes).values())
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        return self.backbone.group_matcher(prefix="backbone", coarse=coarse)
-
-    def no_weight_decay(self) -> set[str]:
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 
 def create_detector(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from inline_attention.models.registry import check_arguments
-from inline_attention.tasks.dense.backbone import STRIDES, Backbone, create_backbone
+from inline_attention.tasks.dense.backbone import STRIDES, Backbone, HeadedModel, create_backbone
 from inline_attention.tasks.segmentation.heads import FCNHead, SemanticFPN, UperNet, own_levels, to_pixels
 
 # name → (for people, builder, channels of the auxiliary head or None)
@@ -24,12 +24,12 @@ class Logits(NamedTuple):
     auxiliary: Tensor | None  # (B, classes, H / 16, W / 16) in training, where the head has an auxiliary one
 
 
-class Segmenter(nn.Module):
+class Segmenter(HeadedModel):
     """Images (B, 3, H, W) of any size → class scores at a quarter of the size; `segment` gives those of every pixel."""
 
     def __init__(self, backbone: Backbone, head: nn.Module, *, auxiliary: nn.Module | None, num_classes: int) -> None:
-        super().__init__()
-        self.backbone, self.head, self.auxiliary = backbone, head, auxiliary
+        super().__init__(backbone)
+        self.head, self.auxiliary = head, auxiliary
         self.num_classes = num_classes
 
     def forward(self, images: Tensor, sizes: Tensor | None = None) -> Logits:
@@ -48,12 +48,6 @@ class Segmenter(nn.Module):
     def segment(self, images: Tensor, sizes: Tensor | None = None) -> Tensor:
         """(B, 3, H, W) → logits (B, classes, H, W) float32; zero beyond images of these sizes"""
         return to_pixels(self(images, sizes).main, images.shape[2:], sizes=sizes)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        return self.backbone.group_matcher(prefix="backbone", coarse=coarse)
-
-    def no_weight_decay(self) -> set[str]:
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 
 def create_segmenter(

@@ -329,7 +329,8 @@ sample_ids, step = torch.arange(2), 0
     "docs/weights.md": """
 import timm
 from inline_attention import create_model
-other_model = create_model("inline_swin_tiny")
+my_model = other_model = create_model("inline_swin_tiny")
+class_names = [f"class {number}" for number in range(1000)]
 """,
 }
 # (pattern, in its place, why)
@@ -347,7 +348,10 @@ REPLACED = [
     (r"torch\.randn\(1, 3, (\d+), (\d+)\)", "torch.randn(1, 3, 96, 160)", "short"),
 ]
 # Blocks that need what a test does not have.
-NOT_EXECUTED = {"pack_weights(": "needs a run of the study; tests/models/test_shipped.py packs one"}
+NOT_EXECUTED = {
+    "pack_weights(": "needs a run of the study; tests/models/test_shipped.py packs one",
+    "push_to_hf_hub(": "needs an account of the hub; tests/models/test_hub.py opens the folder",
+}
 FAST_PAGES = ("README.md", "docs/attention.md", "src/inline_attention/models/study/README.md")
 
 
@@ -366,7 +370,7 @@ def python_pages() -> list:
 @pytest.mark.parametrize(("name", "found"), python_pages())
 def test_python_blocks_run(name: str, found: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for file in ("ckpt_epoch_299.pth", "model.safetensors"):
+    for file in ("ckpt_epoch_299.pth", "checkpoint-42.pth.tar", "model.safetensors"):
         if any(file in block.text for block in found):
             torch.save({"model": create_model("inline_swin_tiny").state_dict()}, file)
     for folder in ("imagenette", "flowers"):

@@ -317,7 +317,7 @@ def test_all_but_the_window_masked_by_hand(kind: str) -> None:
     model = deit(kind, depth=1, local_residual=False)
     record = capture(model, image(64, 48))[0]
     attn, (height, width) = model.blocks[0].attn, record.grid
-    out = record.attend(mask=seen_window(record, 3))
+    out = record.recompute_output(mask=seen_window(record, 3))
     for y in range(height):
         for x in range(width):
             query = 1 + y * width + x
@@ -353,7 +353,7 @@ def test_taps_zeroed_and_kept() -> None:
     model = deit("inline", depth=1)
     record = capture(model, image())[0]
     mask = window_mask(record, 3)
-    zeroed, kept = record.attend(mask=mask), record.attend(mask=mask, mask_local=False)
+    zeroed, kept = record.recompute_output(mask=mask), record.recompute_output(mask=mask, mask_local=False)
     alone = torch.einsum("shij,sjhd->sihd", record.weights(mask=mask(slice(None))), record.v)
     with torch.no_grad():
         weight = model.blocks[0].attn.proj.weight
@@ -399,9 +399,9 @@ def test_random_masks_hide_as_many_present_tokens_as_local_ones() -> None:
     assert torch.equal((~seen & present).sum(-1), local)
     # Each sample has its own mask, for the weights and for the taps.
     each = random_mask(record, 1, torch.Generator().manual_seed(0))
-    out = record.attend(mask=each)
+    out = record.recompute_output(mask=each)
     masks = random_mask(record, 1, torch.Generator().manual_seed(0))(slice(None))
-    alone = record.attend(mask=lambda rows: masks[1, rows])
+    alone = record.recompute_output(mask=lambda rows: masks[1, rows])
     torch.testing.assert_close(out[1], alone[1])
 
 

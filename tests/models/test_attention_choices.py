@@ -143,7 +143,7 @@ def window_positions(size: tuple[int, int], window: tuple[int, int], shifted: bo
 
 def attended(block: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
     with torch.no_grad():
-        return block.attend(x.flatten(1, 2), size).unflatten(1, size)
+        return block.attention_branch(x.flatten(1, 2), size).unflatten(1, size)
 
 
 def inline_block(*, shifted: bool, local_residual: bool) -> SwinBlock:

@@ -9,7 +9,7 @@ import inline_attention.training as training
 for module in pkgutil.iter_modules(training.__path__, "inline_attention.training."):
     if module.name != "inline_attention.training.plots":  # imports matplotlib, which is optional
         importlib.import_module(module.name)
-print([name for name in sys.modules if name.startswith(("inline_attention.tasks", "inline_attention.dense"))])
+print([name for name in sys.modules if name.startswith("inline_attention.tasks")])
 """
 
 

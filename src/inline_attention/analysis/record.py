@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from inline_attention.layers.local import LocalTerm
-from inline_attention.layers.windows import Grid, WindowPlan
+from inline_attention.layers.windows import WindowPlan
 from inline_attention.layers.written_out import WrittenOut
+from inline_attention.ops import Grid
 
 from .neighbours import neighbours
 
@@ -89,7 +90,7 @@ class LayerAttention(WrittenOut):
         return out
 
     @torch.no_grad()
-    def attend(self, *, mask: Callable[[slice], Tensor] | None = None, mask_local: bool = True) -> Tensor:
+    def recompute_output(self, *, mask: Callable[[slice], Tensor] | None = None, mask_local: bool = True) -> Tensor:
         """The module's output computed from the written-out weights: matrix @ v, local terms, projection.
 
         Args:
@@ -109,8 +110,8 @@ class LayerAttention(WrittenOut):
         return self.finish(torch.cat(attended, 1), torch.cat(local, 1))
 
     def error(self) -> float:
-        """How far `attend` is from what the module returned, relative to the largest value of that."""
-        difference = (self.attend() - self.output).abs()
+        """How far `recompute_output` is from what the module returned, relative to the largest value of that."""
+        difference = (self.recompute_output() - self.output).abs()
         if self.token_mask is not None:
             difference = difference.masked_fill(~self.token_mask[:, :, None], 0)
         return float(difference.max() / self.output.abs().max())

@@ -8,9 +8,9 @@ from timm.models import swin_transformer
 from torch import Tensor, nn
 
 from inline_attention.layers import SoftmaxAttention
-from inline_attention.layers.windows import Grid, WindowPlan, ceil_div
+from inline_attention.layers.windows import WindowPlan, ceil_div
 from inline_attention.layers.written_out import WrittenOut, samples_of
-from inline_attention.ops import attention_matrix
+from inline_attention.ops import Grid, attention_matrix
 
 ATTENTIONS = (timm.layers.Attention, swin_transformer.WindowAttention)
 WINDOWED_BLOCK = swin_transformer.SwinTransformerBlock

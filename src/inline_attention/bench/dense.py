@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.models import list_models
-from inline_attention.ops.attention import Backend
+from inline_attention.ops import Backend
 from inline_attention.tasks.detection import published as detectors
 from inline_attention.tasks.detection.model import HEADS as DETECTION_HEADS
 from inline_attention.tasks.detection.model import create_detector

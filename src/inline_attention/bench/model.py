@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers import InLineAttention
-from inline_attention.layers.attention import Grid, unstack
+from inline_attention.layers.attention import unstack
 from inline_attention.models import create_model
 from inline_attention.models.weights import load_model
-from inline_attention.ops.attention import Backend
+from inline_attention.ops import Backend, Grid
 from inline_attention.optimize import MODES, optimize
 
 from .op import textbook_attention

@@ -164,7 +164,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress, write_json
-    from inline_attention.tasks.dense.images import read_image
+    from inline_attention.data.decode import read_image
     from inline_attention.tasks.detection.average_precision import as_records
     from inline_attention.tasks.detection.data import DetectionEvalLoader, without_annotations
     from inline_attention.tasks.detection.evaluation import detect

@@ -48,8 +48,8 @@ def _describe_outcome(outcome: "Outcome") -> str:
     lines += ["", "next:"]
     if summary["recipe"] == "quickstart":
         lines += [
-            "  inline train inline_deit_tiny --data FOLDER    your images: FOLDER/train/CLASS, FOLDER/val/CLASS",
-            "  inline train --list-recipes                    the published models",
+            "  inline train finetune --data FOLDER    your images: FOLDER/train/CLASS, FOLDER/val/CLASS",
+            "  inline train --list-recipes            the published models",
         ]
     lines += [
         f"  inline predict {summary['model']} --weights {best} IMAGE",

@@ -18,7 +18,6 @@ from inline_attention.layers import Block, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     masked_mean,
@@ -31,6 +30,8 @@ from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 from inline_attention.layers.written_out import WrittenOut
+from inline_attention.ops import Grid
+from inline_attention.ops.reference import zero_absent
 
 from . import registry
 from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
@@ -68,8 +69,7 @@ class StripeAttention(SoftmaxAttention):
         if self.stripe is not None:
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
         q, k, v = unstack(projections)
-        if token_mask is not None:
-            v = v.masked_fill(~token_mask[:, :, None, None], 0)  # the positional convolution reads beyond the border
+        v = zero_absent(v, token_mask)  # the positional convolution reads beyond the border
         branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
         out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]
         return torch.cat(out, dim=2)
@@ -126,9 +126,9 @@ class MappedStripeAttention(StripeAttention):
 
 
 class CSwinBlock(Block):
-    """A block that generates its local kernels from the mean of its input, before the norm."""
+    """A block whose local weight is made from the block's input, before the norm."""
 
-    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         token_mask = None if padding is None else padding.token_mask
         return self.attn(self.norm1(x), grid, token_mean=masked_mean(x, token_mask), token_mask=token_mask)
 

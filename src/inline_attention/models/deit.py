@@ -16,10 +16,10 @@ from inline_attention.layers import Block, PatchEmbed
 from inline_attention.layers.attention import AttentionSpec, build_attention, parse_attention
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import own_tokens, resize_map_for_each, sizes_on_map
+from inline_attention.ops import Grid
 
 from . import registry
 from .base import (
-    Grid,
     Part,
     StateDict,
     VisionModel,

@@ -11,9 +11,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from inline_attention.layers import Attention
-from inline_attention.layers.local import TAPS
+from inline_attention.ops import Grid
+from inline_attention.ops.local import TAPS
 
-from .base import Grid, VisionModel
+from .base import VisionModel
 
 
 class StageCost(NamedTuple):

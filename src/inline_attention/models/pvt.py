@@ -18,7 +18,6 @@ from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
@@ -27,6 +26,7 @@ from inline_attention.layers.attention import (
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import resize_map_for_each
 from inline_attention.layers.written_out import WrittenOut
+from inline_attention.ops import Grid
 
 from . import registry
 from .base import (
@@ -57,13 +57,6 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
             self.sr = nn.Conv2d(dim, dim, reduction, stride=reduction)
             self.norm = nn.LayerNorm(dim, eps=1e-5)
 
-    def forward(
-        self, x: Tensor, grid: Grid, *, token_mean: Tensor | None = None, token_mask: Tensor | None = None
-    ) -> Tensor:
-        if token_mask is not None:
-            x = x.masked_fill(~token_mask[:, :, None], 0)
-        return super().forward(x, grid, token_mean=token_mean, token_mask=token_mask)
-
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         heads = (self.num_heads, self.head_dim)
         q = self.q(x).unflatten(-1, (1, *heads))
@@ -76,9 +69,9 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
             x = self.norm(self.sr(x.unflatten(1, grid).permute(0, 3, 1, 2)).flatten(2).mT)
         return q, self.kv(x).unflatten(-1, (2, *heads))
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         if token_mask is None or self.reduction == 1:
-            return super().attend_globally(q, k, v, grid=grid, token_mask=token_mask)
+            return super().global_attention(q, k, v, grid=grid, token_mask=token_mask)
         # The convolution drops an incomplete patch at the border, so a key belongs to the image if the last token of
         # its patch does. An image smaller than one patch keeps the first key, which is completed with zeros.
         last = self.reduction - 1

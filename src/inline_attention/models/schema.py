@@ -87,7 +87,7 @@ def check_foreign_arguments(arguments: Mapping[str, Any]) -> None:
         if name in reserved:
             raise WeightsError(f"gives {_shown(name)}, which is not an argument of a model")
     number = bool | int | float | None
-    check_values(dict.fromkeys(arguments, number | list[number]), arguments)  # type: ignore[operator]
+    check_values(dict.fromkeys(arguments, number | list[number]), arguments)
 
 
 def check_arguments(build: Callable[..., object], arguments: Mapping[str, Any]) -> None:

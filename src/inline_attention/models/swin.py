@@ -17,7 +17,6 @@ from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
@@ -35,6 +34,7 @@ from inline_attention.layers.windows import (
     window_regions,
 )
 from inline_attention.layers.written_out import WrittenOut, samples_of
+from inline_attention.ops import Grid
 from inline_attention.ops.reference import zero_absent
 
 from . import registry
@@ -142,7 +142,7 @@ class SwinBlock(Block):
     def window_plan(self, grid: Grid) -> WindowPlan:
         return WindowPlan.fit(grid, self.window, shifted=self.shifted)
 
-    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         plan = self.window_plan(grid)
         windows = to_windows(self.norm1(x).unflatten(1, grid), plan, padding)
         sizes = None if padding is None else padding.sizes

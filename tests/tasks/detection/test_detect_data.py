@@ -15,7 +15,7 @@ from inline_attention.tasks.detection.config import DetectionDataConfig
 from inline_attention.tasks.detection.data import (
     DetectionBatch,
     DetectionEvalLoader,
-    TrainPlan,
+    GroupedBatchSampler,
     View,
     fitted_size,
     load,
@@ -98,8 +98,8 @@ def test_a_batch_is_normalised_and_no_larger_than_its_images(shapes: Path) -> No
 
 def test_epochs_differ_and_show_every_image(shapes: Path) -> None:
     images = read_coco(shapes, "train2017").images
-    plan = TrainPlan(images, config=config(shapes, batch_size=1), seed=0, rank=0, world_size=1)
-    epochs = [[key.sample for (key,) in plan(epoch, 0)] for epoch in (0, 1)]
+    sampler = GroupedBatchSampler(images, config=config(shapes, batch_size=1), seed=0, rank=0, world_size=1)
+    epochs = [[key.sample for (key,) in sampler.batches(epoch, 0)] for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(11))
     assert epochs[0] != epochs[1]
 
@@ -107,16 +107,16 @@ def test_epochs_differ_and_show_every_image(shapes: Path) -> None:
 def test_landscape_and_portrait_images_are_kept_apart(shapes: Path) -> None:
     """Six landscape images and five portrait ones; what is left of both may make a batch together."""
     images = read_coco(shapes, "train2017").images
-    plan = TrainPlan(images, config=config(shapes), seed=0, rank=0, world_size=1)
+    sampler = GroupedBatchSampler(images, config=config(shapes), seed=0, rank=0, world_size=1)
     for epoch in range(5):
-        kinds = [{images[key.sample].size for key in keys} for keys in plan(epoch, 0)]
-        assert len(kinds) == plan.steps == 5
+        kinds = [{images[key.sample].size for key in keys} for keys in sampler.batches(epoch, 0)]
+        assert len(kinds) == sampler.steps == 5
         assert sorted(map(len, kinds)) == [1, 1, 1, 1, 1]
-    plan = TrainPlan(images, config=config(shapes, batch_size=4), seed=0, rank=0, world_size=1)
+    sampler = GroupedBatchSampler(images, config=config(shapes, batch_size=4), seed=0, rank=0, world_size=1)
     for epoch in range(5):
-        assert [len({images[key.sample].size for key in keys}) for keys in plan(epoch, 0)] == [1, 1]
-    plan = TrainPlan(images, config=config(shapes, batch_size=7), seed=0, rank=0, world_size=1)
-    assert [len(keys) for keys in plan(0, 0)] == [7]  # neither group fills it alone
+        assert [len({images[key.sample].size for key in keys}) for keys in sampler.batches(epoch, 0)] == [1, 1]
+    sampler = GroupedBatchSampler(images, config=config(shapes, batch_size=7), seed=0, rank=0, world_size=1)
+    assert [len(keys) for keys in sampler.batches(0, 0)] == [7]  # neither group fills it alone
 
 
 def test_every_image_is_evaluated_once_over_the_ranks(shapes: Path) -> None:

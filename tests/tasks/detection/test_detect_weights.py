@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small import shrunk
 
 import inline_attention
-from inline_attention.models.weights import save_weights
+from inline_attention.models.weights import read_metadata, save_weights
 from inline_attention.tasks.detection.config import DetectionDataConfig, DetectorConfig
 from inline_attention.tasks.detection.model import Detector
 from inline_attention.tasks.detection.weights import MODELS, load_detector
@@ -102,3 +102,12 @@ def test_weight_decay_spares_what_the_backbone_names() -> None:
     names = {name for name, _ in model.named_parameters()}
     assert model.no_weight_decay()
     assert model.no_weight_decay() <= names
+
+
+@pytest.mark.parametrize("split", ["../other", "/etc", "", "C:/data"])
+def test_a_file_cannot_lead_out_of_the_data(file: Path, split: str, tmp_path: Path) -> None:
+    prepared = json.loads(read_metadata(file)["preprocessing"]) | {"val_split": split}
+    metadata = read_metadata(file) | {"preprocessing": json.dumps(prepared)}
+    save_file(load_file(file), tmp_path / "other.safetensors", metadata=metadata)
+    with pytest.raises(ValueError, match=r"data.val_split is .*; expected the name of a folder inside data.path"):
+        load_detector(str(tmp_path / "other.safetensors"))

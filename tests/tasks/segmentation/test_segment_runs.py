@@ -150,6 +150,18 @@ def test_evaluating_and_predicting(undisturbed: Path, tmp_path: Path, capsys: py
     assert np.asarray(mask).max() < len(shapes.CLASSES)
 
 
+def test_the_averaged_weights_load_like_the_others(undisturbed: Path) -> None:
+    """Batch norm counts its batches in an integer, which is not averaged but belongs to the model."""
+    average = load_segmenter(str(undisturbed / "checkpoints" / "ema.safetensors")).model
+    last = load_segmenter(str(undisturbed / "checkpoints" / "last.safetensors")).model
+    counts = [
+        [value for name, value in model.state_dict().items() if name.endswith("num_batches_tracked")]
+        for model in (average, last)
+    ]
+    assert counts[0] == counts[1] == [torch.tensor(9)] * len(counts[0])
+    assert len(counts[0]) > 0
+
+
 def test_the_weights_know_the_split_and_the_layout_of_their_run(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,7 +290,7 @@ FPN = (2e-4, 1e-4, 40_000, 500, 0.9, None)
 def test_a_recipe_for_every_published_row() -> None:
     rows = [f"fpn_{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large")]
     rows += [f"upernet_{kind}_swin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")]
-    assert set(recipe_names("segment")) == {*rows, "camvid_fpn", "camvid_upernet"}
+    assert set(recipe_names(Segmentation.recipes)) == {*rows, "camvid_fpn", "camvid_upernet"}
     for row in rows:
         rate, decay, steps, warmup, power, drop_path = UPERNET if row.startswith("upernet") else FPN
         config = load_recipe(row, defaults=Segmentation.defaults(), folder=Segmentation.recipes)

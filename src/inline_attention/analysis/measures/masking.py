@@ -123,7 +123,7 @@ class _Masker:
 
     def __call__(self, record: LayerAttention) -> Tensor | None:
         if self.condition.what == "none":
-            return record.attend()
+            return record.recompute_output()
         if record.key_grid is not None:
             self.skipped[record.name] = "its keys are a reduced map"
             return None
@@ -137,7 +137,7 @@ class _Masker:
             mask = window_mask(record, self.side)
         else:
             mask = random_mask(record, self.side, self.generator)
-        return record.attend(mask=mask, mask_local=self.condition.local_terms != "kept")
+        return record.recompute_output(mask=mask, mask_local=self.condition.local_terms != "kept")
 
 
 def measure_masking(

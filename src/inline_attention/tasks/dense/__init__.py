@@ -1,1 +1,1 @@
-"""Segmentation and detection on the registered backbones: heads, data, metrics, and their tasks for the loop."""
+"""What segmentation and detection share: backbones, loaders, weights files, colours."""

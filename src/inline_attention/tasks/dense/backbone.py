@@ -22,9 +22,8 @@ PATCH = 16  # the stride of DeiT's one map
 class Backbone(nn.Module):
     """Images (B, 3, H, W) of any size → maps (B, C, ceil(H / s), ceil(W / s)) at strides s of 4, 8, 16 and 32.
 
-    The maps are those of timm's `features_only`. Where a family's blocks end without a norm of their own and were
-    published with one on every output (Swin, CSwin), there is one. DeiT's single map becomes four, as in ViTDet's
-    simple feature pyramid.
+    The maps are those of timm's `features_only`. Swin and CSwin get a norm on every map, as published. DeiT's single
+    map becomes four, as in ViTDet's simple feature pyramid.
     """
 
     channels: tuple[int, ...]
@@ -40,7 +39,7 @@ class Backbone(nn.Module):
                     f"a DeiT backbone must have patches of {PATCH} pixels, which four strides are made of; "
                     f"this one has {model.patch_size}"
                 )
-            model.prune_intermediate_layers(1)  # the norm stays: it is the last thing that was trained on this map
+            model.prune_intermediate_layers(1)  # the norm was trained on this map, so it stays
             self.pyramid = SimplePyramid(dims[-1])
             self.channels = self.pyramid.channels
         else:
@@ -62,7 +61,7 @@ class Backbone(nn.Module):
         if self.pyramid is not None:
             (tokens,) = model.forward_intermediates(x, 1, norm=True, **options)
             maps = self.pyramid(tokens, None if sizes is None else sizes_on_map(sizes, PATCH))
-            # The last patches of sides that are no multiple of 16 hang over; so would their finer maps.
+            # If a side is not a multiple of 16, the last patches reach beyond the image, and so do the finer maps.
             grids = [[ceil_div(side, stride) for side in x.shape[2:]] for stride in STRIDES]
             maps = [y[:, :, :rows, :columns] for y, (rows, columns) in zip(maps, grids, strict=True)]
         elif not self.norms:
@@ -78,9 +77,9 @@ class Backbone(nn.Module):
         ]
 
     def group_matcher(self, *, prefix: str, coarse: bool = False) -> dict[str, Any]:
-        """The model's layer groups (timm's contract) for a module that holds this one as `prefix`.
+        """Timm's layer groups of the model, for a module that holds this backbone as `prefix`.
 
-        What they do not match, the heads, is the last group.
+        Parameters that no pattern matches, those of the heads, are the last group.
         """
         start = "^" + re.escape(f"{prefix}.model.")
 
@@ -108,8 +107,10 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class SimplePyramid(nn.Module):
-    """One map at stride 16 → four at strides 4, 8, 16 and 32 ("Exploring Plain Vision Transformer Backbones for Object
-    Detection", arXiv 2203.16527): transposed convolutions upwards, a pooling downwards."""
+    """One map at stride 16 → four at strides 4, 8, 16 and 32, by transposed convolutions and a max pooling.
+
+    "Exploring Plain Vision Transformer Backbones for Object Detection", arXiv 2203.16527.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -133,13 +134,15 @@ class SimplePyramid(nn.Module):
 def create_backbone(
     name: str, *, weights: str | None = None, drop_path: float | None = None, kwargs: dict[str, Any] | None = None
 ) -> Backbone:
-    """The registered model `name` as a backbone.
+    """Build the registered model `name` as a backbone.
 
-    weights: "pretrained" (the published classifier's), or a file or URL of one; its head is left out.
-    drop_path: stochastic depth of the last block; None for the model's default. kwargs: further model arguments.
+    Args:
+        weights: "pretrained" for the published classifier, or the file or URL of one. Its head is not loaded.
+        drop_path: stochastic depth of the last block. None keeps the model's default.
+        kwargs: further arguments of the model.
     """
     if name not in list_models():
-        create_model(name)  # names the nearest, where there is no such model at all
+        create_model(name)  # an unknown name is an error here, which suggests the nearest one
         raise ValueError(
             f"{name} is not a model of this library (`inline models` lists them), which a backbone must be"
         )

@@ -1,6 +1,7 @@
-"""What the models of segmentation and detection can both be told."""
+"""The settings that the models of segmentation and detection share."""
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
 
 from inline_attention.training.config import BackboneConfig
 
@@ -9,4 +10,10 @@ from inline_attention.training.config import BackboneConfig
 class HeadedConfig(BackboneConfig):
     """A backbone under heads. `weights` may be a classifier's, for the backbone alone, or those of the same task."""
 
-    reset_head: bool = False  # of a task's weights, load the backbone alone: for other classes or another head
+    reset_head: bool = False  # load only the backbone of `weights`, for other classes or another head
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name leads to something below the folder that it is joined to, on any operating system"""
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    return all(path.parts and not path.anchor and ".." not in path.parts for path in paths)

@@ -1,52 +1,42 @@
 """What the loaders of segmentation and detection share."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import Dataset
 
 from inline_attention.data import LoaderConfig
-from inline_attention.data.batches import EvalPlan, WorkerFeed
+from inline_attention.data.collate import CollatedT
 from inline_attention.data.decode import UnreadableImage
-from inline_attention.data.loaders import DeviceStage, TrainLoader
+from inline_attention.data.loaders import TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import EpochBatchSampler, EvalBatchSampler, rank_indices
 from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.data.workers import WorkerLoader
 
 T = TypeVar("T")
-RawT = TypeVar("RawT", bound="RawEvalBatch")
 
 
-class RawEvalBatch(Protocol):
-    """What a worker hands over."""
-
-    @property
-    def skipped(self) -> Iterable[SkippedImage]: ...
-
-    def __len__(self) -> int: ...
-
-
-class TrainPlan(Protocol):
-    """The samples of this rank's batches."""
-
+class _TrainBatchSampler(Protocol):
     batch_size: int
     steps: int
 
-    def __call__(self, epoch: int, start_step: int) -> Iterator[list[Any]]: ...
-
 
 def open_train_loader(
-    samples: Dataset[Any],
-    plan: TrainPlan,
-    stage: DeviceStage[Any, Any],
+    dataset: Dataset[Any],
+    sampler: EpochBatchSampler[Any],
+    prefetcher: Prefetcher[Any, Any],
     *,
     config: LoaderConfig,
     num_images: int,
     world_size: int,
 ) -> TrainLoader[Any, Any]:
-    """Batches of samples in the order of the plan, brought to the device by the stage"""
+    """Training batches from worker processes that stay alive between epochs."""
+    plan: _TrainBatchSampler = sampler  # type: ignore[assignment]  # samplers of training know their length
     workers = min(config.resolved_workers(world_size), num_images)
     return TrainLoader(
-        WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True),
-        stage=stage,
+        WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=True),
+        prefetcher=prefetcher,
         batch_size=plan.batch_size,
         steps_per_epoch=plan.steps,
         skipped=SkippedImages(limit=config.max_broken_count(num_images)),
@@ -54,38 +44,19 @@ def open_train_loader(
     )
 
 
-class EvalFeed(Generic[RawT]):
-    """Every image of a split once over all ranks. Unreadable ones are listed in `skipped`, anew in every iteration."""
-
-    def __init__(
-        self,
-        samples: Dataset[RawT],
-        *,
-        num_images: int,
-        batch_size: int,
-        config: LoaderConfig,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.num_images = num_images
-        self.skipped = SkippedImages(limit=config.max_broken_count(num_images))
-        plan = EvalPlan(num_images, batch_size=batch_size, rank=rank, world_size=world_size)
-        workers = min(config.resolved_workers(world_size), num_images)
-        self._feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=False)
-
-    def batches(self) -> Iterator[RawT]:
-        """Those that hold an image"""
-        self.skipped.clear()
-        for raw in self._feed.batches(0, 0):
-            self.skipped.extend(raw.skipped)
-            if len(raw):
-                yield raw
+def eval_batches(
+    dataset: Dataset[CollatedT], *, num_images: int, batch_size: int, config: LoaderConfig, rank: int, world_size: int
+) -> WorkerLoader[CollatedT]:
+    """Every image of a split once over all ranks."""
+    sampler = EvalBatchSampler(rank_indices(num_images, rank=rank, world_size=world_size), batch_size=batch_size)
+    workers = min(config.resolved_workers(world_size), num_images)
+    return WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=False)
 
 
 def read_each(
     indices: Iterable[int], read: Callable[[int], T], *, path: Callable[[int], str]
 ) -> tuple[list[T], list[SkippedImage]]:
-    """What `read` makes of each sample, and those that it cannot read."""
+    """Read the samples one by one. Returns what was read, and which ones are unreadable."""
     found: list[T] = []
     skipped: list[SkippedImage] = []
     for index in indices:

@@ -1,10 +1,8 @@
-"""Images from files, and as a model sees them."""
+"""Pixels as a model sees them."""
 
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
-
-from inline_attention.data.decode import read_image as read_image  # one reader for every command
 
 MEAN, STD = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # of pixels in 0..1
 

@@ -1,4 +1,4 @@
-"""What the tasks on feature maps share: how a model is built, described and written about."""
+"""The task of a model with a backbone under heads: how it is built and described."""
 
 import csv
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from inline_attention.training.task import Task, TaskData, describe
 
 
 class DenseTask(Task):
-    """A backbone under heads, on images of many sizes."""
+    """Trains a backbone under heads on images of different sizes."""
 
     default_recipe = None
     fixed_shapes = False
@@ -47,7 +47,7 @@ class DenseTask(Task):
 
 
 def write_table(path: Path, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """As CSV, for people and spreadsheets"""
+    """Write a CSV file"""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(header)

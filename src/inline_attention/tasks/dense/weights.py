@@ -1,4 +1,4 @@
-"""Whole models, backbone and heads, built from a configuration and kept in weights files."""
+"""Whole models, backbone and heads: built from a configuration, loaded from weights files."""
 
 import json
 from collections.abc import Callable
@@ -39,28 +39,40 @@ class TrainedModel(Generic[ModelT, DataT]):
 
 @dataclass(frozen=True)
 class TaskModels(Generic[ModelT, ConfigT, DataT]):
-    """How the models of one task are built, and what of their configuration a weights file holds."""
+    """How the models of one task are built, and which settings their weights files store.
 
-    task: str  # in the metadata of a file
-    command: str  # that writes such files
-    create: Callable[[ConfigT, int, str | None], ModelT]  # configuration, classes, weights of the backbone
-    title: Callable[[ConfigT], str]  # for people
-    model: ConfigT  # the task's default
-    data: DataT  # the task's default
-    arguments: tuple[str, ...]  # of the model's configuration: what builds it again, beside the backbone
-    preparation: tuple[str, ...]  # of the data's configuration: how images are prepared, and where they were evaluated
-    check: Callable[[ConfigT], None] = lambda config: None  # of a file's model, beyond the types of its arguments
+    Args:
+        task: name of the task in the metadata of a file.
+        command: the command that writes such files, for messages.
+        create: builds a model from its configuration, its number of classes and the weights of its backbone.
+        title: name of a model in reports.
+        model: default configuration of a model.
+        data: default configuration of the data.
+        arguments: settings of the model that a file stores, beside the backbone's.
+        preparation: settings of the data that a file stores.
+        check: further checks of a model's configuration from a file; raises ValueError.
+    """
+
+    task: str
+    command: str
+    create: Callable[[ConfigT, int, str | None], ModelT]
+    title: Callable[[ConfigT], str]
+    model: ConfigT
+    data: DataT
+    arguments: tuple[str, ...]
+    preparation: tuple[str, ...]
+    check: Callable[[ConfigT], None] = lambda config: None
 
     def arguments_of(self, model: ConfigT) -> dict[str, Any]:
-        """What a weights file says under "config": what builds the model again, beside its backbone and its classes."""
+        """The settings that a weights file stores under "config", to build the model again"""
         return {name: getattr(model, name) for name in ("kwargs", *self.arguments)}
 
     def preparation_of(self, data: DataT) -> str:
-        """What a weights file says under "preprocessing"."""
+        """The settings that a weights file stores under "preprocessing", as JSON"""
         return json.dumps({name: getattr(data, name) for name in self.preparation})
 
     def build(self, config: ConfigT, *, num_classes: int) -> ModelT:
-        """The model with the weights that its configuration names: those of such a model, or of a backbone alone."""
+        """Build a model and load the weights that its configuration names, of a whole model or of a backbone."""
         weights, whole = config.weights, None
         if weights is not None and weights != "pretrained":
             weights = weights_source(weights)
@@ -86,7 +98,7 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
         return TrainedModel(model.eval(), self.title(config), class_names, data)
 
     def _read(self, said: Description) -> tuple[ConfigT, DataT]:
-        """What a file may set of the task's defaults; WeightsError for anything else."""
+        """The configurations that a file describes. WeightsError for a setting that it must not change."""
         given = dict(said.arguments)
         for name in ("kwargs", "head_kwargs"):
             if not isinstance(given.get(name, {}), dict):

@@ -17,7 +17,7 @@ KINDS = {"box": "bbox", "mask": "segm"}
 
 @dataclass
 class ImageResult:
-    """What was found in one image, in its own pixels."""
+    """The detections in one image, in pixels of the original image"""
 
     image_id: int
     boxes: np.ndarray  # (n, 4) x0, y0, x1, y1
@@ -28,7 +28,7 @@ class ImageResult:
 
 @dataclass(frozen=True)
 class ApResult:
-    """Per cent; None where there is nothing to find."""
+    """In per cent; None where there is no object to find"""
 
     box: dict[str, float | None]  # by `METRICS`
     mask: dict[str, float | None]
@@ -43,7 +43,7 @@ def encode_masks(masks: Tensor) -> list[Rle]:
 
 
 def average_precision(data: CocoData, results: Iterable[ImageResult]) -> ApResult:
-    """Over the images that there are results for, each of them once."""
+    """COCO's figures over the images that have a result"""
     found = {result.image_id: result for result in results}
     images = [image for image in data.images if image.id in found]
     if not images:

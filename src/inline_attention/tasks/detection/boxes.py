@@ -1,4 +1,4 @@
-"""Regions of feature maps, masks in regions, and which regions a step learns from."""
+"""Regions of feature maps, masks inside regions, and the sampling of regions for training."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,8 +17,8 @@ Size = tuple[int, int]  # (height, width)
 class PyramidAlign(nn.Module):
     """RoIAlign on the level that fits each box's size (FPN's equation 1).
 
-    torchvision's MultiScaleRoIAlign guesses the strides from the first batch, which goes wrong for padded small images,
-    and shifts regions by half a pixel.
+    torchvision's MultiScaleRoIAlign guesses the strides from the first batch, which fails for small padded images, and
+    it shifts regions by half a pixel.
     """
 
     def __init__(self, output_size: int) -> None:
@@ -55,15 +55,15 @@ def image_numbers(rows: Sequence[Tensor]) -> Tensor:
 
 
 def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, *, side: int) -> Tensor:
-    """What a mask head should say: masks (objects, H, W) uint8, boxes (n, 4), their objects (n,) → (n, side, side)"""
+    """The targets of a mask head: masks (objects, H, W) uint8, boxes (n, 4), their objects (n,) → (n, side, side)"""
     rois = torch.cat([matched.to(boxes.dtype).unsqueeze(1), boxes], dim=1)
     return roi_align(masks.unsqueeze(1).to(boxes.dtype), rois, side, aligned=True).squeeze(1)
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: Size, *, chunk: int = 32) -> Tensor:
-    """Probabilities (n, M, M) inside boxes (n, 4) → bool (n, height, width) of the image, true from one half on.
+    """Probabilities (n, M, M) inside boxes (n, 4) → bool (n, height, width), True where they are at least 0.5
 
-    `chunk` masks at a time: the interpolated ones take four bytes a pixel.
+    `chunk` masks are pasted at a time, since interpolated masks take four bytes a pixel.
     """
     height, width = size
     rows = torch.arange(height, device=boxes.device) + 0.5
@@ -86,14 +86,14 @@ class Chosen(NamedTuple):
 
 
 class KeyedSampler:
-    """A random choice of candidates that is a function of the image's key: of no generator, device or rank."""
+    """Samples positive and negative candidates at random. The choice depends only on the image's key."""
 
     def __init__(self, count: int, *, positive_share: float, place: int) -> None:
-        """`place` tells the samplers of a model apart."""
+        """`place` is a different number for each sampler of a model."""
         self.count, self.max_positive, self.place = count, int(count * positive_share), place
 
     def __call__(self, labels: Tensor, key: Tensor) -> Chosen:
-        """labels (n,): above 0 positive, 0 negative, below ignored; key () int64."""
+        """labels (n,): positive above 0, negative at 0, ignored below; key () int64"""
         key = key + self.place
         mixed = scramble(scramble(key) ^ scramble(key >> 32))
         # A bijection of the positions: no two candidates have the same priority.
@@ -109,9 +109,9 @@ class KeyedSampler:
 
 
 def mean_over_images(values: Tensor, images: Tensor, counts: Tensor) -> Tensor:
-    """The mean over images of each one's sum of `values` (rows,) divided by its entry of `counts` (B,).
+    """Sum `values` (rows,) within each image, divide by the image's entry of `counts` (B,), and average over images.
 
-    images (rows,): the image of each row. Each image weighs the same, so that a step over several ranks is the mean of
-    the ranks' steps.
+    images (rows,) is the image of each row. Every image has the same weight, so the gradient over several ranks is the
+    mean of the ranks' gradients.
     """
     return (values / counts.clamp(min=1)[images]).sum() / len(counts)

@@ -1,4 +1,4 @@
-"""COCO's format: `annotations/instances_SPLIT.json` beside folders of images, read and checked before a run starts."""
+"""Reads and checks data in COCO's format: `annotations/instances_SPLIT.json` and a folder of images."""
 
 import json
 import logging
@@ -6,24 +6,25 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from inline_attention.data.decode import MAX_PIXELS
+from inline_attention.tasks.dense.config import is_inside
 from inline_attention.tasks.detection.boxes import Size
 
 _logger = logging.getLogger(__name__)
 
-# Bounds that no real annotation comes near. pycocotools allocates by what a file says, and does not check it.
-MAX_PIXELS = 89_478_485  # of an image, as for any image that is decoded
-MAX_MASK_BYTES = 2**32  # of all masks of an image, decoded at once
-MAX_OUTLINE = 1_000_000  # pixels along the polygons of one object
+# Limits far above any real annotation. pycocotools allocates what a file asks for and does not check it.
+MAX_MASK_BYTES = 2**32  # all masks of an image, decoded
+MAX_OUTLINE = 1_000_000  # length of the polygons of one object, in pixels
 _MAX_ID = 2**63  # what an int64 holds
-_LARGEST = 1e12  # of a coordinate or an area; neither NaN nor infinity is below it
+_LARGEST = 1e12  # magnitude of a coordinate or an area; NaN and infinity are not below it
 
 Rle = dict[str, Any]  # pycocotools' compressed run lengths: size [height, width], counts as bytes
-# Polygons x0, y0, x1, y1, … as float32, a sixth of the memory that COCO's take as lists; or run lengths as in the file.
+# Polygons x0, y0, x1, y1, … as float32, which take a sixth of the memory of lists; or run lengths as in the file.
 Segmentation = list[np.ndarray] | dict[str, Any]
 
 
@@ -32,8 +33,8 @@ class Instance:
     label: int  # 1 for the first class: 0 is the background
     box: tuple[float, float, float, float]  # x0, y0, x1, y1, inside the image
     segmentation: Segmentation
-    area: float | None  # of the mask, which decides between small, medium and large; None: it is counted
-    crowd: bool  # many objects in one region: nothing is learnt from it, and detections in it count for nothing
+    area: float | None  # of the mask; COCO's small, medium and large go by it. None: count the pixels
+    crowd: bool  # a region of many objects: not learnt from, and detections inside it are not counted
 
 
 @dataclass
@@ -45,7 +46,7 @@ class AnnotatedImage:
 
     @property
     def objects(self) -> list[Instance]:
-        """What can be learnt from."""
+        """The instances to learn from"""
         return [instance for instance in self.instances if not instance.crowd]
 
 
@@ -60,9 +61,9 @@ class CocoData:
 
 
 def read_coco(root: str | Path, split: str) -> CocoData:
-    """`root`/annotations/instances_`split`.json and `root`/`split`/…; ValueError says what is wrong, and where.
+    """Read `root`/annotations/instances_`split`.json and check it. A ValueError names what is wrong.
 
-    Objects whose box or polygons enclose nothing are left out and counted in the log, as COCO has some itself.
+    Objects with an empty box or mask are left out, and their number is logged. COCO itself has some.
     """
     root = Path(root)
     source, folder = root / "annotations" / f"instances_{split}.json", root / split
@@ -120,7 +121,7 @@ def _categories(content: Mapping[str, Any], source: Path) -> dict[int, str]:
 
 def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int, AnnotatedImage]:
     images: dict[int, AnnotatedImage] = {}
-    files: dict[Path, set[str]] = {}  # a folder is listed once: asking for each file takes minutes on network disks
+    files: dict[Path, set[str]] = {}  # each folder is listed once; a check of every file takes minutes on network disks
     missing = []
     for entry in _entries(content, "images", {"id": int, "file_name": str, "height": int, "width": int}, source):
         path = folder / _inside(entry["file_name"], f"{source}: image {entry['id']}")
@@ -149,17 +150,16 @@ def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int,
 
 
 def _inside(name: str, where: str) -> str:
-    """The name of a file below the folder of images; ValueError for one that leads elsewhere."""
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
-        if path.anchor or ".." in path.parts or not path.parts:
-            raise ValueError(f"{where}: file_name is {name!r}; expected a path inside the folder of images")
+    """The name itself; ValueError if it leads out of the folder of images"""
+    if not is_inside(name):
+        raise ValueError(f"{where}: file_name is {name!r}; expected a path inside the folder of images")
     return name
 
 
 def _add_instances(
     images: dict[int, AnnotatedImage], content: Mapping[str, Any], labels: Mapping[int, int], source: Path
 ) -> int:
-    """Give every image its instances; how many were left out."""
+    """Add the instances to their images. Returns how many were left out."""
     left_out = 0
     for entry in _entries(content, "annotations", {"image_id": int, "category_id": int, "bbox": list}, source):
         where = f"{source}: annotation {entry.get('id', '')} of image {entry['image_id']}"
@@ -198,7 +198,7 @@ def _add_instances(
 def _entries(
     content: Mapping[str, Any], key: str, fields: Mapping[str, type], source: Path
 ) -> Iterator[dict[str, Any]]:
-    """The objects listed under `key`, each with these fields, which hold values of these types."""
+    """The objects listed under `key`, checked to have these fields with values of these types"""
     entries = content.get(key, [])
     if not isinstance(entries, list):
         raise ValueError(f"{source}: {key} is {_excerpt(entries)}; expected a list of objects")
@@ -217,7 +217,7 @@ def _entries(
 
 
 def _excerpt(value: Any) -> str:
-    """As JSON, for messages"""
+    """The beginning of a value as JSON, for messages"""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists in lists
@@ -264,7 +264,7 @@ def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation
 
 
 def _check_polygons(polygons: Sequence[np.ndarray], size: Size, where: str) -> None:
-    """pycocotools walks along the outline, so that it must stay near the image and have an end."""
+    """Check that an outline stays near its image and is not too long: pycocotools stores every point along it."""
     outline = 0.0
     for polygon in polygons:
         points = polygon.reshape(-1, 2).astype(np.float64)
@@ -281,10 +281,11 @@ def _check_polygons(polygons: Sequence[np.ndarray], size: Size, where: str) -> N
 
 
 def _uncompressed(counts: str) -> list[int] | None:
-    """The run lengths that pycocotools compressed to a string; None for a string that it cannot have made.
+    """Decode run lengths that pycocotools compressed to a string. None if the string is invalid.
 
-    A number is cut into groups of five bits, the lowest first, each a character from "0" on. Bit 5 says that more
-    follow, bit 4 of the last group is the sign. From the fourth number on, each is a difference to the second last.
+    Each number is split into groups of five bits, lowest first, and each group is a character from "0" on. Bit 5 marks
+    that another group follows. Bit 4 of the last group is the sign. From the fourth number on, each is the difference
+    to the number two before it.
     """
     groups = np.frombuffer(counts.encode(errors="replace"), np.uint8).astype(np.int64) - ord("0")
     if not len(groups) or groups.min() < 0 or groups.max() > 63 or groups[-1] & 32:

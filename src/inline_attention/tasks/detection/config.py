@@ -1,10 +1,10 @@
-"""Everything a detection run can be told. The defaults are the published 1× schedule; a recipe holds what differs."""
+"""The settings of a detection run. The defaults are the published 1× schedule; a recipe holds what differs."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from inline_attention.data import LoaderConfig
-from inline_attention.tasks.dense.config import HeadedConfig
+from inline_attention.tasks.dense.config import HeadedConfig, is_inside
 from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
 
 
@@ -16,7 +16,7 @@ class DetectorConfig(HeadedConfig):
     drop_path: float | None = 0.1
     head: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
     channels: int = 256  # of the pyramid and of the heads
-    regions: int = 512  # of an image, that a head learns from; fewer take less memory
+    regions: int = 512  # that a head learns from in each image; fewer take less memory
 
 
 @dataclass
@@ -28,12 +28,14 @@ class DetectionDataConfig(LoaderConfig):
     batch_size: int = 2  # per rank
     short_side: int = 800  # of evaluation
     train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image
-    max_side: int = 1333  # shrinks further what would be longer
+    max_side: int = 1333  # an image whose long side would exceed this is made smaller
     hflip: float = 0.5
     skip_empty: bool = True  # images without objects are not trained on, as published
 
     def validate(self) -> None:
         super().validate()
+        for name in ("train_split", "val_split"):
+            self.check(name, is_inside(getattr(self, name)), "the name of a folder inside data.path")
         sides = (self.short_side, *self.train_short_sides)
         self.check("short_side", self.short_side >= 1, "a positive side")
         self.check("train_short_sides", bool(self.train_short_sides) and min(sides) >= 1, "positive sides")
@@ -44,7 +46,7 @@ class DetectionDataConfig(LoaderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionConfig(LoopConfig):
-    """Of `inline detect train`: 12 epochs of 16 images an update."""
+    """The settings of `inline detect train`: 12 epochs, 16 images an update."""
 
     model: DetectorConfig = field(default_factory=DetectorConfig)
     data: DetectionDataConfig = field(default_factory=DetectionDataConfig)

@@ -1,7 +1,7 @@
-"""From COCO files to batches: images of different sizes on one canvas, with boxes and masks that follow them.
+"""Batches of images with boxes and masks, from COCO files.
 
-The size and the flip of an image are a function of (seed, epoch, sample). A batch carries the true size of each image,
-so that a model can tell it from its padding: what is computed of an image depends on no other image of the batch.
+The size and the flip of an image are a function of (seed, epoch, sample). Images of different sizes are padded to one
+canvas. A batch carries their true sizes, with which a model computes the same as for each image alone.
 """
 
 import random
@@ -17,14 +17,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from inline_attention.data.batches import fitting_batch, read_or_replace
-from inline_attention.data.decode import UnreadableImage, image_size
-from inline_attention.data.loaders import DeviceStage, TrainLoader
-from inline_attention.data.order import epoch_order
+from inline_attention.data.dataset import read_or_replace
+from inline_attention.data.decode import UnreadableImage, image_size, read_image
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import (
+    EpochBatchSampler,
+    epoch_order,
+    fit_batch_size,
+)
 from inline_attention.data.seeding import derive_seed
-from inline_attention.data.skipped import SkippedImage
-from inline_attention.tasks.dense.data import EvalFeed, open_train_loader, read_each
-from inline_attention.tasks.dense.images import Normalise, read_image
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
+from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.detection.boxes import Size
 from inline_attention.tasks.detection.coco import (
     AnnotatedImage,
@@ -39,7 +44,7 @@ Target = dict[str, Tensor]
 
 
 class View(NamedTuple):
-    """How an image is shown."""
+    """The size of an image in training, and whether it is mirrored"""
 
     size: Size
     flipped: bool = False
@@ -59,7 +64,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class RawDetectionBatch:
-    """What a worker hands over."""
+    """A batch as a worker process returns it"""
 
     images: Tensor  # (B, 3, H, W) uint8, padded below and on the right
     sizes: list[Size]
@@ -88,17 +93,17 @@ class RawDetectionBatch:
 
 @dataclass
 class DetectionBatch:
-    """What a detector sees, on the loader's device."""
+    """A batch on the loader's device, as a detector takes it"""
 
-    images: Tensor  # (B, 3, H, W) float32, normalised; what is beyond an image's size is no part of it
+    images: Tensor  # (B, 3, H, W) float32, normalised; the padding holds anything
     sizes: list[Size]  # of the images without padding
     targets: list[Target]  # boxes (n, 4), labels (n,) from 1 on, masks (n, height, width) uint8; empty in evaluation
     sample_ids: Tensor  # (B,) int64
-    keys: Tensor  # (B,) int64, what the choice of regions is a function of
+    keys: Tensor  # (B,) int64, seeds of the choice of regions
 
 
 def fitted_size(size: Size, *, short_side: int, max_side: int) -> Size:
-    """(height, width) with the short side as given, or shorter where the long one would be above `max_side`"""
+    """(height, width) with the given short side, or smaller if the long side would exceed `max_side`"""
     scale = min(short_side / min(size), max_side / max(size))
     height, width = (max(1, int(side * scale + 0.5)) for side in size)
     return height, width
@@ -117,7 +122,7 @@ def resized(image: Image.Image, size: Size) -> Tensor:
 
 
 def show(image: Image.Image, annotated: AnnotatedImage, view: View) -> tuple[Tensor, Target]:
-    """Pixels (3, h, w) uint8 and the objects in them, resized and flipped"""
+    """Resize and flip: pixels (3, h, w) uint8 and the objects in them"""
     pixels = resized(image, view.size)
     objects = annotated.objects
     scale = torch.tensor([view.size[1] / annotated.size[1], view.size[0] / annotated.size[0]]).repeat(2)
@@ -135,7 +140,7 @@ def show(image: Image.Image, annotated: AnnotatedImage, view: View) -> tuple[Ten
 
 
 def load(annotated: AnnotatedImage) -> Image.Image:
-    """UnreadableImage where it cannot be decoded, ValueError where it has another size than its annotations say"""
+    """Decode an image. UnreadableImage if that fails, ValueError if its size is not that of its annotations."""
     image = read_image(annotated.path)
     if (image.height, image.width) != annotated.size:
         raise ValueError(
@@ -146,7 +151,7 @@ def load(annotated: AnnotatedImage) -> Image.Image:
 
 
 def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), replaced: int = 0) -> RawDetectionBatch:
-    """On the smallest canvas that all images fit on"""
+    """Pad the samples to the smallest canvas that holds all of them"""
     sizes: list[Size] = [(s.pixels.shape[1], s.pixels.shape[2]) for s in samples]
     height, width = (max(sides) for sides in zip((0, 0), *sizes, strict=True))
     images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
@@ -163,7 +168,7 @@ def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), 
     )
 
 
-class TrainSamples(Dataset[RawDetectionBatch]):
+class TrainDataset(Dataset[RawDetectionBatch]):
     """Images with their objects; an unreadable one is replaced by another."""
 
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int) -> None:
@@ -178,9 +183,9 @@ class TrainSamples(Dataset[RawDetectionBatch]):
 
     def _sample(self, key: TrainKey, skipped: list[SkippedImage]) -> Sample | None:
         found = read_or_replace(
-            lambda shown: load(self._images[shown]),
+            lambda sample: load(self._images[sample]),
             key.sample,
-            path=lambda shown: str(self._images[shown].path),
+            path=lambda sample: str(self._images[sample].path),
             seed=self._seed,
             epoch=key.epoch,
             num_samples=len(self._images),
@@ -188,14 +193,14 @@ class TrainSamples(Dataset[RawDetectionBatch]):
         )
         if found is None:
             return None
-        image, shown = found
-        annotated = self._images[shown]
+        image, sample = found
+        annotated = self._images[sample]
         view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
         pixels, target = show(image, annotated, view)
-        return Sample(pixels, target, shown, derive_seed("regions", self._seed, key.epoch, key.sample))
+        return Sample(pixels, target, sample, derive_seed("regions", self._seed, key.epoch, key.sample))
 
 
-class EvalSamples(Dataset[RawDetectionBatch]):
+class EvalDataset(Dataset[RawDetectionBatch]):
     """Images alone; an unreadable one is left out."""
 
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig) -> None:
@@ -212,26 +217,27 @@ class EvalSamples(Dataset[RawDetectionBatch]):
         return Sample(resized(image, size), {}, index, 0)
 
 
-class TrainPlan:
+class GroupedBatchSampler(EpochBatchSampler[TrainKey]):
     """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
 
-    What is left of both at the end of an epoch may make a mixed one: an epoch has as many as without grouping.
+    The images that are left over at the end of an epoch may form a mixed batch, so grouping loses no batch.
     """
 
     def __init__(
         self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, rank: int, world_size: int
     ) -> None:
+        super().__init__()
         self._images, self._seed = images, seed
-        self.batch_size = fitting_batch(config.batch_size, num_samples=len(images), world_size=world_size)
+        self.batch_size = fit_batch_size(config.batch_size, num_samples=len(images), world_size=world_size)
         self._mine = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         self._global_batch = self.batch_size * world_size
         self.steps = len(images) // self._global_batch
 
-    def __call__(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
-        for samples in list(self._batches(epoch))[start_step:]:
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
+        for samples in list(self._global_batches(epoch))[start_step:]:
             yield [TrainKey(epoch, sample) for sample in samples[self._mine]]
 
-    def _batches(self, epoch: int) -> Iterator[list[int]]:
+    def _global_batches(self, epoch: int) -> Iterator[list[int]]:
         waiting: dict[bool, list[int]] = {True: [], False: []}
         for sample in epoch_order(len(self._images), seed=self._seed, epoch=epoch)[:, 0].tolist():
             height, width = self._images[sample].size
@@ -245,7 +251,7 @@ class TrainPlan:
             yield rest[: self._global_batch]
 
 
-class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
+class DetectionPrefetcher(Prefetcher[RawDetectionBatch, DetectionBatch]):
     """Transfer and normalise."""
 
     def __init__(self) -> None:
@@ -259,22 +265,20 @@ class DetectionStage(DeviceStage[RawDetectionBatch, DetectionBatch]):
         return DetectionBatch(images, raw.sizes, targets, ids, keys)
 
 
-class DetectionEvalLoader(EvalFeed[RawDetectionBatch]):
+class DetectionEvalLoader(EvalLoader[RawDetectionBatch, DetectionBatch]):
     """The images of a split, one at a time and thus without padding."""
 
     def __init__(self, data: CocoData, *, config: DetectionDataConfig, rank: int = 0, world_size: int = 1) -> None:
-        samples = EvalSamples(data.images, config=config)
-        super().__init__(
-            samples, num_images=len(data.images), batch_size=1, config=config, rank=rank, world_size=world_size
-        )
         self.data = data
-        self._stage = DetectionStage()
-
-    def __iter__(self) -> Iterator[DetectionBatch]:
-        return self._stage(self.batches())
-
-    def to(self, device: torch.device) -> None:
-        self._stage.to(device)
+        dataset, num_images = EvalDataset(data.images, config=config), len(data.images)
+        super().__init__(
+            eval_batches(dataset, num_images=num_images, batch_size=1, config=config, rank=rank, world_size=world_size),
+            prefetcher=DetectionPrefetcher(),
+            class_names=data.class_names,
+            num_images=num_images,
+            skipped=SkippedImages(limit=config.max_broken_count(num_images)),
+            batch_size=1,
+        )
 
 
 @dataclass
@@ -296,7 +300,7 @@ class DetectionData:
 def open_detection_data(
     config: DetectionDataConfig, *, seed: int = 0, rank: int = 0, world_size: int = 1
 ) -> DetectionData:
-    """Open both splits. What is wrong with the configuration or the data is a ValueError here and now."""
+    """Open both splits. ValueError if something is wrong with the configuration or the data."""
     config.validate()
     train, val = (read_coco(config.path, split) for split in (config.train_split, config.val_split))
     check_same_categories(train, val)
@@ -304,10 +308,10 @@ def open_detection_data(
     for data, needed in ((train, images), (val, [image for image in val.images if image.objects])):
         if not needed:
             raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
-    plan = TrainPlan(images, config=config, seed=seed, rank=rank, world_size=world_size)
-    samples = TrainSamples(images, config=config, seed=seed)
+    sampler = GroupedBatchSampler(images, config=config, seed=seed, rank=rank, world_size=world_size)
+    dataset = TrainDataset(images, config=config, seed=seed)
     loader = open_train_loader(
-        samples, plan, DetectionStage(), config=config, num_images=len(images), world_size=world_size
+        dataset, sampler, DetectionPrefetcher(), config=config, num_images=len(images), world_size=world_size
     )
     return DetectionData(
         loader, DetectionEvalLoader(val, config=config, rank=rank, world_size=world_size), train.class_names
@@ -315,9 +319,9 @@ def open_detection_data(
 
 
 def with_classes(data: CocoData, class_names: Sequence[str]) -> CocoData:
-    """The data with a model's classes, by name; ValueError for a class that the model does not know.
+    """The data with the class numbers of a model, matched by name. ValueError for a class that the model does not have.
 
-    Classes without objects in these data count for nothing in average precision.
+    Average precision ignores classes that have no object in the data.
     """
     unknown = [name for name in data.class_names if name not in class_names]
     if unknown:
@@ -331,7 +335,7 @@ def with_classes(data: CocoData, class_names: Sequence[str]) -> CocoData:
 
 
 def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> CocoData:
-    """Image files as a split; an image's id is its position."""
+    """Image files as a split without objects. The id of an image is its position."""
     images = [AnnotatedImage(number, path, _size(path)) for number, path in enumerate(paths)]
     return CocoData(Path(), list(class_names), list(range(1, len(class_names) + 1)), images)
 

@@ -1,4 +1,4 @@
-"""What a detector finds in images, and its average precision over a loader, on one rank or many."""
+"""Detection over a loader, and its average precision, on one rank or many."""
 
 import logging
 import time
@@ -30,7 +30,7 @@ class DetectionResult:
 
 
 def to_image(found: Detections, *, image_id: int, shown: Size, original: Size) -> ImageResult:
-    """Detections in an image that was `shown` resized, in the pixels of the original"""
+    """Detections in an image that was resized to `shown`, in pixels of the original"""
     scale = found.boxes.new_tensor([original[1] / shown[1], original[0] / shown[0]]).repeat(2)
     boxes = clip_boxes_to_image(found.boxes * scale, original)
     masks = encode_masks(paste_masks(found.masks, boxes, original))
@@ -62,9 +62,9 @@ def evaluate(
     amp_dtype: torch.dtype | None = None,
     on_images: Callable[[int], None] | None = None,
 ) -> DetectionResult:
-    """COCO's figures. With torch.distributed initialised every rank calls this and gets the result of all.
+    """COCO's figures. If torch.distributed is initialised, every rank calls this and gets the result of all ranks.
 
-    `on_images` hears of each image, for a progress bar.
+    `on_images` is called with the number of images done, for a progress bar.
     """
     start = time.perf_counter()
     results = []

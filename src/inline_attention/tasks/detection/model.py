@@ -30,7 +30,7 @@ HEADS: dict[str, tuple[str, tuple[StageSettings, ...]]] = {
 
 
 class Pyramid(FeaturePyramidNetwork):
-    """torchvision's feature pyramid with one level more, which knows where padded images end."""
+    """torchvision's feature pyramid, with a fifth level and support for padded images."""
 
     def __init__(self, in_channels: Sequence[int], channels: int) -> None:
         super().__init__(list(in_channels), channels, extra_blocks=LastLevelMaxPool())
@@ -45,7 +45,7 @@ class Pyramid(FeaturePyramidNetwork):
         own = [sizes_on_map(sizes, stride) for stride in STRIDES]
         inner = [block(features) for block, features in zip(self.inner_blocks, x.values(), strict=True)]
         for fine in reversed(range(len(inner) - 1)):
-            # The nearest value is the same whether or not the map is padded: a side is doubled, or doubled less one.
+            # Nearest neighbours do not depend on padding: a side is doubled, or doubled minus one.
             inner[fine] = inner[fine] + F.interpolate(inner[fine + 1], inner[fine].shape[2:], mode="nearest")
         maps = [
             zero_padding(block(zero_padding(features, o, channels="first")), o, channels="first")
@@ -76,9 +76,9 @@ class Detector(nn.Module):
     Args:
         backbone: images (B, 3, H, W) → four maps at strides 4, 8, 16, 32.
         head: "mask_rcnn" or "cascade_mask_rcnn".
-        num_classes: of objects; the background comes besides.
-        channels: of the pyramid and of the heads' convolutions; their hidden layers are four times as wide.
-        regions: how many of an image's a stage learns from.
+        num_classes: classes of objects, without the background.
+        channels: of the pyramid and of the heads' convolutions. Hidden layers are four times as wide.
+        regions: how many regions of an image a stage learns from.
     """
 
     def __init__(
@@ -103,24 +103,27 @@ class Detector(nn.Module):
         targets: Targets | None = None,
         keys: Tensor | None = None,
     ) -> Losses | list[Detections]:
-        """Losses where there are targets, else what is found in each image.
+        """Losses if there are targets, otherwise the detections in each image.
 
-        images: (B, 3, H, W), normalised; sizes: (height, width) of each image without padding below and on the right
-        (None: there is none). An image gets the same result padded as alone. targets: see `Targets`. keys (B,) int64:
-        the choice of regions to learn from is a function of them; None: random.
+        Args:
+            images: (B, 3, H, W), normalised, padded at the bottom and right.
+            sizes: (height, width) of each image without its padding; None if there is none. A padded image gets the
+                same result as the image alone.
+            targets: see `Targets`.
+            keys: (B,) int64, seeds of the choice of regions to learn from. None for a random choice.
         """
         own = None if sizes is None else padded_sizes(images, sizes)
         sizes = [(images.shape[2], images.shape[3])] * len(images) if sizes is None else sizes
         maps = self.extract(images, own)
         if targets is not None and keys is None:
             keys = torch.randint(2**62, (len(images),), device=images.device)
-        boxes, losses = self.proposals(maps, sizes, targets, keys)
-        maps = maps[:-1]
+        pooled = maps[:-1]
         if own is not None:
-            maps = [repeat_border(x, sizes_on_map(own, stride)) for x, stride in zip(maps, STRIDES, strict=True)]
+            pooled = [repeat_border(x, sizes_on_map(own, stride)) for x, stride in zip(pooled, STRIDES, strict=True)]
+        boxes, losses = self.proposals(maps, sizes, targets, keys)
         if targets is None:
-            return self.heads(maps, boxes, sizes)
-        return losses | self.heads.losses(maps, boxes, sizes, targets, keys)
+            return self.heads(pooled, boxes, sizes)
+        return losses | self.heads.losses(pooled, boxes, sizes, targets, keys)
 
     def extract(self, images: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
         """Maps (B, channels, H/s, W/s) at strides 4, 8, 16, 32 and 64; sizes (B, 2): of padded images"""
@@ -144,10 +147,9 @@ def create_detector(
     kwargs: dict[str, Any] | None = None,
     **sizes: int,
 ) -> Detector:
-    """A registered backbone under a head.
+    """Build a detector on a registered backbone.
 
-    weights, drop_path, kwargs: of the backbone, see `create_backbone`. The others, and sizes (channels, regions): see
-    `Detector`.
+    `weights`, `drop_path` and `kwargs` are those of `create_backbone`, all others those of `Detector`.
     """
     features = create_backbone(backbone, weights=weights, drop_path=drop_path, kwargs=kwargs)
     return Detector(features, head=head, num_classes=num_classes, **sizes)

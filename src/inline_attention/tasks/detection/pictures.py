@@ -1,4 +1,4 @@
-"""Images with what was found drawn on them."""
+"""Draws detections on images."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from inline_attention.tasks.detection.coco import load_pycocotools
 
 
 def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str], min_score: float = 0.5) -> Image.Image:
-    """Masks as colour, boxes as frames, class and score as text, of the detections from `min_score` on"""
+    """Draw the masks, boxes, classes and scores of detections with at least `min_score`"""
     pixels = np.asarray(image.convert("RGB")).astype(np.float32)
     shown = [n for n in range(len(result.scores)) if result.scores[n] >= min_score]
     for n in shown:
@@ -40,7 +40,7 @@ def _write(
     size: tuple[int, int],
     margin: int,
 ) -> None:
-    """Text on a plate of that colour, above the corner of a box where there is room, and inside the picture."""
+    """Write text on a coloured plate above the corner of a box, moved so that it stays inside the picture."""
     left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
     width, height = right - left + 2 * margin, bottom - top + 2 * margin
     x = max(0.0, min(corner[0], size[0] - width))

@@ -1,4 +1,4 @@
-"""What was published of detectors, and what ours cost, counted without computing."""
+"""Published results of detectors, and the cost of ours, counted on the meta device."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -51,7 +51,7 @@ DETECTORS = {
 
 
 class DetectorCost(NamedTuple):
-    """Of one image: multiply-accumulates by part, the heads' over all their stages."""
+    """Multiply-accumulates of one image by part. The heads' cover all their stages."""
 
     params: int
     backbone: int

@@ -1,4 +1,4 @@
-"""What is in proposed regions: classes, better boxes, masks. One stage is Mask R-CNN, three are Cascade Mask R-CNN."""
+"""Heads on proposed regions: classes, refined boxes, masks. Mask R-CNN has one stage, Cascade Mask R-CNN three."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ CASCADE = (
 
 
 class Detections(NamedTuple):
-    """What was found in one image, the surest first. Labels count from 1."""
+    """The detections in one image, by descending score. Labels start at 1."""
 
     boxes: Tensor  # (n, 4) x0, y0, x1, y1 in the pixels of the model's input
     scores: Tensor  # (n,)
@@ -64,7 +64,7 @@ class Samples(NamedTuple):
 
 
 class Stage(nn.Module):
-    """A box head and a mask head, and how they learn."""
+    """A box head and a mask head, with their losses."""
 
     def __init__(
         self, channels: int, *, num_classes: int, settings: StageSettings, cascaded: bool, regions: int, place: int
@@ -96,11 +96,11 @@ class Stage(nn.Module):
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
 
     def refine(self, boxes: Tensor, deltas: Tensor, labels: Tensor) -> Tensor:
-        """Boxes (n, 4) moved as the deltas (n, classes + 1, 4) of their labels (n,) say"""
+        """Move boxes (n, 4) by the deltas (n, classes + 1, 4) of their labels (n,)"""
         return self.coder.decode_single(_of_label(deltas, labels), boxes)
 
     def choose(self, proposals: Tensor, target: dict[str, Tensor], key: Tensor) -> Samples:
-        """Proposals and the objects' own boxes, matched with objects, and a choice of them."""
+        """Match proposals and the objects' own boxes with objects, and sample some of them."""
         objects = target["boxes"]
         boxes = torch.cat([proposals, objects])
         if len(objects):
@@ -147,7 +147,7 @@ class Stage(nn.Module):
 
 
 class RoIHeads(nn.Module):
-    """Stages one after the other: each takes the boxes that the one before has refined."""
+    """A sequence of stages. Each takes the boxes that the previous one refined."""
 
     def __init__(self, channels: int, *, num_classes: int, stages: Sequence[StageSettings], regions: int) -> None:
         super().__init__()
@@ -215,14 +215,14 @@ class RoIHeads(nn.Module):
         return boxes[kept], scores[kept], labels[kept]
 
     def _masks(self, maps: Maps, boxes: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """For each image (n, 28, 28), the mean of the stages"""
+        """The mean of the stages' masks, for each image (n, 28, 28)"""
         regions, flat = self.mask_pool(maps, boxes), torch.cat(list(labels))
         of_stages = [_of_label(stage.mask_head(regions), flat).float().sigmoid() for stage in self.in_order()]
         return torch.stack(of_stages).mean(0).split([len(part) for part in labels])
 
 
 def surest_class(logits: Tensor) -> Tensor:
-    """(n, classes + 1) → (n,), the background apart"""
+    """The most likely class except the background: (n, classes + 1) → (n,)"""
     return logits[:, 1:].argmax(1) + 1
 
 

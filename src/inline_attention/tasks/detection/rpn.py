@@ -1,4 +1,4 @@
-"""Region proposals: torchvision's network, with losses that weigh images alike and strides that are known."""
+"""Region proposals: torchvision's network, with known strides and losses that weight every image equally."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ _RATIOS = ((0.5, 1.0, 2.0),) * len(_STRIDES)
 
 
 class RegionProposals(RegionProposalNetwork):
-    """Anchors of 8 strides a side in three shapes; 256 of an image's are learnt from, half of them positive at most."""
+    """Anchors of 8 strides a side in three shapes. 256 anchors of each image are learnt from, at most half positive."""
 
     def __init__(self, channels: int) -> None:
         anchors = AnchorGenerator(_SIZES, _RATIOS)
@@ -47,7 +47,7 @@ class RegionProposals(RegionProposalNetwork):
     ) -> tuple[list[Tensor], Losses]:
         """maps (B, C, H/s, W/s) at strides 4 to 64; sizes: of the images without their padding → boxes, losses
 
-        An anchor beyond the border of its image's own map is as if it were not there.
+        Anchors beyond the border of an image's own map are ignored.
         """
         scores, deltas = concat_box_prediction_layers(*self.head(list(maps)))
         # Coordinates up to a thousand do not fit into half precision.
@@ -73,7 +73,7 @@ class RegionProposals(RegionProposalNetwork):
         return torch.cat(self.anchor_generator.grid_anchors(grids, strides))
 
     def _own_anchors(self, maps: Sequence[Tensor], size: Size) -> tuple[Tensor | slice, list[int]]:
-        """Which anchors an image of that size has, level after level, and how many on each level"""
+        """The indices of the anchors of an image of that size, and their number on each level"""
         grids = [(features.shape[2], features.shape[3]) for features in maps]
         own = [(ceil_div(size[0], stride), ceil_div(size[1], stride)) for stride in _STRIDES]
         places = self.anchor_generator.num_anchors_per_location()[0]

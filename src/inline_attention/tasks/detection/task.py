@@ -43,7 +43,7 @@ class Detection(DenseTask):
         return self.data.to(ranks.device)
 
     def losses(self, forward: Callable[..., Any], batch: DetectionBatch, *, epoch: int, step: int) -> dict[str, Tensor]:
-        """The host does wait for the device here: how many boxes survive their suppression decides the shapes."""
+        """The host waits for the device here, since the number of boxes after suppression decides the shapes."""
         return forward(batch.images, batch.sizes, batch.targets, batch.keys)
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
@@ -56,7 +56,7 @@ class Detection(DenseTask):
 
 
 def figures(precision: ApResult) -> dict[str, float]:
-    """By names such as box_ap50; what has no objects to find is left out, the main figure is then 0."""
+    """Figures by names such as box_ap50. Those without objects are left out, except the main ones, which are then 0."""
     named = {
         f"{kind}_{name.lower()}": value
         for kind, values in (("box", precision.box), ("mask", precision.mask))
@@ -72,7 +72,7 @@ def write_figures(precision: ApResult, path: Path) -> None:
 
 
 def write_per_class(precision: ApResult, path: Path) -> None:
-    """A row a class: AP of boxes and of masks in per cent, empty where there is nothing to find."""
+    """One row for each class: AP of boxes and masks in per cent, empty if there is no object"""
     rows = (
         (name, *("" if value is None else f"{value:.3f}" for value in values))
         for name, values in precision.per_class.items()

@@ -1,10 +1,10 @@
-"""What `inline segment train` can be told. The defaults are UperNet's published ADE20K training."""
+"""The settings of a segmentation run. The defaults are UperNet's published training on ADE20K."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from inline_attention.data import LoaderConfig
-from inline_attention.tasks.dense.config import HeadedConfig
+from inline_attention.tasks.dense.config import HeadedConfig, is_inside
 from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
 
 Layout = Literal["folders", "ade20k", "cityscapes"]
@@ -22,30 +22,30 @@ class SegmenterConfig(HeadedConfig):
 
 @dataclass
 class SegmentDataConfig(LoaderConfig):
-    """Images and masks: PNG files of class numbers, one a pixel, as large as their image.
+    """Images with masks, which are PNG files of the same size that hold a class number for each pixel.
 
-    `layout` "folders": images/SPLIT/NAME.jpg and masks/SPLIT/NAME.png, below them to any depth. "ade20k" and
-    "cityscapes" are those data sets as distributed.
+    `layout` is "folders" for images/SPLIT/NAME.jpg and masks/SPLIT/NAME.png, at any depth, or "ade20k" or "cityscapes"
+    for these data sets as distributed.
     """
 
     layout: Layout = "folders"
     classes: str | list[str] | None = None  # names, or a file of them, a line each; None: classes.txt in the folder
-    ignore_index: int = 255  # the number of pixels that count for nothing
+    ignore_index: int = 255  # the number of pixels that are not counted
 
     batch_size: int = 16
     crop: int | list[int] = 512  # what a training image is cut to: side, or [height, width]
-    short_side: int | None = 512  # images are brought to this size, in evaluation too; null: they keep their own
-    max_long_side: int = 2048  # unless the other side would become longer than this
-    scale: list[float] = field(default_factory=lambda: [0.5, 2.0])  # and then by a factor from here, in training
-    max_class_share: float = 0.75  # a crop of which one class covers more is drawn again, up to ten times
+    short_side: int | None = 512  # images are resized to this, in evaluation too; null: not resized
+    max_long_side: int = 2048  # limit of the other side
+    scale: list[float] = field(default_factory=lambda: [0.5, 2.0])  # range of a further random factor in training
+    max_class_share: float = 0.75  # a crop with more of one class is drawn again, up to ten times
     hflip: float = 0.5
     photometric: bool = True  # brightness, contrast, saturation and hue, each with probability 1/2
 
     eval_batch_size: int = 1  # images of one size that are evaluated at once
     window: int | list[int] | None = None  # evaluate in windows of this size; null: the whole image at once
     window_stride: float = 2 / 3  # of the window's side, from one window to the next
-    eval_scales: list[float] = field(default_factory=lambda: [1.0])  # averaged over; 1 is the size above
-    eval_flip: bool = False  # averaged over the image and its mirror image
+    eval_scales: list[float] = field(default_factory=lambda: [1.0])  # factors of the size above, averaged over
+    eval_flip: bool = False  # average over the image and its mirror image
 
     @property
     def crop_size(self) -> tuple[int, int]:
@@ -58,6 +58,8 @@ class SegmentDataConfig(LoaderConfig):
 
     def validate(self) -> None:
         super().validate()
+        for name in ("train_split", "val_split"):
+            self.check(name, is_inside(getattr(self, name)), "the name of a folder inside data.path")
         check = self.check
         for name, size in (("crop", self.crop), ("window", self.window)):
             is_pair = size is None or isinstance(size, int) or len(size) == 2
@@ -76,7 +78,7 @@ class SegmentDataConfig(LoaderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentConfig(LoopConfig):
-    """Of `inline segment train`."""
+    """The settings of `inline segment train`."""
 
     model: SegmenterConfig = field(default_factory=lambda: SegmenterConfig(drop_path=0.3))
     data: SegmentDataConfig = field(default_factory=SegmentDataConfig)

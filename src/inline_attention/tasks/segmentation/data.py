@@ -1,6 +1,6 @@
-"""Loaders of images and masks: training crops in batches, evaluation images at their own sizes."""
+"""Loaders of images and masks: crops in batches for training, whole images for evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,13 +10,15 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from inline_attention.data.batches import SampleKey, TrainPlan, read_or_replace
-from inline_attention.data.decode import UnreadableImage
-from inline_attention.data.loaders import DeviceStage, TrainLoader
+from inline_attention.data.dataset import read_or_replace
+from inline_attention.data.decode import UnreadableImage, read_image
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import SampleKey, TrainBatchSampler
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
-from inline_attention.data.skipped import SkippedImage
-from inline_attention.tasks.dense.data import EvalFeed, open_train_loader, read_each
-from inline_attention.tasks.dense.images import Normalise, read_image
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
+from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, open_split
 from inline_attention.tasks.segmentation.transforms import TrainTransform, target_size
@@ -24,12 +26,12 @@ from inline_attention.tasks.segmentation.transforms import TrainTransform, targe
 
 @dataclass
 class SegmentBatch:
-    """What a model sees in training, on the loader's device."""
+    """A batch on the loader's device, as a segmenter takes it in training"""
 
-    images: Tensor  # (B, 3, H, W) float32, normalised; what is beyond an image's size is no part of it
-    masks: Tensor  # (B, H, W) int64, IGNORED where a pixel counts for nothing
+    images: Tensor  # (B, 3, H, W) float32, normalised; the padding holds anything
+    masks: Tensor  # (B, H, W) int64, IGNORED for a pixel that is not counted
     sample_ids: Tensor  # (B,) int64
-    sizes: Tensor | None = None  # (B, 2) int64, the images' own (height, width); None where none is padded
+    sizes: Tensor | None = None  # (B, 2) int64, (height, width) without padding; None if no image is padded
 
 
 @dataclass
@@ -37,7 +39,7 @@ class RawCrops:
     images: Tensor  # (B, H, W, 3) uint8
     masks: Tensor  # (B, H, W) uint8
     sample_ids: Tensor  # (B,) int64
-    sizes: Tensor  # (B, 2) int64, (height, width) of what is no padding
+    sizes: Tensor  # (B, 2) int64, (height, width) without padding
     skipped: Sequence[SkippedImage] = ()
     replaced: int = 0
     on_device: bool = False
@@ -50,7 +52,7 @@ class RawCrops:
         return replace(self, **pinned)
 
 
-class CropSamples(Dataset[RawCrops]):
+class CropDataset(Dataset[RawCrops]):
     """Training crops; an unreadable image is replaced by another, so that the batch keeps its shape."""
 
     def __init__(self, source: "MaskSource | DecodedSource", *, config: SegmentDataConfig, seed: int) -> None:
@@ -86,12 +88,12 @@ class CropSamples(Dataset[RawCrops]):
         )
         if found is None:
             return None
-        (pixels, mask), shown = found
+        (pixels, mask), sample = found
         seed_generators(derive_seed("augment", self._seed, *key))
-        return *self._transform(pixels, mask), shown
+        return *self._transform(pixels, mask), sample
 
 
-class CropStage(DeviceStage[RawCrops, SegmentBatch]):
+class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
     """Transfer and normalise. Bytes cross the bus, not floats."""
 
     def __init__(self) -> None:
@@ -107,12 +109,12 @@ class CropStage(DeviceStage[RawCrops, SegmentBatch]):
 
 @dataclass
 class EvalImage:
-    """One image of an evaluation, at the size at which the model sees it."""
+    """An image to evaluate, at the size that the model sees"""
 
     sample_id: int
     pixels: Tensor  # (3, h, w) uint8
     size: tuple[int, int]  # (height, width) of the file, and of the mask
-    mask: Tensor | None  # (height, width) uint8; None: of an image without one
+    mask: Tensor | None  # (height, width) uint8; None if the image has none
 
 
 @dataclass
@@ -128,7 +130,7 @@ class RawEval:
         return len(self.images)
 
 
-class EvalSamples(Dataset[RawEval]):
+class EvalDataset(Dataset[RawEval]):
     """Images with their masks, or files without; an unreadable one is left out."""
 
     def __init__(self, source: "MaskSource | DecodedSource | PlainFiles", *, config: SegmentDataConfig) -> None:
@@ -160,7 +162,7 @@ class PlainFiles:
 
 
 def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, config: SegmentDataConfig) -> EvalImage:
-    """pixels (H, W, 3), mask (H, W): the image resized as `config` says, the mask as it is."""
+    """Resize the image, pixels (H, W, 3), as `config` says. The mask (H, W) keeps its size."""
     height, width = target_size(pixels.shape, config)
     resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
     return EvalImage(
@@ -171,26 +173,14 @@ def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, conf
     )
 
 
-class EvalImages(EvalFeed[RawEval]):
-    """The images of a split, each at its own size."""
+class EvalPrefetcher(Prefetcher[RawEval, list[EvalImage]]):
+    """Images differ in size: the predictor transfers them."""
 
-    def __init__(
-        self,
-        source: "MaskSource | DecodedSource | PlainFiles",
-        *,
-        config: SegmentDataConfig,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        samples = EvalSamples(source, config=config)
-        batch_size = config.eval_batch_size
-        super().__init__(
-            samples, num_images=len(source), batch_size=batch_size, config=config, rank=rank, world_size=world_size
-        )
-        self.class_names = source.class_names
+    def finish(self, raw: RawEval) -> list[EvalImage]:
+        return raw.images
 
-    def __iter__(self) -> Iterator[list[EvalImage]]:
-        return (batch.images for batch in self.batches())
+
+EvalImages = EvalLoader[RawEval, list[EvalImage]]
 
 
 @dataclass
@@ -202,7 +192,7 @@ class SegmentData:
 
 
 class DecodedSource:
-    """A source whose files are decoded once."""
+    """A source whose files are decoded once and kept in memory."""
 
     def __init__(self, source: MaskSource) -> None:
         self._source = source
@@ -230,27 +220,45 @@ def _read_or_reason(source: MaskSource, index: int) -> tuple[np.ndarray, np.ndar
 
 
 def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, world_size: int = 1) -> SegmentData:
-    """Open both splits. What is wrong with the configuration or the data is a ValueError here and now."""
+    """Open both splits. ValueError if something is wrong with the configuration or the data."""
     config.validate()
     source = _open(config, config.train_split)
-    plan = TrainPlan(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
-    samples = CropSamples(source, config=config, seed=seed)
-    train = open_train_loader(samples, plan, CropStage(), config=config, num_images=len(source), world_size=world_size)
+    sampler = TrainBatchSampler(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
+    dataset = CropDataset(source, config=config, seed=seed)
+    train = open_train_loader(
+        dataset, sampler, CropPrefetcher(), config=config, num_images=len(source), world_size=world_size
+    )
     val = open_eval_images(config, rank=rank, world_size=world_size)
     return SegmentData(train, val, source.class_names, len(source))
 
 
 def open_eval_images(config: SegmentDataConfig, *, rank: int = 0, world_size: int = 1) -> EvalImages:
-    """`config.val_split` alone."""
+    """Open only the split `config.val_split`."""
     config.validate()
-    return EvalImages(_open(config, config.val_split), config=config, rank=rank, world_size=world_size)
+    return _eval_images(_open(config, config.val_split), config=config, rank=rank, world_size=world_size)
 
 
 def open_image_files(paths: Sequence[Path], *, config: SegmentDataConfig) -> EvalImages:
     """Files without masks: `sample_id` is the position in `paths`."""
-    return EvalImages(PlainFiles(paths), config=config)
+    return _eval_images(PlainFiles(paths), config=config)
 
 
 def _open(config: SegmentDataConfig, split: str) -> MaskSource | DecodedSource:
     source = open_split(config, split)
     return DecodedSource(source) if config.in_memory else source
+
+
+def _eval_images(
+    source: MaskSource | DecodedSource | PlainFiles, *, config: SegmentDataConfig, rank: int = 0, world_size: int = 1
+) -> EvalImages:
+    dataset, batch_size = EvalDataset(source, config=config), config.eval_batch_size
+    return EvalLoader(
+        eval_batches(
+            dataset, num_images=len(source), batch_size=batch_size, config=config, rank=rank, world_size=world_size
+        ),
+        prefetcher=EvalPrefetcher(),
+        class_names=source.class_names,
+        num_images=len(source),
+        skipped=SkippedImages(limit=config.max_broken_count(len(source))),
+        batch_size=batch_size,
+    )

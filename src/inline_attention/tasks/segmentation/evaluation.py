@@ -21,7 +21,7 @@ from inline_attention.training.distributed import gathered, is_distributed
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """Over all ranks; `examples` are this rank's."""
+    """The result over all ranks; `examples` are this rank's"""
 
     scores: Scores
     images: int
@@ -43,8 +43,9 @@ def evaluate(
 ) -> SegmentResult:
     """Run the model in evaluation mode over every image once; every module's mode is restored afterwards.
 
-    Masks are compared at their own size, whatever size the model saw. With torch.distributed initialised every rank
-    calls this. `examples`: how many images to keep, with what was predicted. `on_images` hears of progress.
+    Predictions are compared with the masks at the masks' own size. If torch.distributed is initialised, every rank
+    calls this. `examples` is the number of images to keep with their predictions. `on_images` is called with the number
+    of images done.
     """
     confusion = Confusion(model.num_classes, device=device)
     predictor = Predictor(model, config=config, device=device, amp_dtype=amp_dtype)

@@ -109,7 +109,7 @@ def repeat(x: Tensor, size: Sequence[int]) -> Tensor:
 
 
 class PyramidPooling(nn.Module):
-    """The map beside itself averaged over 1×1, 2×2, 3×3 and 6×6 cells: (B, C, H, W) → (B, dim, H, W)"""
+    """Concatenates the map with its averages over 1×1, 2×2, 3×3 and 6×6 cells: (B, C, H, W) → (B, dim, H, W)"""
 
     def __init__(self, in_dim: int, dim: int, *, cells: Sequence[int] = (1, 2, 3, 6)) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class SemanticFPN(nn.Module):
         own = own_levels(sizes)
         levels = [lateral(x) for lateral, x in zip(self.laterals, maps, strict=True)]
         for fine in reversed(range(len(levels) - 1)):
-            # The nearest value is the same whether or not the map is padded: a side is doubled, or doubled less one.
+            # Nearest neighbours do not depend on padding: a side is doubled, or doubled minus one.
             levels[fine] = levels[fine] + repeat(levels[fine + 1], levels[fine].shape[2:])
         smooth = [
             zero_padding(smoothing(zero_padding(x, o, channels="first")), o, channels="first")
@@ -189,7 +189,7 @@ class SemanticFPN(nn.Module):
         return self.classifier(torch.stack(refined).sum(0))
 
     def _refine(self, level: int, levels: list[Tensor], own: list[Own]) -> Tensor:
-        """Convolution and doubling in turn; a map is doubled to the size of the next finer level, odd sides too."""
+        """Convolve and enlarge in turn, each time to the size of the next finer level."""
         x = levels[level]
         convs = self.refinements[level]
         assert isinstance(convs, nn.ModuleList)

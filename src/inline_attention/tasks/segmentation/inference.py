@@ -1,4 +1,4 @@
-"""From images of any size to class probabilities of every pixel: whole, in windows, over scales and mirror images."""
+"""Segments images of any size: at once or in windows, averaged over scales and mirror images."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Segment = Callable[[Tensor], Tensor]  # (B, 3, h, w) → logits (B, classes, h, 
 
 @dataclass(frozen=True)
 class Inference:
-    """How an image is segmented. Scales and mirror images are averaged as probabilities."""
+    """How an image is segmented. Probabilities are averaged over scales and mirror images."""
 
     window: tuple[int, int] | None = None  # (height, width); None: the whole image at once
     window_stride: float = 2 / 3  # of the window's side
@@ -67,7 +67,7 @@ def _fitted(logits: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def places(side: int, window: int, *, stride: float) -> list[int]:
-    """Where windows start along a side: every `stride` windows, the last one flush with the end."""
+    """Where windows start along a side: every `stride` of a window. The last window ends with the side."""
     step = max(1, int(window * stride))
     last = max(0, side - window)
     return [*range(0, last, step), last]
@@ -77,7 +77,7 @@ def places(side: int, window: int, *, stride: float) -> list[int]:
 def segment_images(
     segment: Segment, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]], *, inference: Inference
 ) -> list[Tensor]:
-    """Classes (*size) of each image (3, h, w); images of the same shape and size go through the model together."""
+    """Classes (*size) of each image (3, h, w). Images of one shape and size go through the model together."""
     classes: dict[int, Tensor] = {}
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, (image, size) in enumerate(zip(images, sizes, strict=True)):

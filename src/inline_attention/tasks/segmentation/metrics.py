@@ -18,7 +18,7 @@ class Confusion:
         self.counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
 
     def add(self, predicted: Tensor, mask: Tensor) -> None:
-        """predicted, mask: integers of the same shape, any; IGNORED in the mask counts for nothing."""
+        """Add predicted and true classes, integers of one shape. Pixels that the mask ignores are not counted."""
         counted = mask != IGNORED
         cells = mask[counted].long() * self.num_classes + predicted[counted].long()
         self.counts += torch.bincount(cells, minlength=self.num_classes**2).view_as(self.counts)
@@ -33,8 +33,8 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Scores:
-    """In per cent. A class that is neither in the masks nor predicted has no IoU (NaN) and is left out of the mean, and
-    likewise one that is not in the masks has no accuracy."""
+    """In per cent. A class that is neither in the masks nor predicted has no IoU (NaN) and is left out of the mean. A
+    class that is not in the masks has no accuracy, and is left out of that mean."""
 
     miou: float
     macc: float

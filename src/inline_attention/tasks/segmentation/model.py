@@ -25,7 +25,7 @@ class Logits(NamedTuple):
 
 
 class Segmenter(nn.Module):
-    """Images (B, 3, H, W) of any size → class scores of every fourth pixel; `segment` gives those of every pixel."""
+    """Images (B, 3, H, W) of any size → class scores at a quarter of the size; `segment` gives those of every pixel."""
 
     def __init__(self, backbone: Backbone, head: nn.Module, *, auxiliary: nn.Module | None, num_classes: int) -> None:
         super().__init__()
@@ -66,10 +66,13 @@ def create_segmenter(
     kwargs: dict[str, Any] | None = None,
     head_kwargs: dict[str, Any] | None = None,
 ) -> Segmenter:
-    """A registered backbone under a head.
+    """Build a segmenter on a registered backbone.
 
-    head: "upernet" (with its auxiliary FCN head on stride 16) or "fpn" (Semantic FPN).
-    weights, drop_path, kwargs: of the backbone, see `create_backbone`. head_kwargs: of the head, such as dim.
+    Args:
+        head: "upernet" (with its auxiliary FCN head on stride 16) or "fpn" (Semantic FPN).
+        head_kwargs: arguments of the head, such as dim.
+
+    `weights`, `drop_path` and `kwargs` are those of `create_backbone`.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r}; expected one of {', '.join(HEADS)}")

@@ -1,4 +1,4 @@
-"""Batch norm over the global batch, on any device, and over the images' own pixels alone."""
+"""Batch norm over the batches of all ranks, without padding."""
 
 import torch
 import torch.distributed as dist
@@ -7,9 +7,9 @@ from torch.distributed.nn.functional import all_reduce
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm whose statistics are those of the batches of all ranks, without the padding of images.
+    """Batch norm with statistics over the batches of all ranks, without the padding of images.
 
-    torch's own SyncBatchNorm does not run on a CPU, where two ranks should train as one does, too.
+    torch's SyncBatchNorm does not run on CPUs. This one does, so that two ranks train like one there, too.
     """
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
@@ -25,7 +25,7 @@ class BatchNorm(nn.BatchNorm2d):
         kept = wide if present is None else wide.masked_fill(~present, 0)
         own = wide.new_ones(()).mul(x.numel() // x.shape[1]) if present is None else present.sum().to(wide.dtype)
         sums = torch.cat([kept.sum((0, 2, 3)), own[None]])
-        if ranks > 1:  # which may differ in how much is padding
+        if ranks > 1:  # they may have different amounts of padding
             sums = all_reduce(sums)
         mean, count = sums[:-1] / sums[-1], sums[-1]
         centred = wide - mean[:, None, None]

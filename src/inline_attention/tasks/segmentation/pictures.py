@@ -1,4 +1,4 @@
-"""Masks as colours, over images and beside them. Drawn with Pillow alone."""
+"""Draws masks in colours, over images and beside them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SWATCH = 14  # pixels a side, of the legend
 
 @dataclass(frozen=True)
 class Example:
-    """An image of the evaluation and what the model made of it."""
+    """An image with its prediction and its mask"""
 
     image: np.ndarray  # (h, w, 3) uint8
     predicted: np.ndarray  # (H, W) uint8
@@ -48,7 +48,7 @@ def overlay(image: np.ndarray, classes: np.ndarray) -> np.ndarray:
 
 
 def draw_examples(examples: Sequence[Example], class_names: Sequence[str], path: Path, *, width: int = 480) -> None:
-    """A row an example: image, prediction, mask; the classes that occur below."""
+    """One row for each example, with image, prediction and mask, and a legend of the classes below."""
     rows = []
     for example in examples:
         cells = (example.image, overlay(example.image, example.predicted), overlay(example.image, example.mask))

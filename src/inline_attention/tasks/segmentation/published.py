@@ -1,4 +1,4 @@
-"""What was published of segmenters, and what ours cost, counted without computing."""
+"""Published results of segmenters, and the cost of ours, counted on the meta device."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Where images and masks come from: pairs of files, found and matched when a split is opened."""
+"""Pairs of image and mask files, found and matched when a split is opened."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -7,14 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from timm.utils.misc import natural_key
 
-from inline_attention.data.decode import UnreadableImage, load_upright, open_file, open_image, reason
+from inline_attention.data.decode import UnreadableImage, load_upright, open_file, open_image, read_image, reason
 from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files
-from inline_attention.tasks.dense.images import read_image
 from inline_attention.tasks.segmentation.config import Layout, SegmentDataConfig
 
-IGNORED = 255  # in every mask behind a source, whatever number the files use; there are at most 255 classes
+IGNORED = 255  # in every mask that a source returns, whatever number the files use; at most 255 classes are possible
 
-# Cityscapes evaluates 19 of its label numbers; those of the others count for nothing.
+# Cityscapes evaluates 19 of its label numbers. Pixels of the others are not counted.
 _CITYSCAPES = {
     7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
     20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
@@ -31,7 +30,7 @@ class MaskSource:
     """Random access to decoded images and masks of one split."""
 
     def __init__(self, pairs: Sequence[Pair], *, class_names: list[str], labels: np.ndarray) -> None:
-        """labels (65536,) int16: the class of every number in the files; IGNORED: counts for nothing; −1: an error"""
+        """labels (65536,) int16: the class of each number in the files, IGNORED if not counted, −1 if not allowed"""
         self.pairs, self.class_names = pairs, class_names
         self._labels = labels
 
@@ -44,7 +43,7 @@ class MaskSource:
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Pixels (H, W, 3) uint8 and classes (H, W) uint8.
 
-        UnreadableImage for a file that cannot be decoded; ValueError for a mask that is not its image's.
+        UnreadableImage if a file cannot be decoded, ValueError if the mask does not fit its image.
         """
         image_path, mask_path = self.pairs[index]
         pixels = np.asarray(read_image(image_path))
@@ -65,7 +64,7 @@ class MaskSource:
 
 
 def read_mask(path: Path) -> np.ndarray:
-    """(H, W) uint16 of class numbers. A palette's colours are no matter: its indices are the numbers."""
+    """Class numbers (H, W) uint16. In a palette image, the indices are the numbers and the colours do not matter."""
     try:
         with open_file(path) as file:
             image = open_image(file)
@@ -81,7 +80,7 @@ def read_mask(path: Path) -> np.ndarray:
 
 
 def open_split(config: SegmentDataConfig, split: str) -> MaskSource:
-    """ValueError says what is wrong with the data; so do the first pairs, which are read here."""
+    """Find the pairs of a split and read a few of them, to report wrong data before training starts."""
     root = Path(config.path)
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
@@ -91,7 +90,7 @@ def open_split(config: SegmentDataConfig, split: str) -> MaskSource:
     for index in np.unique(np.linspace(0, len(source) - 1, num=8, dtype=int)):
         try:
             source.read(int(index))
-        except UnreadableImage:  # for the loader to count
+        except UnreadableImage:  # the loader counts it
             continue
     return source
 
@@ -106,7 +105,7 @@ def _find_pairs(layout: Layout, root: Path, split: str) -> list[Pair]:
 
 
 def _match(images: Path, masks: Path, image_ending: str = "", mask_ending: str = "") -> list[Pair]:
-    """Pairs by the path below both folders, less the endings."""
+    """Match images and masks by their paths below both folders, without the endings."""
     for folder in (images, masks):
         if not folder.is_dir():
             raise ValueError(f"no folder {folder}; expected images in {images} and their masks in {masks}")
@@ -121,7 +120,7 @@ def _match(images: Path, masks: Path, image_ending: str = "", mask_ending: str =
 
 
 def _by_name(folder: Path, extensions: Iterable[str], ending: str) -> dict[str, Path]:
-    """Path below the folder, without its ending → file; in natural order."""
+    """Files by their path below the folder, without the ending, in natural order"""
     endings = tuple((ending + extension).lower() for extension in extensions)
     names: dict[str, Path] = {}
     for path in map(Path, find_files(folder, endings)):
@@ -136,13 +135,13 @@ def _by_name(folder: Path, extensions: Iterable[str], ending: str) -> dict[str, 
 
 
 def _cityscapes_ending(root: Path) -> str:
-    """Masks of training numbers, where they were made, or of the original label numbers."""
+    """The ending of masks with training numbers, if there are any, otherwise of those with the original numbers"""
     made = next(root.glob("gtFine/*/*/*_gtFine_labelTrainIds.png"), None)
     return "_gtFine_labelIds" if made is None else "_gtFine_labelTrainIds"
 
 
 def _classes(config: SegmentDataConfig, root: Path) -> tuple[list[str], np.ndarray]:
-    """Class names, and the class of every number that a file may hold."""
+    """The class names, and the class of each number that a file can hold"""
     labels = np.full(0x10000, -1, dtype=np.int16)
     if config.layout == "cityscapes" and config.classes is None:
         names = list(_CITYSCAPES.values())
@@ -164,7 +163,7 @@ def _classes(config: SegmentDataConfig, root: Path) -> tuple[list[str], np.ndarr
 def _class_names(config: SegmentDataConfig, root: Path) -> list[str]:
     names = config.classes if isinstance(config.classes, list) else _listed_names(config, root)
     if config.layout == "folders" and config.ignore_index == len(names) - 1:
-        names = names[:-1]  # lists often name the ignored number too
+        names = names[:-1]  # lists often name the ignored number, too
     if not 1 <= len(names) <= IGNORED:
         raise ValueError(f"{len(names)} classes in data.classes; expected 1 to {IGNORED}")
     if config.layout == "folders" and config.ignore_index < len(names):
@@ -179,7 +178,7 @@ _CLASSES, _ADE20K_CLASSES = "classes.txt", "objectInfo150.txt"
 
 
 def lists_classes(config: SegmentDataConfig) -> bool:
-    """Whether the data name their classes themselves."""
+    """Whether the data come with the names of their classes"""
     root = Path(config.path)
     return (
         config.layout == "cityscapes"

@@ -54,7 +54,7 @@ class Segmentation(DenseTask):
         return self.data
 
     def _warn_of_many_epochs(self) -> None:
-        """The published recipes count updates, of data sets with thousands of images."""
+        """Published recipes count updates, which are far too many for a few images."""
         steps, train = self.config.schedule.steps, self.data.train
         epochs = 0 if steps is None else steps * self.config.optim.accumulate / train.steps_per_epoch
         if epochs > _MANY_EPOCHS:
@@ -101,7 +101,7 @@ class Segmentation(DenseTask):
 
 
 def write_per_class(scores: Scores, class_names: list[str], path: Path) -> None:
-    """A row a class: IoU and accuracy in per cent (empty where the class does not occur), pixels in the masks."""
+    """One row for each class: IoU and accuracy in per cent, empty if it does not occur, and its pixels in the masks"""
     columns = (scores.iou.tolist(), scores.accuracy.tolist(), scores.pixels.tolist())
     rows = (
         (name, *("" if math.isnan(value) else f"{value:.3f}" for value in (iou, accuracy)), pixels)

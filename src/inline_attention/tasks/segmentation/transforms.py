@@ -1,4 +1,4 @@
-"""What happens to an image and its mask before they are a batch. Drawn from Python's generator, seeded by sample."""
+"""Augmentation of an image and its mask. Python's generator is seeded for each sample."""
 
 import random
 
@@ -12,7 +12,7 @@ _MAX_DRAWS = 10
 
 
 class TrainTransform:
-    """Random scale, crop, mirror and colours: (H, W, 3) and (H, W) uint8 → the same, no larger than the crop."""
+    """Random scale, crop, mirroring and colours: (H, W, 3) and (H, W) uint8 → the same, at most as large as the crop"""
 
     def __init__(self, config: SegmentDataConfig) -> None:
         self._config = config
@@ -30,7 +30,7 @@ class TrainTransform:
         return np.array(image), np.array(cut)
 
     def _choose_box(self, mask: np.ndarray, size: tuple[int, int]) -> tuple[int, int, int, int]:
-        """(left, top, right, bottom) of a crop of the image at `size`: no larger, and not all of one class."""
+        """(left, top, right, bottom) of a crop of the image at `size` that is not dominated by one class"""
         config = self._config
         rows, columns = (min(crop, side) for crop, side in zip(config.crop_size, size, strict=True))
         for _ in range(_MAX_DRAWS):
@@ -46,7 +46,7 @@ class TrainTransform:
 
 
 def target_size(shape: tuple[int, ...], config: SegmentDataConfig, *, scale: float = 1.0) -> tuple[int, int]:
-    """(height, width) of an image after resizing, its aspect ratio kept."""
+    """(height, width) of an image after resizing, which keeps the aspect ratio"""
     height, width = shape[:2]
     factor = scale
     if config.short_side is not None:
@@ -57,10 +57,10 @@ def target_size(shape: tuple[int, ...], config: SegmentDataConfig, *, scale: flo
 def _cut(
     image: Image.Image, box: tuple[int, int, int, int], size: tuple[int, int], resampling: Image.Resampling
 ) -> Image.Image:
-    """Crop `box` of the image resized to `size`, computing no more than that."""
+    """The crop `box` of the image resized to `size`, without resizing the rest"""
     down, across = image.height / size[0], image.width / size[1]
     left, top, right, bottom = box
-    # Rounding must not reach beyond the image.
+    # Rounding must not move the box out of the image.
     source = (left * across, top * down, min(right * across, image.width), min(bottom * down, image.height))
     return image.resize((right - left, bottom - top), resampling, box=source)
 

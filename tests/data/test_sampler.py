@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from inline_attention.data.order import epoch_order, rank_positions, replacement
+from inline_attention.data.sampler import epoch_order, rank_positions, replacement
 
 
 def test_order_is_a_permutation_of_seed_and_epoch() -> None:

@@ -63,7 +63,7 @@ def open_subjects(
             paths = find_images(images) if images else sample_photographs()
             config.workers, config.max_broken = config.workers or 0, len(paths)
             loader = open_files(paths, config=config)
-        loader.to(device)
+        loader.to(torch.device(device))
         count = min(loader.num_images, max_images or loader.num_images)
         facts = dict(
             model=model_name(classifier.model),

@@ -66,13 +66,13 @@ def autocast_dtype(precision: str | None) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "fp32")
 
 
-def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> list[int] | None:
-    """[height, width] from one or two numbers of the command line."""
+def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> tuple[int, int] | None:
+    """(height, width) from one or two numbers of the command line."""
     if values is None:
         return None
     if len(values) > 2 or min(values) < 1:
         raise ValueError(f"{option} is {' '.join(map(str, values))}; expected a side, or height and width")
-    return [values[0], values[-1]]
+    return values[0], values[-1]
 
 
 def free_name(paths: Sequence[Path], index: int) -> str:

@@ -96,7 +96,7 @@ def _load(args: argparse.Namespace) -> "TrainedSegmenter":
     trained = load_segmenter(args.weights)
     config = trained.data
     if window is not None:
-        config.window = window
+        config.window = list(window)
     if args.scales is not None:
         config.eval_scales = args.scales
     if args.flip:

@@ -60,7 +60,7 @@ def _parse_command(words: Sequence[str]) -> str:
         parser.error(f"there is no command {words[0]!r}{meant}")
     args = parser.parse_args(words)
     if args.version:
-        print(f"inline-attention {_version()}")
+        print(f"inline-attention {_version()}")  # noqa: T201 (before `say` can be imported)
         parser.exit()
     if args.command is None:
         parser.error("name a command; `inline --help` lists them")

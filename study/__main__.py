@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inline_attention.cli import CommandParser, run_parser
+from inline_attention.cli._options import add_device, add_output
 from inline_attention.printing import say
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
 
     probes = parts.add_parser("probes", help="what one attention layer can and cannot do; minutes on a CPU")
-    probes.add_argument("--out", default=OUT, metavar="DIR", help=f"for probes.json and probes.png ({OUT})")
+    add_output(probes, default=OUT)
     probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repetition (0)")
     probes.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions (3)")
     probes.add_argument("--steps", type=int, default=400, metavar="N", help="updates of each probe (400)")
     probes.set_defaults(run=run_probes)
 
     train = parts.add_parser("train", help="make the grid of trained models, or go on with it")
-    train.add_argument("--out", default=OUT, metavar="DIR", help=f"folder of the run folders ({OUT})")
+    add_output(train, default=OUT)
     train.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
     train.add_argument("--groups", nargs="+", metavar="G", help="parts of the grid, in this order (all but check)")
     train.add_argument("--rows", nargs="+", metavar="ROW", help="these models alone")
@@ -56,23 +57,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--whole-runs", action="store_true", help="with --minutes: begin nothing that would not end")
     train.add_argument("--retry", action="store_true", help="make failed runs again")
     train.add_argument("--list", action="store_true", help="print the commands of the runs and stop")
-    train.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run")
+    train.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best there is)"
+    )
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     train.set_defaults(run=run_train)
 
     report = parts.add_parser("report", help="tables, figures and verdicts from what is there")
-    report.add_argument("out", metavar="DIR", help="what `probes` and `train` were given as --out")
+    report.add_argument("out", metavar="DIR", help="what `probes` and `train` were given as --output")
     report.add_argument("--data", metavar="NAME=PATH,…", help="images for the analyses, as for `train`")
     report.add_argument("--no-analyses", action="store_true", help="leave out what needs weights and images")
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
     report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
     report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
     report.add_argument("--docs", metavar="FOLDER", help="write a page of the documentation besides")
-    report.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
+    add_device(report)
     report.set_defaults(run=run_report)
 
     pack = parts.add_parser("pack", help="make the package's weights of the three models it ships")
-    pack.add_argument("out", metavar="DIR", help="what `train` was given as --out")
+    pack.add_argument("out", metavar="DIR", help="what `train` was given as --output")
     pack.add_argument("--to", metavar="FOLDER", help="where to write them (default: into the package)")
     pack.set_defaults(run=run_pack)
 
@@ -85,7 +88,7 @@ def run_probes(args: argparse.Namespace) -> int:
 
     _check_least("--seeds", args.seeds, 1)
     _check_least("--steps", args.steps, 20)
-    out = Path(args.out)
+    out = args.output
     out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
@@ -111,7 +114,7 @@ def run_train(args: argparse.Namespace) -> int:
     runs = build_runs(args.groups or DEFAULT_GROUPS, main_epochs=main_epochs, rows=args.rows)
     paths = dataset_paths(args.data)
     settings = [*args.set, *([f"device={args.device}"] if args.device else [])]
-    out = Path(args.out)
+    out = args.output
     if args.list:
         for run in runs:
             say(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from inline_attention.models.deit import STUDY
-from inline_attention.training.config import TrainConfig, load_config
+from inline_attention.tasks.classification.config import TrainConfig, load_config
 
 RECIPE = Path(__file__).with_name("study.yaml")
 RECIPE_NAME = "study/study.yaml"  # in printed commands, which are run from the checkout

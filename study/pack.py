@@ -5,21 +5,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from inline_attention import create_model, save_weights
 from inline_attention.layers.attention import Attention
-from inline_attention.models import shipped
-from inline_attention.models._base import VisionModel
+from inline_attention.models import schema, shipped
 from inline_attention.models._checkpoint import Checkpoint, errors_name, open_checkpoint
-from inline_attention.models.weights import build_as_saved, load_checkpoint
+from inline_attention.models.base import VisionModel
+from inline_attention.models.weights import load_checkpoint, restore
 from study.grid import DATASETS
 from study.measures import weights_file
 from study.report import remake
 from study.results import Results, Setting
 
-# What changes training and not the trained model, and choices that each attention has a default for.
+# Arguments that do not change the trained model, and choices for which each attention has a default.
 _TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
 _RESOLVED_ARGUMENTS = ("feature_map", "local_residual")
 PACKED_ROWS = {"softmax_deit_study": "softmax", "linear_deit_study": "linear", "inline_deit_study": "inline"}
@@ -68,10 +67,10 @@ def pack_weights(
     top1: float | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes the weights of a trained classifier as `pretrained=True` of the registered model `name` expects them.
+    """Writes the weights of a trained classifier for `pretrained=True` of the registered model `name`.
 
-    Tensors are float16 on the disk and become the model's dtype when loaded. The metadata say what the file is: class
-    names and preprocessing as the source has them, and recipe, data, seed and accuracy.
+    Tensors are stored as float16 and get the model's dtype when they are loaded. The metadata hold the class names and
+    the preprocessing of the source, and its recipe, data, seed and accuracy.
 
     Args:
         source: what `inline train` wrote, such as RUN/checkpoints/best.safetensors.
@@ -85,8 +84,14 @@ def pack_weights(
     if name not in shipped.SHIPPED:
         raise ValueError(f"name={name!r}; expected one of {', '.join(shipped.SHIPPED)}")
     checkpoint = open_checkpoint(source)
+    if schema.read_description(checkpoint.info) is None:
+        raise ValueError(f"{source} does not describe its model: expected a file that `inline train` wrote")
+    trained = restore(checkpoint, origin=str(source))
+    model = create_model(name)
+    assert isinstance(model, VisionModel)
+    assert isinstance(trained, VisionModel)
     with errors_name(source):
-        model = _as_registered(checkpoint, name)
+        _check_same(model, trained, name)
         facts = {
             "class_names": _fact(checkpoint, "class_names"),
             "preprocessing": _fact(checkpoint, "preprocessing"),
@@ -111,18 +116,12 @@ def _fact(checkpoint: Checkpoint, key: str) -> str:
     return checkpoint.info[key]
 
 
-def _as_registered(checkpoint: Checkpoint, name: str) -> VisionModel:
-    """The registered model, on the CPU; ValueError where the source is of another one, as shapes alone may not tell."""
-    model = create_model(name)
-    with torch.device("meta"):
-        trained = build_as_saved(checkpoint)
-    assert isinstance(model, VisionModel)
-    assert isinstance(trained, VisionModel)
+def _check_same(model: VisionModel, trained: VisionModel, name: str) -> None:
+    """ValueError if the source is of another model than the registered one, which shapes alone may not show."""
     ours, theirs = _architecture(model), _architecture(trained)
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             raise ValueError(f"has {key}={theirs.get(key)}, and {name} has {key}={ours.get(key)}")
-    return model
 
 
 def _architecture(model: VisionModel) -> dict[str, Any]:
@@ -137,7 +136,7 @@ def _architecture(model: VisionModel) -> dict[str, Any]:
 
 
 def _check_preprocessing(saved: dict[str, Any], model: VisionModel) -> None:
-    """timm's users prepare images as the registered configuration says, ours as the file does: they must agree."""
+    """timm prepares images as the registered configuration says, our commands as the file says. Both must agree."""
     cfg: Any = model.pretrained_cfg  # timm's builder sets it
     expected = dict(
         mean=list(cfg["mean"]),

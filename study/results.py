@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inline_attention.bench.record import fastest, read_record
+from inline_attention.tasks.classification.config import TrainConfig
 from inline_attention.training import settings
-from inline_attention.training.config import TrainConfig, read_yaml
+from inline_attention.training.config import read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
 from study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
@@ -194,7 +195,7 @@ def collect(out: Path, *, onto: Path | None = None) -> Results:
     if onto is not None:
         return _added(_read_report(onto), collect(out))
     if not out.is_dir():
-        raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --out {out}` makes it")
+        raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` makes it")
     folders = run_folders(out)
     runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}

@@ -20,8 +20,8 @@ from PIL import Image
 
 from inline_attention.data import DataConfig, open_files
 from inline_attention.data.decode import MAX_PIXELS, UnreadableImage, image_size
-from inline_attention.dense.segmentation.sources import read_mask
 from inline_attention.explore.pictures import BadPicture, decode_picture
+from inline_attention.tasks.segmentation.sources import read_mask
 
 # An image at the pixel limit, decoded (4 bytes a pixel), converted, and turned upright.
 MAX_GROWTH = 4 * 4 * MAX_PIXELS

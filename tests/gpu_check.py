@@ -36,7 +36,7 @@ if not torch.cuda.is_available():  # to try this script; the interpreter takes i
 
 from kernel_cases import DEVICE, DTYPES, PATHS, compare, configured, make_inputs, random_case, run
 
-from inline_attention.layers import LocalKernel
+from inline_attention.layers import LocalWeight
 from inline_attention.ops import fused, inline_attention_packed, inline_attention_projected
 
 # Relative to the norm of the exact result. They find wrong values; `random` measures accuracy.
@@ -103,7 +103,7 @@ def packed_case(path: str, dtype: torch.dtype, *, local: bool) -> Case:
 
 def projected_case(path: str, sizes: tuple[int, ...]) -> Case:
     def call() -> tuple[Tensors, Tensors]:
-        qkv, weight, _, rest = make_inputs(2, (5, 9), 1, 2, 32, torch.bfloat16)
+        qkv, weight, _, rest = make_inputs(2, (5, 9), 1, 2, 32, DTYPES[-1])
         assert weight is not None
 
         def attention(backend: Any, weight: Tensor, *projections: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def projected_case(path: str, sizes: tuple[int, ...]) -> Case:
 def queries_case(path: str) -> Case:
     def call() -> tuple[Tensors, Tensors]:
         torch.manual_seed(0)
-        q, k, v = (torch.randn(2, n, 2, 32, device=DEVICE, dtype=torch.bfloat16) for n in (37, 91, 91))
+        q, k, v = (torch.randn(2, n, 2, 32, device=DEVICE, dtype=DTYPES[-1]) for n in (37, 91, 91))
 
         def attention(backend: Any, *qkv: Tensor) -> Tensor:
             return inline_attention_projected(*(x.unsqueeze(2) for x in qkv), backend=backend)
@@ -130,7 +130,7 @@ def queries_case(path: str) -> Case:
 
 
 def large_map_case() -> Case:
-    name, call = attention_case("split", torch.bfloat16, "identity", 1, (40, 18), 1, 1, 32)
+    name, call = attention_case("split", DTYPES[-1], "identity", 1, (40, 18), 1, 1, 32)
 
     def call_with_a_small_axis() -> tuple[Tensors, Tensors]:
         before, fused.MOST_ON_AN_AXIS = fused.MOST_ON_AN_AXIS, 2
@@ -145,7 +145,7 @@ def large_map_case() -> Case:
 def local_weight_case(dtype: torch.dtype, batch: int, heads: int, head_dim: int) -> Case:
     def call() -> tuple[Tensors, Tensors]:
         torch.manual_seed(0)
-        layer = LocalKernel(heads * head_dim, heads).to(DEVICE, dtype)
+        layer = LocalWeight(heads * head_dim, heads).to(DEVICE, dtype)
         mean = torch.randn(batch, heads * head_dim, device=DEVICE, dtype=dtype)
 
         def generate(backend: Any, mean: Tensor, *parameters: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def repeat(args: argparse.Namespace) -> dict[str, Any]:
         "float32, 40×40, heads of 64": make_inputs(4, (40, 40), 1, 2, 64, torch.float32),
     }
     torch.manual_seed(0)
-    layer, mean = LocalKernel(192, 6).to(DEVICE), torch.randn(300, 192, device=DEVICE, requires_grad=True)
+    layer, mean = LocalWeight(192, 6).to(DEVICE), torch.randn(300, 192, device=DEVICE, requires_grad=True)
 
     def local_weight() -> Tensors:
         with torch.autocast(DEVICE, DTYPES[-1]):

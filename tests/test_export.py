@@ -9,7 +9,7 @@ from small import FAMILIES, create_small, image
 
 import inline_attention
 from inline_attention import export
-from inline_attention.export import Check, export_model, minimum_size
+from inline_attention.export import Check, export_model
 
 # One block a stage, two in the last: its windows are shifted in the second.
 SHALLOW: dict[str, dict[str, Any]] = {"deit": dict(depth=1)}
@@ -29,9 +29,9 @@ def test_onnx_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
     exported = export_model(model, tmp_path / "m.onnx", format="onnx", dynamic_batch=True, dynamic_size=True)
     assert [check.shape[0] for check in exported.checks] == [1, 3, 1]
     assert all(check.passed for check in exported.checks)
-    assert str(minimum_size(model)) in exported.covers
+    assert str(model.minimum_size()) in exported.covers
     run = export._load_onnx(exported.path)
-    for size in ((96, 96), (130, 97), (minimum_size(model), 224)):
+    for size in ((96, 96), (130, 97), (model.minimum_size(), 224)):
         x = image(*size)
         with torch.no_grad():
             torch.testing.assert_close(run(x), model(x), atol=1e-4, rtol=0)
@@ -63,7 +63,7 @@ def test_smallest_sizes() -> None:
     expected |= {"inline_cswin_tiny": 7 * 16 + 1, "softmax_pvt_tiny": 32}
     for name, smallest in expected.items():
         with torch.device("meta"):
-            assert minimum_size(inline_attention.create_model(name)) == smallest
+            assert inline_attention.create_model(name).minimum_size() == smallest
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny real runs in processes of their own. A fork server imports torch once, so that a process costs little."""
+"""Tiny real runs in their own processes. A fork server imports torch once, so that starting a process is fast."""
 
 import atexit
 import contextlib
@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["inline_attention.training.loop", "sklearn.datasets", "torch._dynamo"])
+processes.set_forkserver_preload(["inline_attention.tasks.classification", "sklearn.datasets", "torch._dynamo"])
 
 # Everything random is on: augmentation, mixup and cutmix, stochastic depth; and an average of the weights.
 TINY = (
@@ -160,16 +160,17 @@ def run_until_killed(argv: list[str], log: Path, output: Path) -> None:
 
 @contextlib.contextmanager
 def without_pictures() -> Iterator[None]:
-    """As if matplotlib were not installed: pictures take longer than these runs."""
-    plots = "inline_attention.training.plots"
-    before = sys.modules.get(plots)
-    sys.modules[plots] = None  # type: ignore[assignment]  # what makes an import fail
+    """As if matplotlib were not installed: drawing figures takes longer than these runs."""
+    plots = ("inline_attention.training.plots", "inline_attention.tasks.classification.plots")
+    before = {name: sys.modules.get(name) for name in plots}
+    sys.modules |= dict.fromkeys(plots)  # type: ignore[arg-type]  # an import of None fails
     try:
         yield
     finally:
-        del sys.modules[plots]
-        if before is not None:
-            sys.modules[plots] = before
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
 
 
 def _run(argv: list[str], log: Path | None) -> None:

@@ -3,8 +3,15 @@
 from inline_attention._version import __version__
 from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention
 from inline_attention.models import create_model, list_models
-from inline_attention.models.weights import load_weights, save_weights
-from inline_attention.ops import attention_matrix, inline_attention, inline_attention_packed, linear_attention
+from inline_attention.models.weights import load_model, load_weights, save_weights
+from inline_attention.ops import (
+    attention_matrix,
+    inline_attention,
+    inline_attention_packed,
+    linear_attention,
+    set_backend,
+    use_backend,
+)
 from inline_attention.optimize import optimize
 
 __all__ = [
@@ -18,7 +25,10 @@ __all__ = [
     "inline_attention_packed",
     "linear_attention",
     "list_models",
+    "load_model",
     "load_weights",
     "optimize",
     "save_weights",
+    "set_backend",
+    "use_backend",
 ]

@@ -1,4 +1,4 @@
-"""Versions and hardware: what a bug report, a benchmark and a run's log need to say about where they come from."""
+"""Versions and hardware, for bug reports, benchmarks and the log of a run."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def describe_environment() -> dict[str, str]:
-    """Names → values, in the order to print them."""
+    """Names and values, in the order to print them."""
     facts = {
         "inline-attention": f"{__version__}{_commit()}",
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -62,7 +62,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Of a checkout that this file is in; nothing for an installed package."""
+    """The git commit, if the package runs from a checkout; "" if it is installed."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / ".git").exists():
         return ""
@@ -80,7 +80,7 @@ def _cpu_name() -> str:
 
 
 def _output(*command: str) -> str:
-    """The first line that a command prints; nothing where it is missing or fails."""
+    """The first line of a command's output; "" if the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

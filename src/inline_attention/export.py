@@ -1,4 +1,4 @@
-"""Models as files: `torch.export` programs (.pt2) and ONNX, each checked against the model it was made from."""
+"""Exports models as `torch.export` programs (.pt2) or ONNX, and compares each file with its model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,20 +7,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from inline_attention.models._base import PyramidModel, VisionModel
-from inline_attention.models.cswin import StripeAttention
-from inline_attention.models.pvt import ReducedSoftmaxAttention
-from inline_attention.models.swin import SwinBlock
+from inline_attention.models.base import VisionModel
 
 Format = Literal["onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("onnx", "pt2")
 OPSET = 20
-# Another runtime sums in another order; more than this is a wrong graph.
+# Runtimes sum in different orders. A larger difference means that the graph is wrong.
 TOLERANCE = 1e-4
 
 
 class Check(NamedTuple):
-    """The file's output against the model's, for one input."""
+    """The difference between the file's and the model's output, for one input."""
 
     shape: tuple[int, ...]  # of the input
     difference: float  # largest, absolute
@@ -34,25 +31,6 @@ class Exported(NamedTuple):
     path: Path
     covers: str  # which inputs, in words
     checks: list[Check]
-
-
-def minimum_size(model: VisionModel) -> int:
-    """The smallest side that a file with dynamic sizes covers.
-
-    A graph has one path. Where a model attends in windows or stripes it is that of maps with more than one of them a
-    side; where softmax attention reduces the map of its keys, that of maps with at least one key.
-    """
-    smallest = 32
-    for i, stage in enumerate(model.stages if isinstance(model, PyramidModel) else []):
-        stride = 4 * 2**i
-        for module in stage.modules():
-            if isinstance(module, SwinBlock) and module.window is not None:
-                smallest = max(smallest, max(module.window) * stride + 1)
-            elif isinstance(module, StripeAttention) and module.stripe is not None:
-                smallest = max(smallest, module.stripe * stride + 1)
-            elif isinstance(module, ReducedSoftmaxAttention):
-                smallest = max(smallest, module.reduction * stride)
-    return smallest
 
 
 def _example(model: VisionModel, img_size: tuple[int, int], *, batch: int) -> Tensor:
@@ -71,16 +49,16 @@ def export_model(
     dynamic_batch: bool = False,
     dynamic_size: bool = False,
 ) -> Exported:
-    """Writes a model to a file and checks what the file computes.
+    """Writes a model to a file and compares the file's output with the model's.
 
     Args:
         model: in eval mode.
         path: of the file to write.
         format: "onnx" (needs the `export` extra) or "pt2", which `torch.export.load` reads.
         img_size: (height, width) of the input. Default: the model's. With `dynamic_size` it is the size that the graph
-            is traced at, and no side may be smaller than `minimum_size`.
+            is traced at, and no side may be smaller than the model's `minimum_size()`.
         dynamic_batch: any number of images.
-        dynamic_size: any height and width, from `minimum_size` on.
+        dynamic_size: any height and width, from the model's `minimum_size()` on.
 
     Returns:
         The path, the inputs it covers, and the largest difference from the model: at the exported size, and at another
@@ -97,7 +75,7 @@ def export_model(
     height, width = img_size or model.img_size
     covers = f"{'any number of' if dynamic_batch else '1'} × {model.in_chans} × "
     if dynamic_size:
-        smallest = minimum_size(model)
+        smallest = model.minimum_size()
         if img_size is not None and min(img_size) < smallest:
             raise ValueError(
                 f"img_size={img_size}: a graph of this model with dynamic sizes begins at {smallest}, where every map "
@@ -107,7 +85,7 @@ def export_model(
         covers += f"any height and width of at least {smallest}"
     else:
         covers += f"{height} × {width}"
-    # A size of one is a constant to the tracer, and equal sizes are equal for ever.
+    # The tracer takes a size of one for a constant, and two equal sizes for one symbol.
     traced = (height, width + 32) if dynamic_size else (height, width)
     example = _example(model, traced, batch=2 if dynamic_batch else 1)
     dynamic: dict[int, Any] = {}
@@ -129,7 +107,7 @@ def export_model(
     if dynamic_batch:
         inputs.append(_example(model, (height, width), batch=3))
     if dynamic_size:
-        # No multiple of any stride, and neither side that of the trace.
+        # Not a multiple of any stride, and different from the traced size on both sides.
         inputs.append(_example(model, (height + 37, width + 75), batch=1))
     checks = []
     for x in inputs:

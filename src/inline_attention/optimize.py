@@ -1,4 +1,4 @@
-"""How to run a model fast, in one place: benchmarks, training and the documentation all use it."""
+"""The one way to run a model fast. Benchmarks, training and the documentation use it."""
 
 import os
 import shutil
@@ -16,23 +16,22 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 
 def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
-    """Compiles a model's call in place and returns the model: parameter names, type and attributes stay.
+    """Compiles a model's call in place and returns the model. Parameter names, type and attributes stay the same.
 
-    Move the model to its device and call `train()` or `eval()` first. The first call at a size takes the time of a
-    compilation; sizes that keep changing get a graph that serves others too. On a GPU it takes another one where the
-    kernels go another way, as for short sequences.
+    Move the model to its device and call `train()` or `eval()` first. The first call at a size compiles. When a second
+    size comes, PyTorch compiles a graph that serves other sizes too. On a GPU, sizes for which the kernels take another
+    path, such as short sequences, need a graph of their own.
 
     Args:
         mode: of `torch.compile`. Default: "reduce-overhead", which replays CUDA graphs, for a model in `eval()` on a
-            GPU; "default" otherwise. "max-autotune" also times several kernels for each matrix product, and
-            compiles longer for it. For training, "max-autotune-no-cudagraphs" does so without graphs.
-            "reduce-overhead" trains with graphs, unless gradients are added up over several backward passes: a replay
-            writes them where the one before it did.
+            GPU; "default" otherwise. "max-autotune" also times several kernels for each matrix product, and takes
+            longer to compile. For training, "max-autotune-no-cudagraphs" does the same without CUDA graphs.
+            "reduce-overhead" works for training, unless gradients are accumulated over several backward passes: every
+            replay writes them to the same memory.
 
-    With CUDA graphs each input size keeps the memory of a graph of its own, and an output is valid until the next
-    call: `clone()` it to keep it longer (PyTorch raises an error otherwise). Where sizes vary freely, pass "default".
-    Where nothing can be compiled (no C++ compiler, or no Triton for a GPU) a warning says so, and the model runs as it
-    is.
+    With CUDA graphs every input size keeps the memory of its own graph, and an output is valid until the next call.
+    Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" where sizes vary freely.
+    Where nothing can be compiled (no C++ compiler, or no Triton for a GPU) the model runs uncompiled, with a warning.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
@@ -48,7 +47,7 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
 
 def _why_not_compiled(device: str) -> str | None:
     if device == "cuda":
-        return None if HAS_TRITON else "Triton is not installed, which kernels for GPUs are written in"
+        return None if HAS_TRITON else "Triton is not installed; torch.compile writes its GPU kernels in it"
     if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
         return "there is no C++ compiler (g++, clang++, or what CXX names)"
     return None

@@ -17,3 +17,8 @@ def say(*lines: object, file: TextIO | None = None) -> None:
     """Print each line, made printable, at once. A line feed inside a line is escaped too."""
     for line in lines:
         print(printable(line), file=file or sys.stdout, flush=True)
+
+
+def say_text(text: str, *, file: TextIO | None = None) -> None:
+    """`say` for text of several lines."""
+    say(*text.split("\n"), file=file)

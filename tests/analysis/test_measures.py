@@ -18,7 +18,6 @@ from inline_attention import create_model, inline_attention, linear_attention
 from inline_attention.analysis import (
     attention_maps,
     capture,
-    confusion,
     measure_confusion,
     measure_injectivity,
     measure_locality,
@@ -28,7 +27,8 @@ from inline_attention.analysis import (
     plane_weights,
 )
 from inline_attention.analysis.divergence import Divergence
-from inline_attention.analysis.masking import random_mask, window_mask
+from inline_attention.analysis.measures import confusion
+from inline_attention.analysis.measures.masking import random_mask, window_mask
 from inline_attention.data.samples import sample_photographs
 
 KINDS = ("softmax", "linear", "inline")
@@ -72,7 +72,7 @@ def test_figure_1_by_hand() -> None:
 
 
 def test_some_rows_may_be_equal() -> None:
-    from inline_attention.analysis.injectivity import compare
+    from inline_attention.analysis.measures.injectivity import compare
 
     queries = torch.tensor([[1.0, 1.0], [2.0, 2.0], [1.0, 2.0]], dtype=torch.float64)
     panel = compare(queries, queries + 1, name="ReLU(x)")
@@ -134,9 +134,8 @@ def test_confusion_by_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bins_of_the_histogram() -> None:
     """As its labels say them: 0, 1–3, 4–9, 10–31, 32–99."""
-    plots = pytest.importorskip("inline_attention.analysis.plots")
-    assert plots.histogram_edges(50).tolist() == [0, 1, 4, 10, 32, 100]
-    assert plots.histogram_edges(0).tolist() == [0, 1]
+    assert confusion.histogram_edges(50).tolist() == [0, 1, 4, 10, 32, 100]
+    assert confusion.histogram_edges(0).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["softmax", "inline"])
@@ -191,7 +190,7 @@ def test_confusion_memory_is_bounded(side: int, megabytes: int) -> None:
 import pathlib, torch
 from inline_attention import create_model
 from inline_attention.analysis import capture
-from inline_attention.analysis.confusion import confused_pairs
+from inline_attention.analysis.measures.confusion import confused_pairs
 torch.set_num_threads(1)
 small = dict(patch_size=2, embed_dim=8, depth=1, num_heads=1, num_classes=2)
 
@@ -318,7 +317,7 @@ def test_all_but_the_window_masked_by_hand(kind: str) -> None:
     model = deit(kind, depth=1, local_residual=False)
     record = capture(model, image(64, 48))[0]
     attn, (height, width) = model.blocks[0].attn, record.grid
-    out = record.attend(mask=seen_window(record, 3))
+    out = record.recompute_output(mask=seen_window(record, 3))
     for y in range(height):
         for x in range(width):
             query = 1 + y * width + x
@@ -354,7 +353,7 @@ def test_taps_zeroed_and_kept() -> None:
     model = deit("inline", depth=1)
     record = capture(model, image())[0]
     mask = window_mask(record, 3)
-    zeroed, kept = record.attend(mask=mask), record.attend(mask=mask, mask_local=False)
+    zeroed, kept = record.recompute_output(mask=mask), record.recompute_output(mask=mask, mask_local=False)
     alone = torch.einsum("shij,sjhd->sihd", record.weights(mask=mask(slice(None))), record.v)
     with torch.no_grad():
         weight = model.blocks[0].attn.proj.weight
@@ -400,9 +399,9 @@ def test_random_masks_hide_as_many_present_tokens_as_local_ones() -> None:
     assert torch.equal((~seen & present).sum(-1), local)
     # Each sample has its own mask, for the weights and for the taps.
     each = random_mask(record, 1, torch.Generator().manual_seed(0))
-    out = record.attend(mask=each)
+    out = record.recompute_output(mask=each)
     masks = random_mask(record, 1, torch.Generator().manual_seed(0))(slice(None))
-    alone = record.attend(mask=lambda rows: masks[1, rows])
+    alone = record.recompute_output(mask=lambda rows: masks[1, rows])
     torch.testing.assert_close(out[1], alone[1])
 
 
@@ -489,7 +488,7 @@ def test_divergence_is_counted_and_not_hidden() -> None:
 
 
 def test_a_matrix_that_is_not_finite_has_no_rank() -> None:
-    from inline_attention.analysis.rank import _ranks
+    from inline_attention.analysis.measures.rank import _ranks
 
     weights = torch.eye(3).repeat(1, 2, 1, 1)
     weights[0, 1, 0, 0] = torch.inf

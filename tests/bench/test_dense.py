@@ -12,8 +12,8 @@ from PIL import Image
 from inline_attention.bench import dense as bench
 from inline_attention.bench.timing import Effort
 from inline_attention.cli import main
-from inline_attention.dense.detection.model import create_detector
 from inline_attention.layers import InLineAttention
+from inline_attention.tasks.detection.model import create_detector
 
 
 def test_contenders_differ_in_the_backbone_alone() -> None:
@@ -47,7 +47,7 @@ def test_detectors_have_objects_to_find_and_to_learn(head: str, monkeypatch: pyt
 
 def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record, picture = tmp_path / "dense.json", tmp_path / "dense.png"
-    command = ["bench", "dense", "fpn-pvt_tiny", "--size", "64", "64", "--modes=eager", "--quick", "--device=cpu"]
+    command = ["bench", "dense", "fpn-pvt_tiny", "--img-size", "64", "--modes=eager", "--quick", "--device=cpu"]
     assert main([*command, "--infer", f"--json={record}", f"--picture={picture}"]) == 0
     results = json.loads(record.read_text())["results"]
     assert [(r["contender"], r["task"]) for r in results] == [("reference", "infer"), ("softmax", "infer")]
@@ -90,7 +90,7 @@ def test_the_usual_batch_can_be_trained_on(model: str) -> None:
     [
         (["--batch=0"], "--batch 0: expected 1 or more"),
         (["--batch=1", "--train"], "give --batch 2, or --infer"),
-        (["--size", "0", "4"], "--size is 0 4; expected a height and a width of 1 or more"),
+        (["--img-size", "0", "4"], "--img-size is 0 4; expected a side, or height and width"),
     ],
 )
 def test_settings_that_there_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

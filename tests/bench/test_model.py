@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from small import create_small, image
 from torch import Tensor, nn
 
 from inline_attention.bench import model as bench
@@ -16,6 +17,7 @@ from inline_attention.bench.timing import Effort, Timing
 from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
 from inline_attention.models import list_models
+from inline_attention.models.weights import save_weights
 from inline_attention.optimize import MODES
 
 CPU = torch.device("cpu")
@@ -43,6 +45,14 @@ def result(contender: str, speed: float | None, **changes: object) -> dict:
 def test_counterparts_exist(name: str) -> None:
     assert name in list_models()
     assert timm.is_model(bench.COUNTERPARTS[name])
+
+
+def test_model_of_a_weights_file(tmp_path: Path) -> None:
+    model = create_small("inline_deit_tiny")
+    path = save_weights(model, tmp_path / "model.safetensors")
+    built = bench.build_textbook(str(path), 32).eval()
+    model.set_input_size(32)
+    torch.testing.assert_close(built(image(32)), model(image(32)))
 
 
 @pytest.mark.parametrize("contender", [name for name in bench.CONTENDERS if name != "fused"])
@@ -240,7 +250,7 @@ def test_record_is_complete_after_every_measurement(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("contenders", "status"), [("free", 1), ("free,peer", 0)])
 def test_status_tells_whether_anything_was_measured(contenders: str, status: int) -> None:
-    options = ["--img-size", "32", "--batch", "1", "--infer", "--modes", "eager", "--device", "cpu", "--quick"]
+    options = ["--img-sizes", "32", "--batch-sizes", "1", "--infer", "--modes", "eager", "--device", "cpu", "--quick"]
     assert main(["bench", "model", "inline_pvt_tiny", "--contenders", contenders, *options]) == status
 
 
@@ -268,8 +278,8 @@ def test_file_that_is_no_record(tmp_path: Path, text: str, expected: str, capsys
         (["model", "inline_deit_tiny", "--modes", "warp"], "there is no mode warp"),
         (["model", "softmax_deit_tiny"], "softmax_deit_tiny has no counterpart"),
         (["op", "--case", "8x14"], "expected BATCH,SIDE"),
-        (["model", "inline_deit_tiny", "--img-size", "0"], "--img-size 0: expected 1 or more"),
-        (["model", "inline_deit_tiny", "--img-size", "32", "64", "--batch", "8", "-1"], "--batch 8 -1: expected 1"),
+        (["model", "inline_deit_tiny", "--img-sizes", "0"], "--img-sizes 0: expected 1 or more"),
+        (["model", "inline_deit_tiny", "--img-sizes", "32", "64", "--batch-sizes", "8", "-1"], "--batch-sizes 8 -1: "),
         (["op", "--threads", "0"], "--threads 0: expected 1 or more"),
         (["op", "--device", "gpu"], "device 'gpu' cannot be used"),
         (["op", "--device", "meta"], "--device meta: expected cpu or cuda"),
@@ -287,7 +297,7 @@ def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], argument
 
 def test_sweep_writes_record_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
-    sizes = ["--img-size", "32", "48", "--batch", "2", "--infer"]
+    sizes = ["--img-sizes", "32", "48", "--batch-sizes", "2", "--infer"]
     names = ["--contenders", "reference,peer", "--modes", "eager,max-autotune"]
     files = ["--json", str(record), "--picture", str(picture)]
     assert main(["bench", "sweep", *sizes, *names, *files, "--device", "cpu", "--quick"]) == 0

@@ -63,7 +63,17 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("task", ["infer", "train"])
 def test_profile_writes_record_and_table(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "profile.json"
-    options = ["--img-size", "32", "--batch", "1", f"--{task}", "--contenders", "textbook,peer", "--mode", "eager"]
+    options = [
+        "--img-sizes",
+        "32",
+        "--batch-sizes",
+        "1",
+        f"--{task}",
+        "--contenders",
+        "textbook,peer",
+        "--mode",
+        "eager",
+    ]
     assert main(["bench", "profile", "inline_deit_tiny", *options, "--device", "cpu", "--json", str(record)]) == 0
     content = json.loads(record.read_text())
     assert content["kind"] == "profile"

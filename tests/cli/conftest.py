@@ -11,7 +11,7 @@ from PIL import Image
 from inline_attention import create_model
 from inline_attention.data import DataConfig
 from inline_attention.models.weights import save_weights
-from inline_attention.training.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import preprocessing
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
 

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from inline_attention.analysis import measures
+from inline_attention.analysis.subjects import parse_model
 from inline_attention.cli import main
-from inline_attention.cli.analyze import parse_model
 from inline_attention.data.samples import sample_photographs
 
 ANALYSES = ("injectivity", "confusion", "locality", "maps", "masking", "rank")
@@ -39,7 +40,7 @@ def check_files(out: Path, name: str) -> None:
 
 
 def test_injectivity_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert analyze("injectivity", "--out", tmp_path / "new" / "folder") == 0
+    assert analyze("injectivity", "--output", tmp_path / "new" / "folder") == 0
     check_files(tmp_path / "new" / "folder", "injectivity")
     panels = read(tmp_path / "new" / "folder" / "injectivity.json")["panels"]
     for panel in panels:
@@ -53,7 +54,7 @@ def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys
     small = "img_size=8,in_chans=1,embed_dim=16,depth=1,num_heads=2,patch_size=2,num_classes=10"
     models = ("inline_deit_tiny", f"inline_deit_tiny,attention=softmax,{small}")
     files = ("--weights", weights, "none", "--images", images / "a.png", images / "b.jpg")
-    assert analyze("all", *models, *files, "--sides", 1, "--out", tmp_path / "out") == 0
+    assert analyze("all", *models, *files, "--sides", 1, "--output", tmp_path / "out") == 0
     for name in ANALYSES:
         check_files(tmp_path / "out", name)
     page = (tmp_path / "out" / "report.html").read_text()
@@ -74,14 +75,17 @@ def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys
     assert len(confusion["models"][0]["result"]["by_image"]) == 2
     printed = capsys.readouterr()
     assert "report.html" in printed.out
-    assert "warning: 2 images are too few for masking (each is 50 points): give at least 100" in printed.err
+    assert (
+        "warning: 2 images are too few for masking: give at least 100 before relying on its numbers; each"
+        in printed.err
+    )
     assert "2 images are too few for confusion" in page
 
 
 def test_data_with_labels(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The accuracy under a mask of nothing is that of `inline eval`."""
     common = ("--weights", weights, "--data", "digits", "--workers", 0)
-    assert analyze("masking", *common, "--batch-size", 100, "--sides", 1, "--out", tmp_path) == 0
+    assert analyze("masking", *common, "--batch-size", 100, "--sides", 1, "--output", tmp_path) == 0
     result = read(tmp_path / "masking.json")["models"][0]["result"]
     assert main(["eval", "inline_deit_tiny", *map(str, common), "--json", str(tmp_path / "eval.json")]) == 0
     top1 = read(tmp_path / "eval.json")["top1"] / 100
@@ -93,7 +97,7 @@ def test_data_with_labels(weights: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_timm_on_the_sample_photographs(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert analyze("rank", VIT, "--out", out) == 0
+    assert analyze("rank", VIT, "--output", out) == 0
     model = read(out / "rank.json")["models"][0]
     assert (model["images"], model["img_size"], model["attention"]) == (2, "32×32", "softmax")
     assert [Path(p).name for p in sample_photographs()] == ["china.jpg", "flower.jpg"]
@@ -108,20 +112,20 @@ def test_weights_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         torch.nn.init.zeros_(block.attn.qkv.weight[16:32])
         torch.nn.init.zeros_(block.attn.qkv.bias[16:32])
     save_file(model.state_dict(), tmp_path / "vit.safetensors")
-    assert analyze("rank", VIT, "--weights", tmp_path / "vit.safetensors", "--out", tmp_path) == 0
+    assert analyze("rank", VIT, "--weights", tmp_path / "vit.safetensors", "--output", tmp_path) == 0
     assert read(tmp_path / "rank.json")["models"][0]["summary"]["mean_numerical"] == 1
     other = VIT.replace("depth=2", "depth=1")
-    assert analyze("rank", other, "--weights", tmp_path / "vit.safetensors", "--out", tmp_path) == 2
-    assert "does not fit VisionTransformer" in capsys.readouterr().err
+    assert analyze("rank", other, "--weights", tmp_path / "vit.safetensors", "--output", tmp_path) == 2
+    assert "does not fit the model" in capsys.readouterr().err
 
 
 def test_parameters_and_limits(weights: Path, tmp_path: Path) -> None:
     common = ("--weights", weights, "--data", "digits", "--workers", 0, "--max-images", 5, "--batch-size", 3)
-    assert analyze("confusion", *common, "--taus", 0.2, 0.5, "--rhos", 0, "--layers", -1, "--out", tmp_path) == 0
+    assert analyze("confusion", *common, "--taus", 0.2, 0.5, "--rhos", 0, "--layers", -1, "--output", tmp_path) == 0
     content = read(tmp_path / "confusion.json")
     assert content["parameters"] == {"taus": [0.2, 0.5], "rhos": [0], "layers": [-1]}
     assert len(content["models"][0]["result"]["by_image"]) == 5
-    assert analyze("maps", *common, "--query", 0.1, 0.9, "--head", 1, "--out", tmp_path) == 0
+    assert analyze("maps", *common, "--query", 0.1, 0.9, "--head", 1, "--output", tmp_path) == 0
     assert read(tmp_path / "maps.json")["models"][0]["result"][0]["query"] == [0.1, 0.9]
 
 
@@ -140,11 +144,11 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys: pytest.Capt
         (("resnet18",), "has no attention that is known here"),
         (("--weights", weights, "--images", images / "bad.png"), "there are no images"),
     ):
-        assert analyze("rank", *arguments, "--out", tmp_path / "out") == 2
+        assert analyze("rank", *arguments, "--output", tmp_path / "out") == 2
         assert message in capsys.readouterr().err
-    assert analyze("maps", "--weights", weights, "--images", images / "bad.png", "--out", tmp_path / "out") == 2
+    assert analyze("maps", "--weights", weights, "--images", images / "bad.png", "--output", tmp_path / "out") == 2
     assert "there are no images" in capsys.readouterr().err
-    assert analyze("maps", "--weights", weights, "--head", 2, "--out", tmp_path / "out") == 2
+    assert analyze("maps", "--weights", weights, "--head", 2, "--output", tmp_path / "out") == 2
     assert "head 2 is not in every layer; expected 0 to 1" in capsys.readouterr().err
 
 
@@ -159,9 +163,59 @@ def test_trained_with_another_attention(tmp_path: Path) -> None:
     assert main(["train", "quickstart", *settings, "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
     file = tmp_path / "run" / "checkpoints" / "best.safetensors"
     common = ("--weights", file, "--data", "digits", "--workers", 0, "--max-images", 4)
-    assert analyze("rank", *common, "--out", tmp_path) == 0
+    assert analyze("rank", *common, "--output", tmp_path) == 0
     model = read(tmp_path / "rank.json")["models"][0]
     assert (model["model"], model["attention"], model["images"]) == ("inline_deit_tiny", "focused", 4)
+
+
+NEW_ANALYSIS = '''
+from dataclasses import dataclass
+
+from inline_attention.analysis.base import Analysis, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brightness(Analysis):
+    """How bright are the images?"""
+
+    least_images = 3
+
+    power: int = option(1, "of the pixels", type=int)
+
+    def measure(self, subject, on_images):
+        means = [float(image.pow(self.power).mean()) for batch in subject.images() for image in batch]
+        on_images(len(means))
+        return means
+
+    def summarise(self, result):
+        return dict(images=len(result), mean=sum(result) / len(result))
+
+    def table(self, results):
+        return ("model", "image", "mean"), [(m, i, x) for m, means in results.items() for i, x in enumerate(means)]
+
+    def draw(self, results):
+        from inline_attention.analysis import figures
+
+        figure = figures.new_figure(5, 4)
+        figure.subplots().plot(*results.values())
+        return figure
+'''
+
+
+def test_an_analysis_is_one_file(weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name, options, table, picture and definition reach the command and the report."""
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (folder / "brightness.py").write_text(NEW_ANALYSIS)
+    monkeypatch.setattr(measures, "__path__", [*measures.__path__, str(folder)])
+    common = ("--weights", weights, "--images", images / "a.png", "--sides", 1, "--output", tmp_path / "out")
+    assert analyze("all", *common, "--power", 2) == 0
+    check_files(tmp_path / "out", "brightness")
+    content = read(tmp_path / "out" / "brightness.json")
+    assert content["parameters"] == {"power": 2}
+    assert content["warning"].startswith("1 image is too few for brightness: give at least 3")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "How bright are the images?" in page
 
 
 def test_model_with_arguments() -> None:

@@ -37,7 +37,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     assert "s3cret" not in out
     assert str(Path.home()) not in out
     assert str(Path.cwd()) not in out
-    assert main(["env", "--json"]) == 0
+    assert main(["env", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["inline-attention"].startswith(__version__)
 
 
@@ -45,7 +45,7 @@ def test_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in list_models())
-    assert main(["models", "*swin_base*", "--json"]) == 0
+    assert main(["models", "*swin_base*", "--json", "-"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in facts] == list_models("*swin_base*")
     assert facts[0] == dict(
@@ -65,7 +65,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert "inline_pvt_tiny at 64×96" in out
     assert "16 × 24 × 64" in out
     assert "12.03M" in out
-    assert main(["info", "inline_pvt_tiny", "--json"]) == 0
+    assert main(["info", "inline_pvt_tiny", "--json", "-"]) == 0
     stages = json.loads(capsys.readouterr().out)
     assert [stage["name"] for stage in stages] == ["stem", "stage 1", "stage 2", "stage 3", "stage 4", "head"]
     assert stages[1]["shape"] == [56, 56, 64]
@@ -109,7 +109,7 @@ def test_export_fails_loudly(
         (["info", "resnet18"], "resnet18 is a model of timm, not one of this library"),
         (
             ["info", "inline_deit_tiny", "--img-size", "0", "3"],
-            "img_size=[0, 3]; expected a positive integer or a pair",
+            "--img-size is 0 3; expected a side, or height and width",
         ),
         (["export", "inline_deit_tiny", "--weights", "none.safetensors"], "none.safetensors"),
     ],
@@ -148,6 +148,25 @@ assert main(["env"]) == 0
 assert main(["info", "inline_deit_tiny"]) == 0
 assert main(["export", "inline_deit_tiny", "--output", sys.argv[1]]) == 2
 """
+
+
+WITHOUT_RICH = """
+import sys
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] == "rich" else find_spec(name, path, target)
+PathFinder.find_spec = find_others
+import inline_attention
+inline_attention.create_model("inline_deit_study", pretrained=True)
+assert "rich" not in sys.modules
+"""
+
+
+def test_models_need_no_rich() -> None:
+    """torch.hub checks only what hubconf.py lists."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_RICH], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_triton_and_other_extras(tmp_path: Path) -> None:

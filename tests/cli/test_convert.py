@@ -9,8 +9,8 @@ import torch
 from inline_attention import create_model, list_models
 from inline_attention.cli import main
 from inline_attention.models._checkpoint import Checkpoint
-from inline_attention.models.convert import convert, identify
-from inline_attention.models.weights import load_model, load_weights, read_metadata, save_weights
+from inline_attention.models.convert import convert
+from inline_attention.models.weights import identify, load_model, load_weights, read_metadata, save_weights
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_identify_every_model(name):
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_models_that_differ_in_attention_alone_are_told_by_the_configuration_saved_with_them(name, tmp_path):
-    with pytest.raises(ValueError, match=r"softmax_deit_study and linear_deit_study.*--model"):
+    with pytest.raises(ValueError, match=r"softmax_deit_study and linear_deit_study.*name the model"):
         identify(checkpoint_of(name), filename="weights.pth")
     source, target = tmp_path / "source.safetensors", tmp_path / "target.safetensors"
     save_weights(create_model(name), source)
@@ -135,7 +135,14 @@ def test_models_that_differ_in_attention_alone_are_told_by_the_configuration_sav
 
 def test_identify_models_that_differ_in_input_size_alone():
     checkpoint = checkpoint_of("inline_cswin_base")
-    with pytest.raises(ValueError, match=r"inline_cswin_base and inline_cswin_base_384.*--model"):
+    with pytest.raises(ValueError, match=r"inline_cswin_base and inline_cswin_base_384.*name the model"):
         identify(checkpoint, filename="ckpt_epoch_299.pth")
     checkpoint.info = {"config": {"DATA": {"IMG_SIZE": 224}}}
     assert identify(checkpoint, filename="cswin_b_384.pth") == "inline_cswin_base"
+
+
+def test_file_names_are_not_markup(official_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[").mkdir()
+    assert main(["convert", str(official_file), "[/bold].safetensors"]) == 0
+    assert "[/bold].safetensors" in capsys.readouterr().out

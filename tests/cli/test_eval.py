@@ -8,8 +8,8 @@ from PIL import Image
 
 from inline_attention.cli import main
 from inline_attention.data import DataConfig, open_eval_data
-from inline_attention.training.classifier import load_classifier
-from inline_attention.training.evaluate import evaluate
+from inline_attention.tasks.classification.classifier import load_classifier
+from inline_attention.tasks.classification.evaluation import evaluate
 
 
 def command(weights: object, *more: object, data: object = "digits") -> list[str]:

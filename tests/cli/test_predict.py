@@ -13,7 +13,7 @@ from torchvision.transforms import functional as F
 from inline_attention import create_model
 from inline_attention.cli import main
 from inline_attention.models.weights import save_weights
-from inline_attention.training.classifier import load_classifier
+from inline_attention.tasks.classification.classifier import load_classifier
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "img_size": 8}
 

@@ -16,7 +16,7 @@ from inline_attention.cli import COMMANDS, main
 from inline_attention.data import DataConfig
 from inline_attention.models.weights import save_weights
 from inline_attention.printing import printable
-from inline_attention.training.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import preprocessing
 
 START = "import sys; from inline_command import main; sys.exit(main())"
 
@@ -86,7 +86,10 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
 @pytest.mark.parametrize("moment", ["torch._utils", "inline_attention.layers"])
 def test_ctrl_c_while_libraries_load(moment: str) -> None:
     """`-X importtime` reports each module that has been imported: the signal is sent at a known moment."""
-    command = [sys.executable, "-X", "importtime", "-c", START, "env"]
+    listening = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # pytest may run under nohup
+    )
+    command = [sys.executable, "-X", "importtime", "-c", listening + START, "env"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -106,7 +109,7 @@ def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
     """As under nohup."""
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + START
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-c", ignoring, "models", "inline_deit_tiny", "--json"],
+        [sys.executable, "-X", "importtime", "-c", ignoring, "models", "inline_deit_tiny", "--json", "-"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,7 +9,9 @@ from PIL import Image
 
 from inline_attention.cli import main
 from inline_attention.models.published import PUBLISHED, Published
-from inline_attention.training.classifier import load_classifier
+from inline_attention.tasks.classification import Classification, load_classifier
+from inline_attention.tasks.detection.task import Detection
+from inline_attention.tasks.segmentation.task import Segmentation
 from inline_attention.training.config import recipe_names
 
 SHORT = ["schedule.epochs=2", "schedule.warmup_epochs=1", "log.tensorboard=false", "--device", "cpu"]
@@ -60,7 +62,12 @@ def test_settings_and_options_in_any_order(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("command", "folder"), [("train", ""), ("segment train", "segment"), ("detect train", "detect")]
+    ("command", "folder"),
+    [
+        ("train", Classification.recipes),
+        ("segment train", Segmentation.recipes),
+        ("detect train", Detection.recipes),
+    ],
 )
 def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--list-recipes"]) == 0
@@ -85,7 +92,7 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
         (["--resume", "auto"], "--resume auto continues the run in --output"),
         (
             ["--resume", "auto", "--output", "none"],
-            "none holds no run to go on with; to begin one there, name a recipe",
+            "none holds no run to continue; to begin one there, name a recipe",
         ),
         (["model.name=inline_diet_tiny"], "there is no model 'inline_diet_tiny'; did you mean inline_deit_tiny"),
         (["model.kwargs.num_heads=5"], "num_heads"),

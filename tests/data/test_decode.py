@@ -12,10 +12,10 @@ from PIL import Image
 
 from inline_attention.data import DataConfig, open_files
 from inline_attention.data.decode import UnreadableImage, decode_image, image_size, read_image
-from inline_attention.dense.detection.data import load, without_annotations
-from inline_attention.dense.segmentation.data import PlainFiles
-from inline_attention.dense.segmentation.sources import read_mask
 from inline_attention.explore.pictures import decode_picture
+from inline_attention.tasks.detection.data import load, without_annotations
+from inline_attention.tasks.segmentation.data import PlainFiles
+from inline_attention.tasks.segmentation.sources import read_mask
 
 GRADIENT = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
 COLOURS = np.stack([GRADIENT, GRADIENT.T, 255 - GRADIENT], axis=-1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from inline_attention.data import DataConfig, Mixup, open_data
-from inline_attention.training.evaluate import evaluate
+from inline_attention.tasks.classification.evaluation import evaluate
 
 pytestmark = pytest.mark.gpu
 

@@ -103,10 +103,11 @@ def test_workers_can_be_spawned(folder: Path) -> None:
     """Where processes do not fork (macOS), what a worker needs is pickled."""
     import pickle
 
-    from inline_attention.data.batches import SampleKey, TrainSamples
+    from inline_attention.data.dataset import TrainDataset
+    from inline_attention.data.sampler import SampleKey
     from inline_attention.data.sources import open_source
 
-    samples = TrainSamples(open_source(config(folder), "train"), config=config(folder), seed=0)
+    samples = TrainDataset(open_source(config(folder), "train"), config=config(folder), seed=0)
     copy = pickle.loads(pickle.dumps(samples))
     keys = [SampleKey(0, 5, 0), SampleKey(1, 7, 0)]
     assert torch.equal(copy.__getitems__(keys).images, samples.__getitems__(keys).images)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inline_attention.data import DataConfig, Mixup
-from inline_attention.data.order import rank_positions
+from inline_attention.data.sampler import rank_positions
 
 IMAGES = torch.rand(12, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.arange(12) % 5

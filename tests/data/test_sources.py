@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data
-from inline_attention.data.batches import load_image
+from inline_attention.data.dataset import load_image
 from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource, open_source
 
 MakeFolder = Callable[..., Path]
@@ -66,7 +66,7 @@ def test_path_is_missing(tmp_path: Path) -> None:
 
 def test_no_images(make_folder: MakeFolder, tmp_path: Path) -> None:
     (tmp_path / "images" / "train").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"no images in .*train.*: expected one folder a class"):
+    with pytest.raises(ValueError, match=r"no images in .*train.*: expected one folder per class"):
         open_data(config(tmp_path / "images"))
     make_folder(train={"cat": 0, "dog": 0})
     with pytest.raises(ValueError, match=r"no images in the class folders of .*train'; known: \.jpg"):
@@ -221,7 +221,7 @@ def test_zip_without_folders_numbers_its_classes(tmp_path: Path) -> None:
     assert open_eval_data(config(tmp_path / "zip")).class_names == ["0", "1", "2"]
     loader = open_eval_data(config(tmp_path / "zip"), class_names=["a", "b", "c", "d"])
     assert [target for batch in loader for target in batch.targets.tolist()] == [0, 2, 1]
-    with pytest.raises(ValueError, match="the data have 3 classes, the model 2"):
+    with pytest.raises(ValueError, match="the data have 3 classes, but the model has 2"):
         open_eval_data(config(tmp_path / "zip"), class_names=["a", "b"])
 
 

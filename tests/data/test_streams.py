@@ -240,6 +240,22 @@ def test_an_info_file_of_another_shape(shards: Path, info: object) -> None:
         open_eval_data(config(shards))
 
 
+def test_other_labels_are_in_the_metadata(tmp_path: Path) -> None:
+    """Under the name that `_info.json` gives; images with -1 have no such label."""
+    with tarfile.open(tmp_path / "val-0000.tar", "w") as tar:
+        for number, label in enumerate((2, -1, 1)):
+            metadata = json.dumps({"fine": label}).encode()
+            for suffix, part in (("png", encoded(2 * number)), ("cls", b"0"), ("json", metadata)):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(part)
+                tar.addfile(member, io.BytesIO(part))
+    split = {"name": "val", "filenames": ["val-0000.tar"], "shard_lengths": [3], "num_samples": 3, "alt_label": "fine"}
+    (tmp_path / "_info.json").write_text(json.dumps({"splits": {"val": split}}))
+    loader = open_eval_data(config(tmp_path))
+    assert seen(loader) == [(0, 2), (2, 1)]
+    assert len(loader.skipped) == 0
+
+
 def test_names_of_shards_are_not_commands(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """webdataset runs what stands behind "pipe:"; without a folder in front a name could begin so."""
     monkeypatch.chdir(shards)

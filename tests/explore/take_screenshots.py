@@ -40,7 +40,7 @@ def visit(browser: Any, url: str, viewport: dict[str, int], scheme: str) -> list
 
 
 def main() -> None:
-    expect.set_options(timeout=PATIENCE)
+    expect.set_options(timeout=5 * PATIENCE)  # counting costs is slow on a busy machine
     with (
         closing(App(load_subjects(sys.argv[1:], device=CPU), device=CPU)) as app,
         open_server(app, host="127.0.0.1", port=0) as server,

@@ -135,6 +135,6 @@ def test_wrong_weights(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file 'none\.safetensors'"):
         load_subjects(["none.safetensors"], device=CPU)
     pickled = tmp_path / "official.pth"
-    torch.save({"model": {}}, pickled)
+    torch.save({"model": {"w": torch.ones(2)}}, pickled)
     with pytest.raises(ValueError, match="does not say which model it is for"):
         load_subjects([str(pickled)], device=CPU)

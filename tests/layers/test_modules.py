@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention
 from inline_attention.layers.attention import Attention, describe_attention, parse_attention
-from inline_attention.layers.local import LocalKernel
+from inline_attention.layers.local import LocalWeight
 from inline_attention.ops import attention_matrix, inline_attention
 
 MODULES = [InLineAttention, LinearAttention, SoftmaxAttention]
@@ -138,7 +138,7 @@ def test_token_mean_can_be_given() -> None:
 
 
 def test_local_kernel_is_a_grouped_convolution_per_head() -> None:
-    kernel = LocalKernel(8, 2).double()
+    kernel = LocalWeight(8, 2).double()
     mean = tokens(1)[:, 0]
     first, second = (nn.Conv1d(8, n, 1, groups=2).double() for n in (8, 72))
     for conv, layer in ((first, kernel.fc1), (second, kernel.fc2)):
@@ -180,6 +180,10 @@ def test_errors() -> None:
         InLineAttention(8, 3)
     with pytest.raises(ValueError, match=r"feature_map='gelu' is unknown; expected one of .*relu_affine"):
         InLineAttention(8, 2, feature_map="gelu")
+    with pytest.raises(ValueError, match=r"token_mask has shape \(2, 14\) .* expected bool \(B, N\) = \(2, 15\)"):
+        build(SoftmaxAttention)(tokens(), GRID, token_mask=torch.ones(2, 14, dtype=torch.bool))
+    with pytest.raises(ValueError, match="a mask over pairs of tokens is impossible"):
+        build()(tokens(), GRID, token_mask=torch.ones(2, 1, 15, 15, dtype=torch.bool))
     with pytest.raises(ValueError, match="grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 15"):
         build()(tokens(), (4, 4))
 

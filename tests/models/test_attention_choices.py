@@ -11,10 +11,11 @@ from torch import Tensor
 
 from inline_attention import InLineAttention, SoftmaxAttention
 from inline_attention.layers import ATTENTIONS
-from inline_attention.layers.attention import LETTERS, Attention, unstack
+from inline_attention.layers.attention import LETTERS, Attention
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.swin import SwinBlock, WindowSoftmaxAttention
 from inline_attention.models.weights import load_model, load_weights, save_weights
+from inline_attention.ops.projections import unstack
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -143,7 +144,7 @@ def window_positions(size: tuple[int, int], window: tuple[int, int], shifted: bo
 
 def attended(block: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
     with torch.no_grad():
-        return block.attend(x.flatten(1, 2), size).unflatten(1, size)
+        return block.attention_branch(x.flatten(1, 2), size).unflatten(1, size)
 
 
 def inline_block(*, shifted: bool, local_residual: bool) -> SwinBlock:
@@ -251,6 +252,16 @@ def test_softmax_window_follows_the_inline_window() -> None:
         with torch.device("meta"):
             model = create_small("inline_swin_tiny", window_size=window_size, softmax_window_size=None, img_size=512)
         assert model.softmax_window == (expected, expected)
+
+
+@pytest.mark.parametrize("name", ["softmax_swin_tiny", "inline_swin_tiny"])
+def test_window_size_that_no_block_has_is_an_error(name: str) -> None:
+    with torch.device("meta"):
+        options: dict[str, Any] = dict(attention="softmax", softmax_window_size=None)
+        with pytest.raises(ValueError, match=r"window_size=12 has no effect.* set softmax_window_size=12"):
+            create_small(name, window_size=12, **options)
+        assert create_small(name, **options | dict(softmax_window_size=12)).softmax_window == (12, 12)
+        assert create_small(name, window_size=96, **options).softmax_window == (12, 12)  # as published at 384
 
 
 def test_pvt_reduction_drops_an_incomplete_border() -> None:

@@ -1,4 +1,7 @@
-"""timm's contract, for every registered model: at full size on the meta device, shrunk where it runs."""
+"""timm's contract: for every registered model at full size on the meta device, and shrunk where it runs.
+
+Shrunk, the models of one family and one attention are the same, so that only different ones run (`DISTINCT`).
+"""
 
 import copy
 import math
@@ -14,7 +17,7 @@ from small import DISTINCT, FAMILIES, create_small, image, shrunk
 from timm.models import group_parameters, save_for_hf
 
 import inline_attention
-from inline_attention.models._base import PyramidModel
+from inline_attention.models.base import PyramidModel
 
 NAMES = inline_attention.list_models()
 ONE_PER_FAMILY = [f"inline_{family}_tiny" for family in FAMILIES]
@@ -90,7 +93,7 @@ def test_at_full_size(name: str) -> None:
 # Running
 
 
-@every_model
+@every_distinct_model
 def test_forward_and_backward(name: str) -> None:
     # The class token alone would leave the last block's local residual without a gradient: it goes to the map.
     model = create_small(name, global_pool="avg").train()
@@ -101,7 +104,7 @@ def test_forward_and_backward(name: str) -> None:
         assert grad.abs().max() > 0, parameter
 
 
-@every_model
+@every_distinct_model
 def test_sizes_change_between_calls(name: str) -> None:
     """One instance, whatever it saw before, answers as a fresh one does."""
     model = create_small(name)
@@ -123,7 +126,7 @@ def test_real_sizes(name: str) -> None:
             assert model.eval()(image(*size, batch=1)).isfinite().all()
 
 
-@every_model
+@every_distinct_model
 def test_padding_is_zeros_at_the_bottom_and_right(name: str) -> None:
     """A side that is no multiple of the first stride reads as its zero-padded image."""
     model = create_small(name)
@@ -134,7 +137,7 @@ def test_padding_is_zeros_at_the_bottom_and_right(name: str) -> None:
         assert torch.equal(model(x), model(padded))
 
 
-@every_model
+@every_distinct_model
 def test_features_only(name: str) -> None:
     options = dict(features_only=True, **shrunk(name))
     model = timm.create_model(name, **options)
@@ -188,7 +191,7 @@ def test_prune_intermediate_layers(name: str) -> None:
         model(x)  # what is left still runs
 
 
-@every_model
+@every_distinct_model
 def test_classifier(name: str) -> None:
     model = create_small(name)
     x = image()
@@ -221,7 +224,7 @@ def test_global_pool(family: str) -> None:
         create_small(f"inline_{family}_tiny", global_pool="max")
 
 
-@every_model
+@every_distinct_model
 def test_gradient_checkpointing(name: str) -> None:
     model = create_small(name).train()
     x = image()
@@ -297,7 +300,7 @@ def test_export(name: str) -> None:
         torch.testing.assert_close(program.module()(x), model(x))
 
 
-@every_model
+@every_distinct_model
 def test_state_dict_round_trip(name: str) -> None:
     model, other = create_small(name), create_small(name, seed=1)
     other.load_state_dict(model.state_dict())
@@ -307,7 +310,7 @@ def test_state_dict_round_trip(name: str) -> None:
     torch.testing.assert_close(adapted, dict(model.state_dict()), atol=0, rtol=0)
 
 
-@every_model
+@every_distinct_model
 def test_timm_local_directory_round_trip(name: str, tmp_path: Path) -> None:
     model = create_small(name)
     save_for_hf(model, tmp_path, model_args=shrunk(name))

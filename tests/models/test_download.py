@@ -1,13 +1,19 @@
 """Downloads, from a server on this machine that behaves well or badly."""
 
+import hashlib
 import io
+import logging
+import pickle
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import timm
 import torch
 
+from inline_attention import create_model
 from inline_attention.models import _download
 from inline_attention.models.weights import download, read_checkpoint
 
@@ -34,13 +40,19 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         server.requests.append(self.path)
         body = server.body
+        if server.redirect:
+            self.send_response(302)
+            self.send_header("Location", server.redirect)
+            return self.end_headers()
         if server.status != 200:
             return self.send_error(server.status)
         self.send_response(200)
         if server.send_length:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[: server.cut_after])
+        for start in range(0, len(body[: server.cut_after]), server.piece):
+            self.wfile.write(body[: server.cut_after][start : start + server.piece])
+            time.sleep(server.pause)
         if server.stall is not None:
             self.wfile.flush()
             server.stall.wait(20)
@@ -58,7 +70,8 @@ class Server(ThreadingHTTPServer):
 def server():
     with Server(("127.0.0.1", 0), Handler) as server:
         server.requests, server.body, server.status = [], checkpoint_bytes(), 200
-        server.send_length, server.cut_after, server.stall = True, None, None
+        server.send_length, server.cut_after, server.stall, server.redirect = True, None, None, None
+        server.piece, server.pause = 1 << 20, 0.0
         server.url = f"http://127.0.0.1:{server.server_port}/f/1d6b8191/?dl=1"  # as published: no file name at the end
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -187,3 +200,83 @@ def test_filename_stays_in_the_folder(hub, server, filename):
     with pytest.raises(ValueError, match="filename"):
         download(server.url, filename=filename)
     assert server.requests == []
+
+
+def test_too_large_a_file_is_not_kept(hub, server, monkeypatch):
+    monkeypatch.setattr(_download, "_MAX_BYTES", 1000)
+    for send_length, message in ((True, "announces .* more than the limit"), (False, "sent more than the limit")):
+        server.send_length = send_length
+        with pytest.raises(ConnectionError, match=message):
+            download(server.url, filename="model.pth", progress=False)
+    assert list(hub.iterdir()) == []
+
+
+def test_slow_server_meets_the_deadline(hub, server, monkeypatch):
+    """Every byte comes in time, the file as a whole does not."""
+    monkeypatch.setattr(_download, "_DEADLINE", 0.5)
+    server.piece, server.pause = 10, 0.05
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match="not complete after"):
+        download(server.url, filename="model.pth", progress=False)
+    assert time.monotonic() - start < 10
+    assert list(hub.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1/model.pth", "file:///etc/passwd", "data:,x", "model.pth"])
+def test_only_http_is_followed(hub, server, url):
+    with pytest.raises(ValueError, match="http"):
+        download(url, filename="model.pth", progress=False)
+    server.redirect = url if ":" in url else f"gopher://{url}"
+    with pytest.raises(ConnectionError, match=r"only http and https|not allowed"):
+        download(server.url, filename="model.pth", progress=False)
+    assert list(hub.iterdir()) == []
+
+
+def test_digest_is_compared_or_logged(hub, server, caplog):
+    digest = hashlib.sha256(server.body).hexdigest()
+    with pytest.raises(ValueError, match=f"its SHA-256 is {digest}, expected {'0' * 64}"):
+        download(server.url, filename="model.pth", sha256="0" * 64, progress=False)
+    assert list(hub.iterdir()) == []
+    with caplog.at_level(logging.WARNING):
+        download(server.url, filename="model.pth", sha256=digest, progress=False)
+        assert not caplog.records
+        download(server.url, filename="other.pth", progress=False)
+    assert digest in caplog.text
+
+
+def test_pretrained_weights_belong_to_their_address(hub, server):
+    """One model, two addresses: the cache keeps both files, and the plain name stays free."""
+    model = create_model("inline_deit_tiny", depth=1)
+    tensors, found = model.state_dict(), []
+    for number, value in enumerate((1.0, 2.0, 1.0)):
+        buffer = io.BytesIO()
+        torch.save({"model": {name: torch.full_like(tensor, value) for name, tensor in tensors.items()}}, buffer)
+        server.body = buffer.getvalue()
+        overlay = dict(url=server.url + ("" if value == 1 else "&v=2"))
+        loaded = create_model("inline_deit_tiny", depth=1, pretrained=True, pretrained_cfg_overlay=overlay)
+        found.append(loaded.head.bias[0].item())
+        assert len(server.requests) == min(number + 1, 2)
+    assert found == [1, 2, 1]
+    assert not (hub / "inline_deit_tiny.pth").exists()
+
+
+def test_configuration_keeps_no_copy_of_the_weights(hub, server):
+    buffer = io.BytesIO()
+    torch.save(create_model("inline_deit_tiny", depth=1).state_dict(), buffer)
+    server.body = buffer.getvalue()
+    options = dict(pretrained=True, depth=1, pretrained_cfg_overlay=dict(url=server.url))
+    for model in (
+        create_model("inline_deit_tiny", **options),
+        create_model("inline_deit_tiny", features_only=True, out_indices=1, **options),
+        create_model("inline_deit_study", pretrained=True, features_only=True),
+        create_model("inline_deit_study", pretrained=True),
+    ):
+        for module in model.modules():
+            assert "state_dict" not in getattr(module, "pretrained_cfg", {})
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        assert len(pickle.dumps(model)) < 1.3 * weights
+
+
+def test_timm_lists_the_weights_of_the_package():
+    names = [f"{kind}_deit_study" for kind in ("inline", "linear", "softmax")]
+    assert timm.list_models("*_deit_study", pretrained=True) == [f"{name}.tiny_imagenet_100c" for name in names]

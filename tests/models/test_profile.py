@@ -9,7 +9,7 @@ from small import create_small
 import inline_attention
 from inline_attention.layers.attention import describe_attention
 from inline_attention.models.profile import count_macs, profile
-from inline_attention.models.summary import SUMMARIES
+from inline_attention.models.summary import SUMMARIES, count
 
 # Billions of multiply-accumulates, as another counter finds them in the official models; baselines as published.
 PUBLISHED_GMACS = {
@@ -56,7 +56,7 @@ def test_summary_and_published_macs(name: str) -> None:
     macs = sum(cost.macs for cost in costs)
     params = sum(p.numel() for p in model.parameters())
     assert sum(cost.params for cost in costs) == params
-    assert SUMMARIES[name] == (model.img_size[0], describe_attention(model.attention), params, macs)
+    assert SUMMARIES[name] == (model.img_size[0], describe_attention(model.attention), params, macs) == count(name)
     if name.endswith("_study"):
         return  # our own
     published = PUBLISHED_GMACS[name] * 1e9

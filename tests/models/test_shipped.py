@@ -1,6 +1,5 @@
 """Weights that come with the package: packed from a training run, found by name, and what commands show by default."""
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inline_attention import create_model, list_models
-from inline_attention.analysis.suite import Subject
-from inline_attention.cli import analyze, main
+from inline_attention.analysis import Subject
+from inline_attention.analysis.subjects import open_subjects
+from inline_attention.cli import main
 from inline_attention.cli.predict import split_model
 from inline_attention.data import DataConfig
 from inline_attention.explore import load_subjects
 from inline_attention.models import deit, shipped
 from inline_attention.models.weights import load_model, read_metadata, save_weights
-from inline_attention.training.classifier import load_classifier, preprocessing
+from inline_attention.tasks.classification.classifier import load_classifier, preprocessing
 from inline_attention.training.task import weights_source
 from study.pack import pack_weights
 
@@ -177,14 +177,12 @@ def test_only_a_model_of_the_same_kind_is_packed(runs: dict[str, Path], tmp_path
 
 
 def subjects_of_analyze() -> list[Subject]:
-    parser = argparse.ArgumentParser()
-    analyze.configure(parser)
-    return analyze.open_subjects(parser.parse_args(["all", "--out", "unused"]), CPU)
+    return open_subjects(device=CPU)
 
 
 def test_without_weights(nothing: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in shipped.SHIPPED:
-        with pytest.raises(ValueError, match=f"no weights of {name} to be had"):
+        with pytest.raises(ValueError, match=f"no weights of {name} to load"):
             create_model(name, pretrained=True)
     assert not set(shipped.SHIPPED) & set(list_models(pretrained=True))
     assert main(["predict", str(picture)]) == 2

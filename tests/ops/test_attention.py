@@ -565,10 +565,13 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(token_mask=torch.ones(BATCH, 3, dtype=torch.bool)), r"expected bool \(B, N\) = \(2, 21\)"),
         (dict(token_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool)), "a mask over pairs of tokens is impossible"),
         (dict(token_mask=torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool)), "over pairs of tokens is impossible"),
-        (dict(token_mask=torch.ones(BATCH, TOKENS, dtype=torch.bool, device="meta")), "token_mask is on meta but q, k"),
+        (
+            dict(token_mask=torch.ones(BATCH, TOKENS, dtype=torch.bool, device="meta")),
+            "token_mask is on meta but the",
+        ),
         (
             dict(local_weight=local_kernels().to("meta"), grid=(3, 7)),
-            "local_weight is on meta but q, k and v are on cpu",
+            "local_weight is on meta but the tokens are on cpu",
         ),
         (dict(grid=(4, 4)), "grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 21"),
         (dict(grid=(21,)), r"expected \(height, width\)"),

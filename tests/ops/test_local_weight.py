@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from inline_attention.layers import LocalKernel
+from inline_attention.layers import LocalWeight
 from inline_attention.ops import fused_local_weight
 
 GPU = torch.cuda.is_available()
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float
 
 def make_layer(batch, heads, head_dim):
     torch.manual_seed(0)
-    return LocalKernel(heads * head_dim, heads).to(DEVICE), torch.randn(batch, heads * head_dim, device=DEVICE)
+    return LocalWeight(heads * head_dim, heads).to(DEVICE), torch.randn(batch, heads * head_dim, device=DEVICE)
 
 
 def run(layer, mean, grad, make):

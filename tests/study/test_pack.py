@@ -12,7 +12,7 @@ from inline_attention import create_model
 from inline_attention.data import DataConfig
 from inline_attention.models import shipped
 from inline_attention.models.weights import read_metadata, save_weights
-from inline_attention.training.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import preprocessing
 from study.__main__ import main
 from study.grid import Run
 from study.measures import weights_file

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or absent, verified, and never the end of a run that could go on without them."""
+"""Checkpoints on disk: complete or absent, verified, and a failure to write one does not end a run."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def progress(step: int) -> Progress:
     )
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_everything_is_restored(tmp_path: Path) -> None:
     subject, other = Subject(), Subject(steps=1, seed=1)
     store, _ = checkpoints(tmp_path)
     store.save(progress(7), **subject.saved())
@@ -154,8 +154,14 @@ def test_going_back_twice_loses_nothing(tmp_path: Path) -> None:
         for step in (1, 2):
             if not (tmp_path / f"step-{200 + step:08d}").exists():
                 store.save(progress(step), **subject.saved())
-        store.set_aside_after(tmp_path / "step-00000201")
+        store.set_aside_after(tmp_path / "step-00000201", updates=201)
     assert sorted(path.name for path in tmp_path.glob("aside-*")) == ["aside-step-00000202", "aside-step-00000202.2"]
+    # From one that was set aside: the one of the same update belongs to another branch.
+    store.saved_updates = None
+    store.save(progress(2), **subject.saved())
+    store.set_aside_after(tmp_path / "aside-step-00000202", updates=202)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000201"]
+    assert len(list(tmp_path.glob("aside-*"))) == 3
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_a_manifest_of_another_shape_is_damage(content: str, tmp_path: Path) -> 
     assert find_damage(tmp_path / "step-00000201") is not None
 
 
-def test_the_configuration_decides_on_settings_the_checkpoint_on_state(tmp_path: Path) -> None:
+def test_settings_come_from_the_configuration_and_state_from_the_checkpoint(tmp_path: Path) -> None:
     subject = Subject()
     store, _ = checkpoints(tmp_path)
     store.save(progress(1), **subject.saved())
@@ -181,7 +187,7 @@ def test_the_configuration_decides_on_settings_the_checkpoint_on_state(tmp_path:
     assert optimizer.adamw.state[model[0].weight]["step"] == 3
 
 
-def test_only_the_last_are_kept_and_last_follows(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_and_last_points_to_the_newest(tmp_path: Path) -> None:
     subject = Subject()
     store, _ = checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
@@ -199,7 +205,7 @@ def test_only_the_last_are_kept_and_last_follows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "state.pt", "manifest.json"])
 @pytest.mark.parametrize("harm", ["cut", "flipped", "gone", "emptied"])
-def test_every_harm_to_every_file_is_found(name: str, harm: str, tmp_path: Path) -> None:
+def test_damage_to_any_file_is_found(name: str, harm: str, tmp_path: Path) -> None:
     subject = Subject()
     store, notes = checkpoints(tmp_path)
     for step in (1, 2):
@@ -221,7 +227,7 @@ def test_every_harm_to_every_file_is_found(name: str, harm: str, tmp_path: Path)
     assert "step-00000202 is damaged" in notes[0]
 
 
-def test_what_a_kill_left_behind_is_cleared(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     store, notes = checkpoints(tmp_path)
     assert newest_checkpoint(tmp_path, notify=notes.append) is None
     half = tmp_path / ".step-00000201.saving"
@@ -237,7 +243,9 @@ def test_what_a_kill_left_behind_is_cleared(tmp_path: Path) -> None:
     assert notes == []
 
 
-def test_a_kill_amid_the_removal_of_an_old_one_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Killed(BaseException):
         pass
 
@@ -280,7 +288,7 @@ def test_a_deleted_run_folder_does_not_come_back(tmp_path: Path) -> None:
     assert len(notes) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     blocked = tmp_path / "checkpoints"
     blocked.write_text("a file where a folder should be")
     subject = Subject()
@@ -298,7 +306,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's files")
 def test_a_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
-    """The kernel refuses to write large files from the first checkpoint on: the run ends all the same, and says so."""
+    """From the first checkpoint on large files cannot be written: the run completes, then reports the error."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
     settings = ("checkpoint.every_steps=2", "checkpoint.keep=1", "log.every_steps=1", "schedule.epochs=3")
     process = _runs.start(_runs.arguments(output, *settings), log=log)

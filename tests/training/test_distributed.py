@@ -1,4 +1,4 @@
-"""Two gloo ranks on one machine against one, sharded against replicated, and ranks that are stopped or killed."""
+"""Two gloo ranks compared with one, FSDP compared with DDP, and ranks that are stopped or killed."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ import training_runs as _runs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from inline_attention.models import create_model
-from inline_attention.training.distributed import choose_device, gathered, join_ranks, spread, unused_part
+from inline_attention.training.distributed import choose_device, fresh_store, gathered, join_ranks, parallelize
 
 SETTINGS = ("log.every_steps=1", "schedule.epochs=1")  # 10 updates of 16 images
 TWO = (*SETTINGS, "data.batch_size=8")
@@ -137,7 +137,7 @@ def test_sharded_weights_are_gathered_in_bf16(tmp_path: Path) -> None:
 def check_types(param_dtype: torch.dtype | None, log: Path) -> None:
     with open(log, "a") as file, contextlib.redirect_stderr(file), join_ranks("cpu") as ranks:
         model = create_model("inline_deit_tiny", img_size=32, embed_dim=16, depth=2, num_heads=2, num_classes=4)
-        spread(model, strategy="fsdp", ranks=ranks, param_dtype=param_dtype)
+        parallelize(model, strategy="fsdp", ranks=ranks, param_dtype=param_dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=param_dtype is not None):
             model(torch.randn(2, 3, 32, 32)).float().square().mean().backward()
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -145,7 +145,7 @@ def check_types(param_dtype: torch.dtype | None, log: Path) -> None:
         with gathered(model):
             assert {p.dtype for p in model.parameters()} == {param_dtype or torch.float32}
         # The statistics of batch norm are buffers, which are not cast: its parameters are not either.
-        normed = spread(
+        normed = parallelize(
             torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)),
             strategy="fsdp",
             ranks=ranks,
@@ -183,13 +183,13 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_restarted_ranks_find_each_other_in_a_used_store() -> None:
-    """What an attempt before has left in the store, by ranks that are dead, is not taken for an answer."""
+    """Entries that dead ranks of an earlier attempt left in the store are ignored."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def attempt() -> list[dist.Store]:
         def join(rank: int) -> dist.Store:
             store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-            return unused_part(store, rank=rank, world_size=3)
+            return fresh_store(store, rank=rank, world_size=3)
 
         with ThreadPoolExecutor(3) as pool:
             return list(pool.map(join, range(3)))

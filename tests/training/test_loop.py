@@ -1,6 +1,7 @@
-"""The loop in this process: what it computes, what it leaves behind, what it refuses."""
+"""The loop in this process: its updates, its files, and the plans it refuses."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import multiprocessing
@@ -21,14 +22,16 @@ from torch.overrides import TorchFunctionMode
 
 from inline_attention.data import Data
 from inline_attention.models.weights import load_model
-from inline_attention.training.classification import Classification
+from inline_attention.tasks.classification.task import Classification
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.lock import FileLock
 from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, choose_compile_mode, train
 from inline_attention.training.report import Reporter
-from inline_attention.training.run_folder import plan_run, take_folder
+from inline_attention.training.run_folder import claim_folder
+from inline_attention.training.run_folder import plan_run as plan_any_run
 from inline_attention.training.signals import StopRequest
 
+plan_run = functools.partial(plan_any_run, task=Classification)
 CALM = ("data.augment=false", "data.mixup=0", "data.cutmix=0", "data.batch_size=32", "log.every_steps=1")
 
 
@@ -223,7 +226,7 @@ def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> 
 
 
 class KeptData(Classification):
-    """As whatever keeps a frame of the run would: an exception, a compiler."""
+    """Keeps a reference to the data, as an exception or a compiler does that keeps a frame of the run."""
 
     kept: ClassVar[list[Data]] = []
 
@@ -234,7 +237,7 @@ class KeptData(Classification):
 
 @pytest.mark.parametrize("rate", ["1e-3", "1e30"], ids=["to its end", "failing"])
 def test_no_worker_outlives_the_run(tmp_path: Path, rate: str) -> None:
-    """They do not listen to the signal that ends children when Python exits: it would wait for them forever."""
+    """Workers block SIGTERM, with which Python ends children at exit: it would wait for them forever."""
     flags = {"data": {"path": _runs.images()}, "device": "cpu"}
     more = ("data.workers=1", "data.in_memory=false", "schedule.epochs=1", f"optim.lr={rate}", "optim.clip_norm=null")
     overrides = (*_runs.TINY, *CALM, *more)
@@ -455,7 +458,7 @@ def test_a_damaged_environment_file_does_not_stop_a_resume(
     overrides = (*_runs.TINY, "data.path=digits")
     plan = plan_run("inline_deit_tiny", overrides=overrides, output=str(tmp_path), resume="auto")
     with FileLock(tmp_path / ".lock") as lock:
-        take_folder(plan, Ranks(torch.device("cpu")), lock, notify=print)
+        claim_folder(plan, Ranks(torch.device("cpu")), lock, notify=print)
     assert len(json.loads(path.read_text())) == 1
     assert (tmp_path / "environment.json.damaged").read_bytes() == content
     assert f"{path} is damaged" in capsys.readouterr().out
@@ -498,7 +501,7 @@ def test_checkpoints_without_a_configuration_are_a_run_too(tmp_path: Path) -> No
         ({"recipe": "inline_diet"}, "unknown recipe 'inline_diet'"),
     ],
 )
-def test_plans_that_cannot_be(arguments: dict[str, str], message: str) -> None:
+def test_plans_that_cannot_work(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_run(**arguments)  # type: ignore[arg-type]
 

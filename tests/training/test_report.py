@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import training_runs as _runs
 from PIL import Image
 
+from inline_attention.tasks.classification.config import load_config
+from inline_attention.tasks.classification.task import Classification
 from inline_attention.training import plots
-from inline_attention.training.classification import Classification
-from inline_attention.training.config import load_config
 from inline_attention.training.report import Reporter, wandb_id
 
 
@@ -60,10 +59,18 @@ def test_damaged_metrics_do_not_stop_a_resume(
     assert f"{tmp_path / 'metrics.jsonl'} has 1 damaged lines" in capsys.readouterr().out
 
 
+def test_a_record_without_its_newline_stays_a_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)))  # a kill before the last byte
+    with reporter(tmp_path, "log.tensorboard=false") as report:
+        report.start(total_updates=10, done_updates=1)
+        report.record(record(2))
+        assert [r["update"] for r in report.records()] == [1, 2]
+
+
 def test_a_run_that_continues_has_no_summary(tmp_path: Path) -> None:
     """A job script asks the summary whether the run is complete."""
     with reporter(tmp_path, "log.tensorboard=false") as report:
-        report.summarise({"epochs": 1})
+        report.write_summary({"epochs": 1})
         report.start(total_updates=10, done_updates=10)
         assert (tmp_path / "summary.json").exists()
         report.start(total_updates=20, done_updates=10)
@@ -102,13 +109,13 @@ def test_tensorboard_holds_the_curves(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0), (3, 7.0)]
 
 
-def test_other_ranks_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, active=False) as report:
         report.start(total_updates=10, done_updates=0)
         report.note("nothing")
         report.record(record(1))
-        report.summarise({})
-        report.leave_behind({})
+        report.write_summary({})
+        report.write_files({})
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 
@@ -142,8 +149,8 @@ def test_a_bar_on_a_terminal(tmp_path: Path, columns: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
-def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole lines, and no traceback from TensorBoard's thread; the run goes on to its curves."""
+def test_a_full_disk_costs_only_lines_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines are complete, TensorBoard's thread prints no traceback, and the curves are drawn at the end."""
     pytest.importorskip("tensorboard")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with reporter(tmp_path) as report:
@@ -154,12 +161,12 @@ def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pyt
         try:
             for update in range(2, 40):
                 report.record(record(update))
-            report.summarise({"padding": "x" * 2000})
+            report.write_summary({"padding": "x" * 2000})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         report.record(record(40))
         updates = [r["update"] for r in report.records()]
-        report.leave_behind({})
+        report.write_files({})
     assert updates[0] == 1
     assert updates[-1] == 40
     assert 2 < len(updates) < 40
@@ -173,7 +180,7 @@ def test_a_full_disk_costs_lines_of_the_report_alone(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_log_on_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
         with reporter(tmp_path, "log.tensorboard=false") as report:
@@ -184,7 +191,9 @@ def test_a_log_on_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.undo()
 
 
-def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each time that writing begins to fail is said once, and so is its end."""
     with reporter(tmp_path, "log.tensorboard=false") as report:
         for _ in range(2):
@@ -199,7 +208,7 @@ def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, capsys: py
     assert shown.count("metrics.jsonl can be written to") == 2
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_curves(tmp_path: Path) -> None:
     top1 = Classification.headline
     evaluations = [
         {"kind": "eval", "update": u, "epoch": u / 10, "val_loss": 1.0, "val_top1": 5.0 * u, "ema_top1": 4.0 * u}
@@ -207,36 +216,12 @@ def test_pictures(tmp_path: Path) -> None:
     ]
     plots.draw_curves([*map(record, range(1, 21)), *evaluations], tmp_path / "curves.png", headline=top1)
     plots.draw_curves([], tmp_path / "empty.png", headline=top1)
-    plots.draw_confusion(torch.tensor([[9, 1], [0, 0]]), ["cat", "dog"], tmp_path / "confusion.png")
-    for name in ("curves.png", "empty.png", "confusion.png"):
+    for name in ("curves.png", "empty.png"):
         assert np.asarray(Image.open(tmp_path / name).convert("L")).std() > 5  # something was drawn
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_summary_is_json(tmp_path: Path) -> None:
     with reporter(tmp_path, "log.tensorboard=false") as report:
-        report.summarise({"val_top1": 98.5})
+        report.write_summary({"val_top1": 98.5})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"val_top1": 98.5}
-
-
-@pytest.mark.parametrize("classes", [2, 10, 30])
-@pytest.mark.parametrize(
-    "name", ["{}", "golden retriever {}", "brown bear, bruin, Ursus arctos {}", "${} \\frac_^\x1b[1m"]
-)
-def test_names_in_the_confusion_matrix_stay_apart(
-    name: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever their length, and whatever they hold: dollar signs would be read as mathematics."""
-    drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
-    names = [name.format(label) for label in range(classes)]
-    plots.draw_confusion(torch.eye(classes), names, tmp_path / "confusion.png")
-    (figure,) = drawn
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
-    for labels, low, high in ((axes.get_xticklabels(), "x0", "x1"), (axes.get_yticklabels(), "y0", "y1")):
-        boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: getattr(box, low))
-        gaps = [getattr(right, low) - getattr(left, high) for left, right in itertools.pairwise(boxes)]
-        assert min(gaps) > 0
-    side = axes.get_window_extent().height / figure.dpi
-    assert side > 0.15 * classes + 0.5  # the names leave room for the matrix (inches)

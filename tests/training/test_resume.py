@@ -26,7 +26,7 @@ def test_killed_at_random_moments(kills: int, undisturbed: tuple[Path, float], t
 
 
 @pytest.mark.parametrize(("number", "status", "workers"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 0)])
-def test_a_signal_saves_and_the_run_goes_on(
+def test_a_signal_saves_and_the_run_can_be_continued(
     number: int, status: int, workers: int, undisturbed: tuple[Path, float], tmp_path: Path
 ) -> None:
     """To all its processes at once, data loader workers too, as a terminal or a scheduler does."""
@@ -48,7 +48,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     _runs.assert_same_weights(output, undisturbed[0])
 
 
-def test_damaged_newest_checkpoint_is_passed_over(undisturbed: tuple[Path, float], tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped(undisturbed: tuple[Path, float], tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log.txt"
     assert _runs.run(_runs.arguments(output, *SETTINGS, "schedule.epochs=2"), log=log) == 0
     before, newest = sorted((output / "checkpoints").glob("step-*"))

@@ -16,8 +16,8 @@ import training_runs as _runs
 from torch import Tensor
 
 from inline_attention.data import Batch
+from inline_attention.tasks.classification.task import Classification
 from inline_attention.training.checkpoint import find_damage
-from inline_attention.training.classification import Classification
 from inline_attention.training.loop import train
 from inline_attention.training.run_folder import plan_run
 

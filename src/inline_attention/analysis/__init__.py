@@ -1,29 +1,41 @@
-"""The paper's measurements, as functions of models and images that return numbers; pictures of them are in `plots`."""
+"""The paper's measurements, as functions of models and images that return numbers.
 
-from .confusion import ConfusionResult, measure_confusion
-from .extract import LayerAttention, capture, layer_names, observe
-from .injectivity import InjectivityResult, measure_injectivity, plane_weights
-from .locality import LocalityResult, measure_locality
-from .maps import MapsResult, attention_maps
-from .masking import MaskingResult, measure_masking
-from .rank import RankResult, measure_rank
+Each is a file in `measures`, with its table and its picture. `capture` and `observe` give the attention layers of a
+running model, written out.
+"""
+
+from .base import Analysis, Findings, Subject
+from .hooks import capture, layer_names, observe
+from .measures import analysis_class, analysis_names
+from .measures.confusion import ConfusionResult, measure_confusion
+from .measures.injectivity import InjectivityResult, measure_injectivity, plane_weights
+from .measures.locality import LocalityResult, measure_locality
+from .measures.maps import MapsResult, attention_maps
+from .measures.masking import MaskingResult, measure_masking
+from .measures.rank import RankResult, measure_rank
+from .record import LayerAttention
 
 __all__ = [
+    "Analysis",
+    "ConfusionResult",
+    "Findings",
+    "InjectivityResult",
     "LayerAttention",
+    "LocalityResult",
+    "MapsResult",
+    "MaskingResult",
+    "RankResult",
+    "Subject",
+    "analysis_class",
+    "analysis_names",
+    "attention_maps",
     "capture",
     "layer_names",
-    "observe",
-    "InjectivityResult",
-    "measure_injectivity",
-    "plane_weights",
-    "ConfusionResult",
     "measure_confusion",
-    "LocalityResult",
+    "measure_injectivity",
     "measure_locality",
-    "MapsResult",
-    "attention_maps",
-    "MaskingResult",
     "measure_masking",
-    "RankResult",
     "measure_rank",
+    "observe",
+    "plane_weights",
 ]

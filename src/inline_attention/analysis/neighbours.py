@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-Grid = tuple[int, int]
+from inline_attention.ops import Grid
 
 
 def neighbours(

@@ -9,17 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inline_attention.dense.detection.model import HEADS as DETECTION_HEADS
-from inline_attention.dense.detection.model import create_detector
-from inline_attention.dense.published import COST_CLASSES, COST_SIZE, DETECTOR_COST_CLASSES, DETECTOR_COST_SIZE
-from inline_attention.dense.segmentation.model import HEADS, Segmenter, create_segmenter
-from inline_attention.dense.segmentation.task import pixel_loss
 from inline_attention.models import list_models
-from inline_attention.ops.attention import Backend
+from inline_attention.ops import Backend
+from inline_attention.tasks.detection import published as detectors
+from inline_attention.tasks.detection.model import HEADS as DETECTION_HEADS
+from inline_attention.tasks.detection.model import create_detector
+from inline_attention.tasks.segmentation import published as segmenters
+from inline_attention.tasks.segmentation.losses import pixel_loss
+from inline_attention.tasks.segmentation.model import HEADS, Segmenter, create_segmenter
 
-from .model import EAGER, Candidate, compare, set_backend, usable_modes
+from .model import (
+    EAGER,
+    Candidate,
+    Measured,
+    in_precision,
+    inference_step,
+    learning_step,
+    measure_all,
+    set_backend,
+    usable_modes,
+)
 from .record import fastest, table
-from .timing import Call, Effort, Timing
+from .timing import Call, Effort
 
 MODES = (EAGER, "default")
 INFER_MODES = (*MODES, "reduce-overhead")  # with CUDA graphs; of a detector, for backbone and pyramid alone
@@ -46,7 +57,7 @@ def _segmentation_loss(model: nn.Module, images: Tensor) -> Tensor:
 
 def _build_detector(backbone: str, *, head: str) -> nn.Module:
     """Random weights find nothing, and the mask heads would idle: here every region is an object of the first class."""
-    model = create_detector(backbone, head, num_classes=DETECTOR_COST_CLASSES)
+    model = create_detector(backbone, head, num_classes=detectors.COST_CLASSES)
     for stage in model.heads.in_order():
         nn.init.constant_(stage.box_predictor.cls_score.bias[1:2], 5.0)
     return model
@@ -70,15 +81,15 @@ def _detection_loss(model: nn.Module, images: Tensor) -> Tensor:
 DENSE_HEADS: dict[str, DenseHead] = {
     name: DenseHead(
         title,
-        COST_SIZE,
-        build=partial(create_segmenter, head=name, num_classes=COST_CLASSES),
+        segmenters.COST_SIZE,
+        build=partial(create_segmenter, head=name, num_classes=segmenters.COST_CLASSES),
         loss=_segmentation_loss,
     )
     for name, (title, _, _) in HEADS.items()
 } | {
     name: DenseHead(
         title,
-        DETECTOR_COST_SIZE,
+        detectors.COST_SIZE,
         build=partial(_build_detector, head=name),
         loss=_detection_loss,
     )
@@ -142,20 +153,12 @@ class DenseSetting:
         return "train" if self.training else "infer"
 
 
-@dataclass(frozen=True)
-class DenseResult:
-    """Of one contender in one mode. `peak_bytes` counts parameters, optimiser state and activations, not the images."""
-
+@dataclass(frozen=True, kw_only=True)
+class DenseResult(Measured):
     model: str
     size: tuple[int, int]
     batch: int
     task: str
-    contender: str
-    mode: str
-    timing: Timing | None
-    images_per_second: float | None
-    peak_bytes: int | None
-    error: str | None = None
 
 
 def build(setting: DenseSetting, contender: str) -> nn.Module:
@@ -177,56 +180,24 @@ def run_setting(
     """Every contender in every mode, built first, then timed in turn."""
     images = torch.randn(setting.batch, 3, *setting.size, device=device)
 
-    def autocast() -> Any:
-        return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:
-        if not setting.training:
+        if setting.training:
+            return learning_step(model, partial(setting.head.loss, images=images), autocast)
+        return inference_step(model, images, autocast)
 
-            def infer() -> None:
-                torch.compiler.cudagraph_mark_step_begin()  # nobody needs the last outputs any more
-                with torch.no_grad(), autocast():
-                    model(images)
-
-            return infer
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-        def train() -> None:
-            torch.compiler.cudagraph_mark_step_begin()
-            with autocast():
-                loss = setting.head.loss(model, images)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        return train
-
-    chosen = usable_modes(modes or (MODES if setting.training else INFER_MODES), device)
-    keys = {f"{contender} {mode}": (contender, mode) for contender in contenders for mode in chosen}
     candidates = {
-        key: Candidate(partial(build, setting, contender), mode, step_of, training=setting.training)
-        for key, (contender, mode) in keys.items()
+        (contender, mode): Candidate(partial(build, setting, contender), mode, step_of, training=setting.training)
+        for contender in contenders
+        for mode in usable_modes(modes or (MODES if setting.training else INFER_MODES), device)
     }
     where = f"{setting.model} {setting.size[0]}×{setting.size[1]}, {setting.batch} {setting.task}"
-    outcome = compare(candidates, device=device, effort=effort, log=lambda line: log(f"{where}: {line}"))
-    results = []
-    for key, (contender, mode) in keys.items():
-        timing, peak = outcome[key]
-        results.append(
-            DenseResult(
-                model=setting.model,
-                size=setting.size,
-                batch=setting.batch,
-                task=setting.task,
-                contender=contender,
-                mode=mode,
-                timing=timing if isinstance(timing, Timing) else None,
-                images_per_second=setting.batch / timing.median if isinstance(timing, Timing) else None,
-                peak_bytes=peak,
-                error=timing if isinstance(timing, str) else None,
-            )
-        )
-    return results
+    measured = measure_all(
+        candidates, batch=setting.batch, device=device, effort=effort, log=lambda line: log(f"{where}: {line}")
+    )
+    about: dict[str, Any] = dict(model=setting.model, size=setting.size, batch=setting.batch, task=setting.task)
+    return [DenseResult(**about, **vars(one)) for one in measured]
 
 
 def _row(r: dict[str, Any]) -> tuple[str, tuple[int, int], int, str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers import InLineAttention
-from inline_attention.layers.attention import Grid, unstack
 from inline_attention.models import create_model
-from inline_attention.ops.attention import Backend
+from inline_attention.models.weights import load_model
+from inline_attention.ops import Backend, Grid
+from inline_attention.ops.projections import unstack
 from inline_attention.optimize import MODES, optimize
 
 from .op import textbook_attention
@@ -50,7 +52,7 @@ PEERS = ("peer", "peer_sdpa")
 
 
 class FreeAttention(nn.Module):
-    """q + k + v in the place of attention: moves what any attention must move, and computes nothing."""
+    """q + k + v in the place of attention: it moves the bytes that any attention must, and computes nothing."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class FreeAttention(nn.Module):
 
 
 class TextbookAttention(InLineAttention):
-    """InLine attention by the paper's matrix products, its residual as a grouped convolution; φ is the identity."""
+    """InLine attention as the paper's matrix products, the residual as a grouped convolution. φ is the identity."""
 
     def attend(
         self,
@@ -82,19 +84,28 @@ class TextbookAttention(InLineAttention):
 
 
 def set_backend(model: nn.Module, backend: Backend) -> nn.Module:
-    """A backend named outright for all InLine attention: what "auto" stands for is no matter of a benchmark."""
+    """Name the backend of all InLine attention, so that a benchmark does not depend on what "auto" chooses."""
     for module in model.modules():
         if isinstance(module, InLineAttention):
             module.backend = backend
     return model
 
 
+def build_model(name: str, img_size: int) -> nn.Module:
+    """A registered model, or the model of a weights file, at an input size."""
+    if not Path(name).is_file():
+        return create_model(name, img_size=img_size)
+    model = load_model(name)
+    model.set_input_size(img_size)  # type: ignore[operator]  # timm's contract
+    return model
+
+
 def build_fused(name: str, img_size: int) -> nn.Module:
-    return set_backend(create_model(name, img_size=img_size), "triton")
+    return set_backend(build_model(name, img_size), "triton")
 
 
 def build_reference(name: str, img_size: int) -> nn.Module:
-    return set_backend(create_model(name, img_size=img_size), "reference")
+    return set_backend(build_model(name, img_size), "reference")
 
 
 def build_textbook(name: str, img_size: int) -> nn.Module:
@@ -114,7 +125,7 @@ def build_peer(name: str, img_size: int) -> nn.Module:
 
 
 def build_peer_sdpa(name: str, img_size: int) -> nn.Module:
-    """The peer with SDPA also where timm does not use it by itself: Swin's windows, whose bias is a mask."""
+    """The peer with SDPA also where timm does not use it by default: in Swin's windows, whose bias is a mask."""
     before = timm.layers.use_fused_attn(), timm.layers.use_fused_attn(experimental=True)
     timm.layers.set_fused_attn(True, experimental=True)
     try:
@@ -157,7 +168,7 @@ def default_contenders(device: torch.device) -> list[str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of a table: a model at a size and batch, in inference or training."""
+    """One row of a table: a model at a size and a batch size, in inference or training."""
 
     model: str
     img_size: int
@@ -176,14 +187,11 @@ class Setting:
         return self.batch == 1 and not self.training
 
 
-@dataclass(frozen=True)
-class ModelResult:
-    """Of one contender in one mode. `peak_bytes` counts parameters, optimiser state and activations, not the images."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The result of one contender in one mode. `peak_bytes` counts parameters, optimiser state and activations, but not
+    the images."""
 
-    model: str
-    img_size: int
-    batch: int
-    task: str
     contender: str
     mode: str
     timing: Timing | None
@@ -192,18 +200,26 @@ class ModelResult:
     error: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelResult(Measured):
+    model: str
+    img_size: int
+    batch: int
+    task: str
+
+
 def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> Call:
     model.eval()
 
     def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()  # nobody needs the last outputs any more
+        torch.compiler.cudagraph_mark_step_begin()  # the outputs of the last step are not needed any more
         with torch.no_grad(), autocast():
             model(images)
 
     return step
 
 
-def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Callable[[], Any]) -> Call:
+def learning_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], autocast: Callable[[], Any]) -> Call:
     """Forward, loss, backward, AdamW."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -211,7 +227,7 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Ca
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         with autocast():
-            loss = F.cross_entropy(model(images), labels)
+            loss = loss_of(model)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -219,25 +235,35 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Ca
     return step
 
 
-WARM_UP = 3  # calls: the first compiles, CUDA graphs are recorded by the second
+def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Callable[[], Any]) -> Call:
+    """The learning step of a classifier."""
+    return learning_step(model, lambda model: F.cross_entropy(model(images), labels), autocast)
+
+
+def in_precision(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    """What makes autocast's contexts; off for float32."""
+    return partial(torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+WARM_UP = 3  # calls: the first one compiles, the second one records CUDA graphs
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model in a mode of torch.compile (or EAGER), and what is done with it."""
+    """A model in a mode of torch.compile (or EAGER), and the step that is timed."""
 
     build: Callable[[], nn.Module]
     mode: str
     step_of: Callable[[nn.Module], Call]
     training: bool
-    latency: bool = False  # wait for each call
+    latency: bool = False  # wait for the end of each call
 
 
 def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | None]:
-    """A candidate's step, compiled and warmed up, and the memory it takes."""
+    """The step of a candidate, compiled and warm, and the memory it takes."""
     mode = candidate.mode
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # else the first candidate pays for what all of them use
+        torch._C._cuda_clearCublasWorkspaces()  # the first candidate would pay for what all of them use
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = candidate.build().to(device)
     model.train(candidate.training)
@@ -246,7 +272,7 @@ def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | Non
     step = candidate.step_of(model)
     peak = None
     for call in range(WARM_UP):
-        if device.type == "cuda" and call == 1:  # what compiling and tuning took does not count
+        if device.type == "cuda" and call == 1:  # memory that compiling and tuning took does not count
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         step()
@@ -257,7 +283,7 @@ def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | Non
 
 
 def each_size_compiled() -> AbstractContextManager[None]:
-    """Sizes are compared, each at its best: none may be served by a graph made for several."""
+    """Compile each size by itself. A graph for several sizes would be slower than one made for a single size."""
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64)
 
 
@@ -268,7 +294,7 @@ def compare(
     effort: Effort,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, tuple[Timing | str, int | None]]:
-    """Timing (or the error) and peak memory of every candidate: all are built first, then timed in turn."""
+    """Timing (or the error) and peak memory of every candidate. All are built first and then timed in turn."""
     calls: dict[str, Call] = {}
     peaks: dict[str, int | None] = {}
     errors: dict[str, str] = {}
@@ -277,7 +303,7 @@ def compare(
             try:
                 calls[key], peaks[key] = prepare(candidate, device)
                 log(f"ready: {key}")
-            except Exception as error:  # of one contender: the others go on
+            except Exception as error:  # an error of one contender does not end the others
                 errors[key] = describe_error(error)
                 log(f"failed: {key}: {errors[key]}")
                 _collect(device)
@@ -304,7 +330,7 @@ def default_sizes(
 
 
 def usable_modes(modes: Sequence[str], device: torch.device) -> list[str]:
-    """Those that differ on the device."""
+    """The modes that make a difference on the device."""
     if device.type != "cpu":
         return list(modes)
     return [mode for mode in modes if mode in (EAGER, "default")] or ["default"]
@@ -313,12 +339,11 @@ def usable_modes(modes: Sequence[str], device: torch.device) -> list[str]:
 def make_candidates(
     setting: Setting, *, contenders: Sequence[str], modes: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> dict[tuple[str, str], Candidate]:
-    """(contender, mode) → what is done with it. All of them see the same random images."""
+    """(contender, mode) → candidate. All of them see the same random images."""
     images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
     labels = torch.randint(1000, (setting.batch,), device=device)
 
-    def autocast() -> Any:
-        return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:
         if setting.training:
@@ -351,25 +376,35 @@ def run_setting(
     """Every contender in every mode."""
     modes = usable_modes(modes or default_modes(device), device)
     candidates = make_candidates(setting, contenders=contenders, modes=modes, device=device, dtype=dtype)
-    outcome = compare(
-        {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()},
-        device=device,
-        effort=effort.for_latency() if setting.is_latency else effort,
-        log=lambda line: log(f"{setting}: {line}"),
+    effort = effort.for_latency() if setting.is_latency else effort
+    measured = measure_all(
+        candidates, batch=setting.batch, device=device, effort=effort, log=lambda line: log(f"{setting}: {line}")
     )
+    about: dict[str, Any] = dict(model=setting.model, img_size=setting.img_size, batch=setting.batch, task=setting.task)
+    return [ModelResult(**about, **vars(one)) for one in measured]
+
+
+def measure_all(
+    candidates: Mapping[tuple[str, str], Candidate],
+    *,
+    batch: int,
+    device: torch.device,
+    effort: Effort,
+    log: Callable[[str], None],
+) -> list[Measured]:
+    """Candidates by contender and mode: built first, then timed in turn, on `batch` images each."""
+    named = {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()}
+    outcome = compare(named, device=device, effort=effort, log=log)
     results = []
     for contender, mode in candidates:
         timing, peak = outcome[f"{contender} {mode}"]
+        timed = timing if isinstance(timing, Timing) else None
         results.append(
-            ModelResult(
-                model=setting.model,
-                img_size=setting.img_size,
-                batch=setting.batch,
-                task=setting.task,
+            Measured(
                 contender=contender,
                 mode=mode,
-                timing=timing if isinstance(timing, Timing) else None,
-                images_per_second=setting.batch / timing.median if isinstance(timing, Timing) else None,
+                timing=timed,
+                images_per_second=None if timed is None else batch / timed.median,
                 peak_bytes=peak,
                 error=timing if isinstance(timing, str) else None,
             )
@@ -378,7 +413,7 @@ def run_setting(
 
 
 def release_graphs(device: torch.device) -> None:
-    """What torch.compile keeps, and with it the memory of CUDA graphs."""
+    """Free what torch.compile keeps, and with it the memory of CUDA graphs."""
     torch._dynamo.reset()
     _collect(device)
 
@@ -397,11 +432,11 @@ def make_settings(
     tasks: Sequence[str],
     latency: bool,
 ) -> list[Setting]:
-    """Sizes paired with batches (one batch serves all sizes); `latency` adds inference of single images."""
+    """Sizes with their batch sizes (a single one serves all sizes). `latency` adds inference of single images."""
     batches = list(batches) * len(img_sizes) if len(batches) == 1 else list(batches)
     if len(batches) != len(img_sizes):
         raise ValueError(f"{len(img_sizes)} sizes and {len(batches)} batches; give one batch, or one for each size")
-    for option, values in {"--img-size": img_sizes, "--batch": batches}.items():
+    for option, values in {"--img-sizes": img_sizes, "--batch-sizes": batches}.items():
         if min(values) < 1:
             raise ValueError(f"{option} {' '.join(map(str, values))}: expected 1 or more")
     settings = []
@@ -434,7 +469,7 @@ def best_of(results: Sequence[dict]) -> list[dict]:
 
 
 def peer_speeds(best: Sequence[dict]) -> dict[tuple, float]:
-    """Images a second of the faster counterpart, by row of a table: what every ratio is over."""
+    """Images a second of the faster counterpart in each row. All ratios are over it."""
     speeds: dict[tuple, float] = {}
     for r in best:
         if r["contender"] in PEERS and r["images_per_second"]:
@@ -443,7 +478,7 @@ def peer_speeds(best: Sequence[dict]) -> dict[tuple, float]:
 
 
 def model_table(results: Sequence[dict]) -> str:
-    """A row a contender, in its best mode, with its speed over the counterpart's."""
+    """A row for each contender in its best mode, with its speed over that of the counterpart."""
     best = best_of(results)
     peers = peer_speeds(best)
     rows = []
@@ -483,7 +518,7 @@ def row_of(r: dict) -> tuple:
 
 
 def ratio_table(results: Sequence[dict]) -> str:
-    """A column a size: our speed over the counterpart's, and what free attention gives."""
+    """A column for each size: the speed of each contender over that of the counterpart."""
     best = best_of(results)
     speeds = {(*row_of(r), r["contender"]): r["images_per_second"] for r in best if r["images_per_second"]}
     peers = peer_speeds(best)

@@ -14,14 +14,14 @@ from inline_attention.ops import inline_attention, inline_attention_projected
 from .record import table
 from .timing import Call, Effort, Timing, captured, describe_error, measure, peak_memory
 
-# In units of the bytes of one of q, k, v. Forward: they are read, out is written. Backward: they and its gradient are
-# read, theirs are written.
+# In units of the bytes of one of q, k, v. The forward reads them and writes the output. The backward reads them and the
+# gradient of the output, and writes three gradients.
 FLOOR_UNITS = {"forward": 4, "forward+backward": 11}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of maps with tokens before them, as text: BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM"""
+    """A batch of maps with prefix tokens, written as BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM"""
 
     batch: int
     height: int
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Of one of q, k, v."""
+        """Elements of one of q, k, v."""
         return self.batch * self.tokens * self.heads * self.head_dim
 
 
@@ -59,9 +59,9 @@ QUICK_CASES = ("8,14,6x32", "64,7,6x32", "2,32,6x32")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every contender starts from: a projection's output, and q, k, v as views of it.
+    """What every contender starts from: the output of a projection, and q, k, v as views of it.
 
-    A contender is differentiated by whichever it takes, so that none pays for bringing three gradients together.
+    A contender is differentiated by the form that it takes, so that none pays for joining three gradients.
     """
 
     case: Case
@@ -132,7 +132,7 @@ def softmax(x: Inputs) -> Tensor:
 
 
 def softmax_wide(x: Inputs) -> Tensor:
-    """Half of the heads, twice as wide: what softmax models of the same width have."""
+    """Half as many heads, twice as wide, as softmax models of the same width have."""
     heads = (x.case.heads // 2, 2 * x.case.head_dim)
     return _softmax(*(y.flatten(2).unflatten(2, heads) for y in (x.q, x.k, x.v))).reshape(x.q.shape)
 
@@ -165,7 +165,9 @@ class OpResult:
     timing: Timing | None
     floor_seconds: float
     peak_bytes: int | None
-    captured: bool  # in a CUDA graph: the kernels alone, else with what calling and launching them costs
+    captured: (
+        bool  # in a CUDA graph: the time is that of the kernels alone; otherwise it includes calling and launching them
+    )
     error: str | None = None
 
 
@@ -177,7 +179,7 @@ def choose_contenders(names: Sequence[str] | None, device: torch.device) -> list
 
 
 def draw_sets(case: Case, *, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
-    """On a GPU so many that none of them is still in the cache when its turn comes again."""
+    """Several inputs on a GPU, so that none of them is still in the cache when its turn comes again."""
     sets = 1
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -195,7 +197,7 @@ def run_case(
     bandwidth: float,
     effort: Effort,
 ) -> Iterator[list[OpResult]]:
-    """The results of one direction after the other."""
+    """Yields the results of one direction after the other."""
     inputs = draw_sets(case, device=device, dtype=dtype)
     for direction in directions:
         calls: dict[str, Call] = {}
@@ -208,7 +210,7 @@ def run_case(
                 each[0]()
                 peaks[name] = peak_memory(each[0], device)
                 calls[name], in_graph[name] = _in_turn(each, device)
-            except Exception as error:  # of one contender: the others go on
+            except Exception as error:  # an error of one contender does not end the others
                 errors[name] = describe_error(error)
         outcome = measure(calls, device=device, effort=effort)
         results = []
@@ -250,11 +252,11 @@ def bind(contender: Contender, x: Inputs, direction: str) -> Call:
 
 
 def _in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
-    """All calls as one, and whether it is a CUDA graph."""
+    """All calls as one call, and whether that is a CUDA graph."""
     if device.type == "cuda":
         try:
             return captured(calls), True
-        except RuntimeError:  # something in it cannot be captured: its launches are then timed too
+        except RuntimeError:  # something in it cannot be captured; its launches are timed as well then
             torch.cuda.synchronize()
 
     def run() -> None:
@@ -265,7 +267,7 @@ def _in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
 
 
 def op_table(results: Sequence[dict]) -> str:
-    """A row a case, direction and contender; "timed" says what the time is of: kernels in a CUDA graph, or calls."""
+    """A row for each case, direction and contender. "timed" says what was timed: kernels in a CUDA graph, or calls."""
     textbook_seconds = {
         (r["case"], r["direction"]): r["timing"]["median"]
         for r in results

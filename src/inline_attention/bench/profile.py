@@ -25,7 +25,7 @@ from .timing import Kernel, describe_error, profiled
 STEPS = 10  # profiled, after those that compile and warm up
 
 PRODUCTS, ELEMENTWISE, OTHER = "matrix products", "norms, elementwise", "other"
-# (pattern of a name, kind): the first that fits counts. A name is all that a profiler gives, so that attention made of
+# (pattern of a name, kind). The first that fits counts. The profiler gives names only, so attention that is made of
 # matrix products and elementwise code (reference and textbook) is counted with those.
 KINDS = (
     (r"^triton_tem_\w*mm", PRODUCTS),  # Inductor's templates, which max-autotune tries
@@ -38,7 +38,7 @@ KINDS = (
     (r"adam", "optimiser"),
     (r"elementwise|reduce_kernel|norm|softmax|gelu|^aten::(add|sub|mul|div|pow|copy|mean|sum)_?$", ELEMENTWISE),
 )
-SHOWN_SHARE = 0.02  # of a step: what has a row of its own in the table
+SHOWN_SHARE = 0.02  # kernels with at least this share of a step have a row of their own in the table
 NAME_WIDTH = 60
 
 

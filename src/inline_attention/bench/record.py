@@ -1,4 +1,4 @@
-"""What a run writes down: facts about where it ran, and its results, as JSON and as markdown tables."""
+"""Records of benchmarks: facts about the machine and results, as JSON and as markdown tables."""
 
 import datetime
 import json
@@ -16,7 +16,7 @@ FACTS = ("inline-attention", "python", "cpu", "torch", "triton", "timm", "torch 
 
 
 def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Names → values of what the figures depend on."""
+    """What the figures depend on: name → value."""
     environment = describe_environment()
     facts = {name: environment[name] for name in FACTS}
     if device.type == "cuda":
@@ -31,7 +31,7 @@ def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
 
 @dataclass
 class Record:
-    """A run. With a path, the file holds at every moment what has been measured so far."""
+    """A run. With a path, the file always holds what has been measured so far."""
 
     kind: str  # "op", "kernels", "model", "profile" or "dense"
     facts: dict[str, str]
@@ -47,12 +47,12 @@ class Record:
 
     @property
     def failed(self) -> bool:
-        """Not one measurement succeeded."""
+        """Whether no measurement succeeded."""
         return all(getattr(result, "error", None) is not None for result in self.results)
 
 
 def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
-    """Kind, facts and results of a file that a run wrote, of one of these kinds."""
+    """Kind, facts and results of a file that a run wrote; ValueError unless it is of one of the `kinds`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         kind, facts, results = content["kind"], content["facts"], content["results"]
@@ -66,7 +66,7 @@ def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, s
 def fastest(
     results: Iterable[dict[str, Any]], row: Callable[[dict[str, Any]], tuple[Any, ...]]
 ) -> list[dict[str, Any]]:
-    """Each contender of each row of a table in its fastest mode; one that failed in all of them, once."""
+    """Each contender of each row of a table in its fastest mode. One that failed in all modes appears once."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in results:
         groups.setdefault((*row(r), r["contender"]), []).append(r)

@@ -1,4 +1,4 @@
-"""Clocks: contenders timed in turn, so that drifting clocks and neighbours on the machine touch all of them alike."""
+"""Timing. Contenders are timed in turn, so that a drifting clock or a busy machine affects all of them alike."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ class Timing:
         return cls(median, low, high, len(samples))
 
     def shared(self, calls: int) -> "Timing":
-        """Of one of `calls` that were timed as one."""
+        """The timing of one call, where `calls` of them were timed together."""
         return Timing(self.median / calls, self.low / calls, self.high / calls, self.samples)
 
 
@@ -36,20 +36,20 @@ class Timing:
 class Effort:
     """How long to measure."""
 
-    rounds: int = 11  # samples a contender, two at least
-    seconds: float = 0.1  # at least so long a sample
+    rounds: int = 11  # samples of each contender, at least two
+    seconds: float = 0.1  # a sample takes at least this long
 
     @classmethod
     def choose(cls, *, quick: bool) -> "Effort":
         return cls(rounds=5, seconds=0.03) if quick else cls()
 
     def for_latency(self) -> "Effort":
-        """Four times the samples: one image takes as long as the host does, and hosts are restless."""
+        """Four times the samples. The time of a single image is mostly the host's, and varies more."""
         return replace(self, rounds=4 * self.rounds)
 
 
 def sample(call: Call, *, device: torch.device, repeats: int) -> float:
-    """Seconds a call, of `repeats` in a row: between events on a GPU, which runs behind the clock on the wall."""
+    """Seconds a call, over `repeats` calls in a row. On a GPU, which runs asynchronously, events tell the time."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -67,8 +67,8 @@ def sample(call: Call, *, device: torch.device, repeats: int) -> float:
 def measure(calls: Mapping[str, Call], *, device: torch.device, effort: Effort) -> dict[str, Timing | str]:
     """Each call's timing, or the error that stopped it.
 
-    Rounds are interleaved: one sample of each, then the next round, which begins with another call, so that none has
-    the better place. The first round is warm-up.
+    Rounds are interleaved: one sample of each call, then the next round, which begins with another call, so that no
+    call always comes first. The first round is warm-up.
     """
     outcome: dict[str, Timing | str] = {}
     repeats: dict[str, int] = {}
@@ -80,7 +80,7 @@ def measure(calls: Mapping[str, Call], *, device: torch.device, effort: Effort) 
                 continue
             call = calls[name]
             try:
-                if i == 0:  # warm-up, and how many calls make a sample
+                if i == 0:  # warm-up; it also tells how many calls make a sample
                     sample(call, device=device, repeats=2)
                     once = sample(call, device=device, repeats=2)
                     repeats[name] = min(10_000, max(1, math.ceil(effort.seconds / max(once, 1e-9))))
@@ -98,7 +98,7 @@ def describe_error(error: Exception) -> str:
 
 
 def synchronised(call: Call, device: torch.device) -> Call:
-    """The call and its completion: latency rather than throughput."""
+    """A call that waits for its own completion: latency rather than throughput."""
     if device.type != "cuda":
         return call
 
@@ -110,7 +110,7 @@ def synchronised(call: Call, device: torch.device) -> Call:
 
 
 def captured(calls: Sequence[Call]) -> Call:
-    """A CUDA graph that makes the calls in turn: kernels alone, without what Python and launches cost."""
+    """A CUDA graph of the calls, one after the other: the kernels alone, without the cost of Python and of launches."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -126,7 +126,7 @@ def captured(calls: Sequence[Call]) -> Call:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Of one call: what a kernel (on a CPU an operator, less what it calls) takes in all its launches."""
+    """A kernel in one call, over all its launches. On a CPU: an operator, without the operators it calls."""
 
     name: str
     seconds: float
@@ -136,8 +136,8 @@ class Kernel:
     def of(cls, name: str, *, seconds: float, launches: int, calls: int) -> "Kernel":
         """From what a profiler saw in `calls` calls.
 
-        It loses some of the first launches on a GPU (pytorch/pytorch#192021). A call has a whole number of them, unless
-        they are rare.
+        The profiler loses some of the first launches on a GPU (pytorch/pytorch#192021). Launches are therefore rounded
+        to a whole number a call, unless there are fewer than one.
         """
         each = round(launches / calls) or launches / calls
         return cls(name, seconds / launches * each, each)
@@ -154,7 +154,7 @@ def profiled(call: Call, *, device: torch.device, calls: int) -> list[Kernel]:
     kernels = []
     for event in profiler.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if microseconds:  # what only launches kernels has none
+        if microseconds:  # an operator that only launches kernels has no time of its own
             kernels.append(Kernel.of(event.key, seconds=microseconds / 1e6, launches=event.count, calls=calls))
     if not kernels:
         raise RuntimeError(f"PyTorch's profiler saw no kernel in {calls} calls")
@@ -162,7 +162,7 @@ def profiled(call: Call, *, device: torch.device, calls: int) -> list[Kernel]:
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
-    """Bytes that a call needs beyond what is allocated before it; None where nobody counts."""
+    """Bytes that a call allocates beyond what was allocated before it; None where PyTorch does not count them."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -174,7 +174,7 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 
 
 def copy_bandwidth(device: torch.device, *, effort: Effort) -> float:
-    """Bytes read plus bytes written a second, by a large copy: the ceiling of what only moves memory."""
+    """Bytes read and written in a second by a large copy: the upper limit for code that only moves memory."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inline_attention.printing import printable, say
+from inline_attention.printing import printable, say, say_text
 from inline_command import COMMANDS, main
 
 __all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "parse", "run_command", "run_parser"]
@@ -24,11 +24,18 @@ class CommandParser(argparse.ArgumentParser):
     show the usage of the command it is about."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)  # docstrings keep their lines
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
+        self.more_help: Callable[[], str] | None = None  # stands at the end of the help, made when it is asked for
+
+    def format_help(self) -> str:
+        if self.more_help is not None:
+            self.epilog = self.more_help()
+        return super().format_help()
 
 
-class _LogHandler(logging.StreamHandler):  # Python 3.10 knows no StreamHandler[Any]
+class _LogHandler(logging.StreamHandler):  # without a type argument, which Python 3.10 does not take
     """What the library logs, such as the names of unreadable images, on standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -59,7 +66,7 @@ def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("INLINE_TRACEBACK"):
             raise
-        say(*f"{name}: {error}".split("\n"), file=sys.stderr)
+        say_text(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         say(f"{name}: interrupted", file=sys.stderr)
@@ -67,7 +74,11 @@ def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """argparse ends a list of arguments at the first option; here what stands behind it goes on with the list."""
+    """Arguments and options in any order.
+
+    argparse ends a list of arguments at the first option. Where a command calls its list `arguments`, what stands
+    behind the option is added to it.
+    """
     args, rest = parser.parse_known_args(argv)
     if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")

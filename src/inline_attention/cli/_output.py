@@ -1,4 +1,4 @@
-"""What the commands over images share: device, progress, result files."""
+"""What commands share: models, devices, progress, result files."""
 
 import csv
 import json
@@ -6,13 +6,47 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from inline_attention.printing import say, say_text
+
+if TYPE_CHECKING:
+    from inline_attention.models.base import VisionModel
+
+STANDARD_OUTPUT = "-"  # as the name of a result file
 NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are no UTF-8; in JSON, they read back as they were
+
+
+def open_model(name: str | None, weights: str | None, *, num_classes: int | None = None) -> "VisionModel":
+    """The model of this library that a command names: by its name, by a weights file, or by both.
+
+    Args:
+        weights: a file or URL, "pretrained", or None for random weights.
+        num_classes: of a model without a file; None for its default.
+    """
+    from inline_attention.models._checkpoint import open_checkpoint
+    from inline_attention.models._download import local_path
+    from inline_attention.models.base import VisionModel
+    from inline_attention.models.registry import create_model
+    from inline_attention.models.weights import restore
+
+    if weights is None or weights == "pretrained":
+        if name is None:
+            raise ValueError("there is nothing to open: give the name of a model, or --weights with a file")
+        options = {} if num_classes is None else dict(num_classes=num_classes)
+        model = create_model(name, pretrained=weights is not None, **options)
+    else:
+        path = local_path(weights)
+        model = restore(open_checkpoint(path), origin=str(path), name=name)
+        if num_classes not in (None, model.num_classes):
+            raise ValueError(f"--num-classes is {num_classes}, and {path} has {model.num_classes} classes")
+    if not isinstance(model, VisionModel):
+        raise ValueError(f"{name} is a model of timm, not one of this library; `inline models` lists those")
+    return model
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -27,6 +61,11 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
+def autocast_dtype(precision: str | None) -> torch.dtype | None:
+    """What to compute in by autocast; None for float32, which needs none."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "fp32")
+
+
 def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> list[int] | None:
     """[height, width] from one or two numbers of the command line."""
     if values is None:
@@ -37,14 +76,14 @@ def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> l
 
 
 def free_name(paths: Sequence[Path], index: int) -> str:
-    """A name for what is made of a file: its own without the ending, and its number where several have it."""
+    """A name for what is made from a file: its own without the ending, with a number where several files share it."""
     name = paths[index].stem
     return name if sum(path.stem == name for path in paths) == 1 else f"{name}-{index}"
 
 
 @contextmanager
 def image_progress(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress on standard error: a bar on a terminal, a line every tenth elsewhere. Gives what advances it."""
+    """Progress on standard error: a bar on a terminal, elsewhere a line for every tenth. Yields what advances it."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield _LineProgress(what, total=total)
@@ -62,22 +101,30 @@ class _LineProgress:
     def __call__(self, images: int) -> None:
         before, self._done = self._done, self._done + images
         if 10 * before // max(1, self._total) != 10 * self._done // max(1, self._total):
-            print(f"{self._what}: {self._done}/{self._total}", file=sys.stderr, flush=True)
+            say(f"{self._what}: {self._done}/{self._total}", file=sys.stderr)
 
 
 def check_writable(*paths: str | Path | None) -> None:
-    """ValueError for a result file that could not be written, before the work that it is the result of."""
+    """ValueError for a result file that cannot be written. To be called before the work starts."""
     for path in paths:
-        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        if (
+            path is not None
+            and str(path) != STANDARD_OUTPUT
+            and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir())
+        ):
             raise ValueError(f"{str(path)!r} cannot be written: expected a file's name in a folder that exists")
 
 
-def write_json(path: str, content: Any) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    Path(path).write_text(text, encoding="utf-8", errors=NOT_UTF8)
+def write_json(path: str | Path, content: Any) -> None:
+    """- stands for standard output."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    if str(path) == STANDARD_OUTPUT:
+        say_text(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8", errors=NOT_UTF8)
 
 
-def write_csv(path: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     with open(path, "w", newline="", encoding="utf-8", errors=NOT_UTF8) as file:
         writer = csv.writer(file)
         writer.writerow(header)

@@ -1,47 +1,66 @@
 """What the training commands share: `inline train`, `inline segment train` and the like."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from inline_attention.printing import say
+from inline_attention.cli import CommandParser
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
     from inline_attention.training.task import Task
 
 
-def configure_training(parser: argparse.ArgumentParser, *, data: str, recipe: str) -> None:
-    """data, recipe: what the help says of them."""
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipe)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as optim.lr=1e-3")
+def configure_training(
+    parser: argparse.ArgumentParser, *, data: str, recipe: str, task: "Callable[[], type[Task]]"
+) -> None:
+    """data, recipe: what the help says of them. task: imported when it is needed, as for the settings in the help."""
+    parser.usage = f"{parser.prog} [RECIPE] [key=value ...] [options]"
+    parser.add_argument("arguments", nargs="*", metavar="[RECIPE] [key=value ...]", help=f"{recipe}; then settings")
     parser.add_argument("--data", metavar="PATH", help=data)
-    parser.add_argument("--output", metavar="DIR", help="run folder (runs/RECIPE-TIME)")
+    parser.add_argument("--output", metavar="DIR", help="run folder (default: runs/RECIPE-TIME)")
     parser.add_argument("--resume", metavar="auto|PATH", help="continue the run in --output, or one elsewhere")
-    parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument("--deterministic", action="store_true", help="deterministic algorithms alone")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"))
+    parser.add_argument("--seed", type=int, metavar="N", help="of everything random (default: 0)")
+    parser.add_argument("--deterministic", action="store_true", help="use deterministic algorithms only")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the best there is")
     parser.add_argument("--print-config", action="store_true", help="show every setting and exit")
     parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
-    _allow_any_order(parser)
+    if isinstance(parser, CommandParser):
+        parser.more_help = lambda: describe_settings(task())
 
 
-def _allow_any_order(parser: argparse.ArgumentParser) -> None:
-    """Let settings stand between and behind options. argparse can do that, but not by itself for a subcommand."""
-    in_order = parser.parse_known_args
+def describe_settings(task: "type[Task]") -> str:
+    """Every setting with its default, as `key=value` takes it, and its comment."""
+    from functools import reduce
 
-    def in_any_order(args: Any = None, namespace: Any = None) -> Any:
-        parser.parse_known_args = in_order  # type: ignore[method-assign]  # what parse_known_intermixed_args calls
-        try:
-            return parser.parse_known_intermixed_args(args, namespace)
-        finally:
-            parser.parse_known_args = in_any_order  # type: ignore[method-assign]
+    import yaml
 
-    parser.parse_known_args = in_any_order  # type: ignore[method-assign]
+    from inline_attention.training import settings
+
+    config = task.defaults()
+    plain = settings.to_mapping(config)
+    lines = ["settings, with their defaults (a recipe changes some of them):"]
+    for key, comment in settings.comments(config).items():
+        value = reduce(dict.__getitem__, key.split("."), plain)
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n")[0]
+        lines.append(f"  {f'{key}={text}':<38}  {comment}".rstrip())
+    return "\n".join(lines)
 
 
-def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Callable[[Outcome], str]") -> int:
+def split_settings(arguments: "Sequence[str]") -> tuple[str | None, list[str]]:
+    """[RECIPE] key=value … → the recipe, or None, and the settings. A recipe file may have "=" in its name."""
+    if not arguments:
+        return None, []
+    first = arguments[0]
+    is_file = first.endswith((".yaml", ".yml")) and Path(first).is_file()
+    if "=" in first and not is_file:
+        return None, list(arguments)
+    return first, list(arguments[1:])
+
+
+def run_training(args: argparse.Namespace, *, task: "type[Task]", describe_outcome: "Callable[[Outcome], str]") -> int:
     from inline_attention.training import settings
     from inline_attention.training.config import describe_recipe, recipe_names
     from inline_attention.training.run_folder import plan_run
@@ -51,14 +70,10 @@ def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Cal
         for name in names:
             say(f"{name:<{max(map(len, names))}}  {describe_recipe(name, task.recipes)}")
         return 0
-    overrides = list(args.overrides)
-    recipe = args.recipe
-    # Without a recipe the first setting takes its place. A recipe file may have "=" in its name.
-    if recipe is not None and "=" in recipe and not (recipe.endswith((".yaml", ".yml")) and Path(recipe).is_file()):
-        recipe, overrides = None, [recipe, *overrides]
+    recipe, overrides = split_settings(args.arguments)
     plan = plan_run(recipe, task=task, overrides=overrides, flags=_flags(args), output=args.output, resume=args.resume)
     if args.print_config:
-        print(settings.to_yaml(plan.config), end="")
+        say_text(settings.to_yaml(plan.config).rstrip("\n"))
         return 0
 
     from inline_attention.training.loop import train
@@ -67,7 +82,7 @@ def run_training(args: argparse.Namespace, *, task: "type[Task]", farewell: "Cal
     if outcome.signal:
         return 128 + outcome.signal
     if outcome.is_first_rank:
-        print(farewell(outcome))
+        say_text(describe_outcome(outcome))
     return 0
 
 

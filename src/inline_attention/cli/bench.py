@@ -1,10 +1,11 @@
-"""Speed and memory of the operation, of whole models and of dense prediction, against peers in the same run."""
+"""Speed and memory of the operation, of whole models and of dense prediction, compared with peers in one run."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inline_attention.printing import say
+from inline_attention.cli._options import add_device, add_img_size, add_precision
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     import torch
@@ -22,71 +23,80 @@ def _names(text: str) -> list[str]:
 def configure(parser: argparse.ArgumentParser) -> None:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", metavar="FILE", type=Path, help="write every measurement there as it is made")
-    common.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    common.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
+    add_device(common, default="cuda where there is one, else cpu")
+    add_precision(common, default="bf16 on a GPU, fp32 on a CPU")
     common.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: PyTorch's choice)")
     timed = argparse.ArgumentParser(add_help=False, parents=[common])
-    timed.add_argument("--quick", action="store_true", help="fewer and smaller measurements")
+    timed.add_argument("--quick", action="store_true", help="fewer and shorter samples")
+    tasks = argparse.ArgumentParser(add_help=False)
+    tasks.add_argument("--train", action="store_true", help="only training steps")
+    tasks.add_argument("--infer", action="store_true", help="only inference")
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
 
     op = kinds.add_parser("op", parents=[timed], help="the operation alone")
     op.add_argument("--case", nargs="+", metavar="CASE", help="BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, as 256,14+1,6x32")
-    op.add_argument(
-        "--contenders", type=_names, metavar="A,B", help="fused, reference, textbook, softmax, softmax_wide"
-    )
+    _add_contenders(op, "fused, reference, textbook, softmax, softmax_wide")
     op.add_argument("--forward", action="store_true", help="only the forward")
     op.add_argument("--backward", action="store_true", help="only forward and backward together")
 
     kernels = kinds.add_parser("kernels", parents=[timed], help="the Triton kernels one by one, on a GPU")
     kernels.add_argument("--case", nargs="+", metavar="CASE", help="as for op")
 
-    model = kinds.add_parser("model", parents=[timed], help="whole models")
-    model.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
-    sweep = kinds.add_parser("sweep", parents=[timed], help="InLine-DeiT-T over resolutions")
-    sweep.set_defaults(models=["inline_deit_tiny"])
-    profile = kinds.add_parser("profile", parents=[common], help="where the time of whole models goes, by kernel")
-    profile.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny")
-    profile.set_defaults(quick=False)
-    profile.add_argument("--mode", help="of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
+    model = kinds.add_parser("model", parents=[timed, tasks], help="whole models")
+    sweep = kinds.add_parser("sweep", parents=[timed, tasks], help="InLine-DeiT-T over resolutions")
+    profile = kinds.add_parser(
+        "profile", parents=[common, tasks], help="where the time goes in whole models, by kernel"
+    )
+    for sub in (model, profile):
+        sub.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny, or a weights file")
     for sub in (model, sweep, profile):
         sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
         batches = "256 128 64 32 8, on a CPU 4 2 1" if sub is sweep else "64, on a CPU 2"
-        sub.add_argument("--img-size", nargs="+", type=int, metavar="S", help=f"default: {sizes}")
+        sub.add_argument("--img-sizes", nargs="+", type=int, metavar="N", help=f"sides (default: {sizes})")
         sub.add_argument(
-            "--batch", nargs="+", type=int, metavar="B", help=f"one, or one for each size (default: {batches})"
+            "--batch-sizes", nargs="+", type=int, metavar="B", help=f"one, or one for each side (default: {batches})"
         )
-        sub.add_argument("--train", action="store_true", help="only training steps")
-        sub.add_argument("--infer", action="store_true", help="only inference")
-        sub.add_argument(
-            "--contenders", type=_names, metavar="A,B", help="fused, reference, textbook, peer, peer_sdpa, free"
-        )
+        _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, free")
     for sub in (model, sweep):
-        sub.add_argument(
-            "--modes",
-            type=_names,
-            metavar="A,B",
-            help="of torch.compile, or eager; each contender keeps its best "
-            "(default: reduce-overhead,max-autotune, on a CPU eager)",
-        )
+        _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")
         sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
+    sweep.set_defaults(models=["inline_deit_tiny"])
+    profile.set_defaults(quick=False)
+    profile.add_argument("--mode", help="of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
 
-    dense = kinds.add_parser("dense", parents=[timed], help="backbones under dense heads, InLine against softmax")
+    dense = kinds.add_parser("dense", parents=[timed, tasks], help="backbones under dense heads, InLine and softmax")
     dense.add_argument(
-        "models", nargs="*", default=list(DENSE_MODELS), metavar="HEAD-BACKBONE",
+        "models",
+        nargs="*",
+        default=list(DENSE_MODELS),
+        metavar="HEAD-BACKBONE",
         help=f"default: {', '.join(DENSE_MODELS)}",
-    )  # fmt: skip
-    dense.add_argument("--size", nargs=2, type=int, metavar=("H", "W"), help="default: that of the published cost")
-    dense.add_argument("--batch", type=int, metavar="B", help="default: 1 in inference, 2 in training, as published")
-    dense.add_argument("--train", action="store_true", help="only training steps")
-    dense.add_argument("--infer", action="store_true", help="only inference")
-    dense.add_argument("--contenders", type=_names, metavar="A,B", help="fused, reference, softmax")
-    dense.add_argument("--modes", type=_names, metavar="A,B", help="of torch.compile, or eager; each keeps its best")
+    )
+    add_img_size(dense, default="that of the published cost")
+    dense.add_argument(
+        "--batch-size", type=int, metavar="B", help="default: 1 in inference, 2 in training, as published"
+    )
+    _add_contenders(dense, "fused, reference, softmax")
+    _add_modes(dense, "those that suit each contender")
     dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory there")
 
     tables = kinds.add_parser("table", help="records of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
     tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records there, as a sweep")
+
+
+def _add_contenders(parser: argparse.ArgumentParser, names: str) -> None:
+    parser.add_argument("--contenders", type=_names, metavar="A,B", help=f"some of {names}")
+
+
+def _add_modes(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--modes",
+        type=_names,
+        metavar="A,B",
+        help=f"of torch.compile, or eager; each contender keeps its best (default: {default})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device {device}: expected cpu or cuda")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # events, which tell the time, are of the current device
-    dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    dtype = DTYPES[args.precision or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
     runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile, "dense": _run_dense}
@@ -151,7 +161,7 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     for case in cases:
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             record.add(results)
-            _say_table(op.op_table([asdict(r) for r in results]))
+            say_text(op.op_table([asdict(r) for r in results]))
     return record
 
 
@@ -178,7 +188,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
         record.add(results)
-        _say_table(kernels.kernel_table([asdict(r) for r in results]))
+        say_text(kernels.kernel_table([asdict(r) for r in results]))
     return record
 
 
@@ -203,10 +213,10 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
         record.add(results)
-        _say_table(model.model_table([asdict(r) for r in results]))
+        say_text(model.model_table([asdict(r) for r in results]))
     everything = [asdict(r) for r in record.results]
     say("")
-    _say_table(model.ratio_table(everything))
+    say_text(model.ratio_table(everything))
     if args.picture is not None:
         draw_sweep(everything, args.picture)
     return record
@@ -216,7 +226,7 @@ def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool
     from inline_attention.bench import model
 
     kind = "sweep" if args.kind == "sweep" else "model"
-    img_sizes, batches = model.default_sizes(kind, device, img_sizes=args.img_size, batches=args.batch)
+    img_sizes, batches = model.default_sizes(kind, device, img_sizes=args.img_sizes, batches=args.batch_sizes)
     tasks = _chosen(args.infer, args.train, ("infer", "train"))
     return model.make_settings(args.models, img_sizes=img_sizes, batches=batches, tasks=tasks, latency=latency)
 
@@ -240,7 +250,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
             setting, contenders=contenders, mode=mode, device=device, dtype=options["dtype"], log=say
         )
         record.add(results)
-        _say_table(profile.profile_table([asdict(r) for r in results]))
+        say_text(profile.profile_table([asdict(r) for r in results]))
     return record
 
 
@@ -250,13 +260,14 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
     from inline_attention.bench import dense
     from inline_attention.bench.model import check_modes, usable_modes
     from inline_attention.bench.record import Record
+    from inline_attention.cli._output import parse_size
 
     contenders = args.contenders or dense.default_contenders(options["device"])
     if unknown := [name for name in contenders if name not in dense.CONTENDERS]:
         raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(dense.CONTENDERS)}")
     check_modes(args.modes)
     settings = [
-        dense.DenseSetting.parse(model, size=args.size, batch=args.batch, training=task == "train")
+        dense.DenseSetting.parse(model, size=parse_size(args.img_size), batch=args.batch_size, training=task == "train")
         for model in args.models
         for task in _chosen(args.infer, args.train, ("infer", "train"))
     ]
@@ -267,14 +278,10 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
     for setting in settings:
         results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
         record.add(results)
-        _say_table(dense.dense_table([asdict(r) for r in results]))
+        say_text(dense.dense_table([asdict(r) for r in results]))
     if args.picture is not None:
         dense.draw_dense([asdict(r) for r in record.results], args.picture)
     return record
-
-
-def _say_table(text: str) -> None:
-    say(*text.split("\n"))
 
 
 def _print_records(paths: list[Path], picture: Path | None) -> None:
@@ -297,7 +304,7 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
     for path in paths:
         kind, facts, results = read_record(path, kinds=tables)
         say(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}", "")
-        _say_table(tables[kind](results) + "\n")
+        say_text(tables[kind](results) + "\n")
         if kind == "model":
             of_models += results
     if picture is not None:

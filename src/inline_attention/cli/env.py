@@ -1,22 +1,24 @@
-"""What to paste into a bug report: versions and hardware. It prints no path and no environment variable."""
+"""Versions and hardware, for a bug report. It prints no paths and no environment variables."""
 
 import argparse
 
+from inline_attention.cli._options import add_results
 from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_results(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    import json
-
+    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, write_json
     from inline_attention.environment import describe_environment
 
+    check_writable(args.json)
     facts = describe_environment()
     if args.json:
-        say(*json.dumps(facts, indent=2).split("\n"))
+        write_json(args.json, facts)
+    if args.json == STANDARD_OUTPUT:
         return
     width = max(map(len, facts))
     for name, value in facts.items():

@@ -1,4 +1,4 @@
-"""Accuracy of a trained model on a data set: top-1, top-5, per class, and how fast.
+"""Accuracy of a trained model on a data set: top-1, top-5, by class, and its speed.
 
 A class folder belongs to the model's class of the same name; a model of all ImageNet classes can be evaluated on a
 part of them.
@@ -6,31 +6,37 @@ part of them.
 
 import argparse
 
+from inline_attention.cli._options import (
+    add_device,
+    add_img_size,
+    add_loading,
+    add_precision,
+    add_results,
+    add_weights,
+)
 from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="name of the model, see `inline models`")
-    parser.add_argument("--weights", required=True, help="file, URL, or 'pretrained' for the published weights")
+    parser.add_argument("model", nargs="?", help="needed only if the weights do not say which model they are of")
+    add_weights(parser)
     parser.add_argument("--data", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME")
     parser.add_argument("--split", default="val", help="split to evaluate on (default: val)")
-    parser.add_argument("--img-size", type=int, nargs="+", metavar="N", help="side, or height and width")
+    add_img_size(parser)
     parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
     parser.add_argument("--num-classes", type=int, help="for data that do not tell (wds/)")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
+    add_loading(parser, batch_size=64)
     parser.add_argument("--max-broken", type=float, default=0.01, help="stop above this share of unreadable images")
-    parser.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
-    parser.add_argument("--amp", choices=("bfloat16", "float16"), help="compute in this precision (autocast)")
-    parser.add_argument("--csv", metavar="FILE", help="write accuracy per class")
-    parser.add_argument("--json", metavar="FILE", help="write the result")
+    add_device(parser)
+    add_precision(parser, default="fp32")
+    add_results(parser, csv="the accuracy of each class")
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from inline_attention.cli._output import (
+        STANDARD_OUTPUT,
+        autocast_dtype,
         check_writable,
         choose_device,
         image_progress,
@@ -39,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
         write_json,
     )
     from inline_attention.data import open_eval_data
-    from inline_attention.training.classifier import load_classifier
-    from inline_attention.training.evaluate import evaluate
+    from inline_attention.tasks.classification.classifier import load_classifier, model_name
+    from inline_attention.tasks.classification.evaluation import evaluate
 
     check_writable(args.csv, args.json)
     device = choose_device(args.device)
@@ -53,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
     loader = open_eval_data(config, class_names=None if args.by_position else classifier.class_names)
     model = classifier.model.to(device)
     with image_progress("evaluating", total=loader.num_images) as on_images:
-        amp_dtype = getattr(torch, args.amp) if args.amp else None
+        amp_dtype = autocast_dtype(args.precision)
         result = evaluate(model, loader, device=device, amp_dtype=amp_dtype, on_images=on_images)
 
-    say(f"{args.model} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
-    say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%  loss {result.loss:.4f}")
-    say(f"{result.images} images, {result.images_per_second:.1f} images/s on {device}, {result.skipped} unreadable")
+    name = model_name(classifier.model)
+    if args.json != STANDARD_OUTPUT:
+        say(f"{name} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
+        say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%  loss {result.loss:.4f}")
+        say(f"{result.images} images, {result.images_per_second:.1f} images/s on {device}, {result.skipped} unreadable")
     names = classifier.class_names or loader.class_names
     if args.csv:
         rows = (
@@ -69,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         write_csv(args.csv, ("class", "correct", "total", "accuracy"), rows)
     if args.json:
         facts = {
-            "model": args.model,
+            "model": name,
             "weights": args.weights,
             "data": args.data,
             "split": args.split,

@@ -1,7 +1,8 @@
-"""A local web page: drag queries and keys in the plane, look at attention on images, and see what it costs."""
+"""A local web page: move queries and keys in the plane, look at attention on images, and see what it costs."""
 
 import argparse
 
+from inline_attention.cli._options import add_device
 from inline_attention.printing import say
 
 
@@ -17,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
     )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    add_device(parser, default="cuda where there is one, else cpu")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
         say(f"{server.url} (Ctrl-C ends)")
         if not server.is_local:
-            say("everybody who reaches this machine can use it, under its name or address")
+            say("everybody who can reach this machine can use the page")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -3,15 +3,18 @@
 import argparse
 from pathlib import Path
 
+from inline_attention.cli._options import add_img_size, add_weights
 from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a model of `inline models`")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="a model of `inline models`; needed only if the weights do not say"
+    )
     parser.add_argument("--format", choices=("onnx", "pt2"), default="onnx", help="default: onnx")
-    parser.add_argument("--weights", help="file, URL, or 'pretrained' for the published weights (default: random ones)")
-    parser.add_argument("--num-classes", type=int, help="of the weights, where it is not the published 1000")
-    parser.add_argument("--img-size", nargs=2, type=int, metavar=("H", "W"), help="default: the model's own")
+    add_weights(parser, otherwise="random ones")
+    parser.add_argument("--num-classes", type=int, help="of a model without weights (default: the published 1000)")
+    add_img_size(parser)
     parser.add_argument("--dynamic-batch", action="store_true", help="any number of images")
     parser.add_argument("--dynamic-size", action="store_true", help="any size, from one that is printed")
     parser.add_argument("--output", type=Path, metavar="F", help="default: NAME.onnx or NAME.pt2 in this directory")
@@ -20,26 +23,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from inline_attention.cli._output import open_model, parse_size
     from inline_attention.export import TOLERANCE, export_model
-    from inline_attention.models import create_model
-    from inline_attention.models._base import VisionModel, to_pair
+    from inline_attention.models.weights import architecture
 
-    options = {} if args.num_classes is None else dict(num_classes=args.num_classes)
     torch.manual_seed(0)
-    pretrained = args.weights == "pretrained"
-    model = create_model(args.name, pretrained=pretrained, **options)
-    if not isinstance(model, VisionModel):
-        raise ValueError(f"{args.name} is a model of timm, not one of this library; `inline models` lists those")
-    if args.weights and not pretrained:
-        from inline_attention.models.weights import load_weights
-
-        load_weights(model, args.weights)
-    img_size = to_pair(args.img_size) if args.img_size else None
+    model = open_model(args.name, args.weights, num_classes=args.num_classes)
+    img_size = parse_size(args.img_size)
     if img_size is not None and not args.dynamic_size:
         model.set_input_size(img_size)
     exported = export_model(
         model.eval(),
-        args.output or Path(f"{args.name}.{args.format}"),
+        args.output or Path(f"{architecture(model)}.{args.format}"),
         format=args.format,
         img_size=img_size,
         dynamic_batch=args.dynamic_batch,

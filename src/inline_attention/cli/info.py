@@ -1,43 +1,45 @@
-"""What a model costs, by stage: output shape, parameters, multiply-accumulates and activation memory of one image.
+"""The cost of a model by stage: output shape, parameters, multiply-accumulates and activation memory of one image.
 
-Everything is counted from shapes alone, so that any model and size takes seconds. Activation memory is what training
-keeps for the backward in float32, without gradient checkpointing and fused kernels.
+Everything is counted from shapes, which takes seconds for any model and size. Activation memory is what training keeps
+for the backward pass in float32, without gradient checkpointing and fused kernels.
 """
 
 import argparse
 
-from inline_attention.printing import say
+from inline_attention.cli._options import add_img_size, add_results, add_weights
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a model of `inline models`")
-    parser.add_argument("--img-size", nargs=2, type=int, metavar=("H", "W"), help="default: the model's own")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a model of `inline models`")
+    add_weights(parser, otherwise="none: the name is enough")
+    add_img_size(parser)
+    add_results(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    import json
-
     import torch
 
-    from inline_attention.models import create_model
-    from inline_attention.models._base import VisionModel, to_pair
+    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, open_model, parse_size, write_json
     from inline_attention.models.profile import profile
+    from inline_attention.models.weights import architecture
 
-    with torch.device("meta"):
-        model = create_model(args.name)
-    if not isinstance(model, VisionModel):
-        raise ValueError(f"{args.name} is a model of timm, not one of this library; `inline models` lists those")
-    img_size = to_pair(args.img_size) if args.img_size else model.img_size
+    check_writable(args.json)
+    if args.weights:
+        model = open_model(args.name, args.weights).to("meta")
+    else:
+        with torch.device("meta"):
+            model = open_model(args.name, None)
+    img_size = parse_size(args.img_size) or model.img_size
     costs = profile(model, img_size=img_size)
     if args.json:
-        say(*json.dumps([cost._asdict() for cost in costs], indent=2).split("\n"))
+        write_json(args.json, [cost._asdict() for cost in costs])
+    if args.json == STANDARD_OUTPUT:
         return
 
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{args.name} at {img_size[0]}×{img_size[1]}", header_style="bold", show_footer=True)
+    table = Table(title=f"{architecture(model)} at {img_size[0]}×{img_size[1]}", header_style="bold", show_footer=True)
     totals = [sum(values) for values in zip(*(cost[2:] for cost in costs), strict=True)]
     table.add_column("stage", footer="total")
     table.add_column("output", justify="right")

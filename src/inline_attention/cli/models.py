@@ -2,29 +2,30 @@
 
 import argparse
 
-from inline_attention.printing import say
+from inline_attention.cli._options import add_results
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pattern", nargs="?", default="*", help="which, such as 'inline_swin*' (default: all)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_results(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    import json
-
+    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, write_json
     from inline_attention.models import list_models
     from inline_attention.models.published import PUBLISHED
     from inline_attention.models.registry import has_weights
-    from inline_attention.models.summary import SUMMARIES
+    from inline_attention.models.summary import summarise
 
+    check_writable(args.json)
     names = list_models(args.pattern)
     if not names:
         raise ValueError(f"no model matches {args.pattern!r}; `inline models` without a pattern lists them all")
     top1 = {name: PUBLISHED[name].top1 if name in PUBLISHED else None for name in names}
     if args.json:
-        facts = [dict(name=n, top1=top1[n], weights=has_weights(n), **SUMMARIES[n]._asdict()) for n in names]
-        say(*json.dumps(facts, indent=2).split("\n"))
+        facts = [dict(name=n, top1=top1[n], weights=has_weights(n), **summarise(n)._asdict()) for n in names]
+        write_json(args.json, facts)
+    if args.json == STANDARD_OUTPUT:
         return
 
     from rich.console import Console
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     for heading in ("model", "input", "params", "MACs", "top-1", "attention"):
         table.add_column(heading, justify="left" if heading in ("model", "attention") else "right", no_wrap=True)
     for name in names:
-        summary = SUMMARIES[name]
+        summary = summarise(name)
         table.add_row(
             name,
             str(summary.img_size),

@@ -1,12 +1,20 @@
-"""What a trained model sees in images: the most probable classes of each.
+"""The most probable classes of images, by a trained model.
 
-MODEL is a name that `inline models` lists. A weights file of this library says by itself which model it is for; without
-both, the InLine model that comes with the package looks at the images.
+MODEL is a name that `inline models` lists. A weights file of this library says which model it is for. Without both, the
+InLine model that comes with the package is used.
 """
 
 import argparse
 from pathlib import Path
 
+from inline_attention.cli._options import (
+    add_device,
+    add_img_size,
+    add_loading,
+    add_precision,
+    add_results,
+    add_weights,
+)
 from inline_attention.printing import say
 
 DEFAULT_MODEL = "inline_deit_study"
@@ -20,19 +28,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="[MODEL] IMAGE|FOLDER",
         help="a model's name or none, then files, or folders (searched to any depth)",
     )
-    parser.add_argument("--weights", help="file, URL, or 'pretrained' for the published weights")
+    add_weights(parser, otherwise="those of the package")
     parser.add_argument("--topk", type=int, default=5, help="classes to show for each image (default: 5)")
-    parser.add_argument("--img-size", type=int, nargs="+", metavar="N", help="side, or height and width")
+    add_img_size(parser)
     parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--workers", type=int, help="loader processes (default: by the machine)")
-    parser.add_argument("--device", help="cpu, cuda or mps (default: the best there is)")
-    parser.add_argument("--csv", metavar="FILE", help="write the predictions, a line each")
-    parser.add_argument("--json", metavar="FILE", help="write the predictions")
+    add_loading(parser, batch_size=32)
+    add_device(parser)
+    add_precision(parser, default="fp32")
+    add_results(parser, csv="the predictions, a line each,")
 
 
 def run(args: argparse.Namespace) -> int:
     from inline_attention.cli._output import (
+        STANDARD_OUTPUT,
+        autocast_dtype,
         check_writable,
         choose_device,
         image_progress,
@@ -41,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         write_json,
     )
     from inline_attention.data import open_files
-    from inline_attention.data.sources import printable
-    from inline_attention.training.classifier import Guess, load_classifier, predict
+    from inline_attention.data.sources import find_images
+    from inline_attention.tasks.classification.classifier import Guess, load_classifier, model_name, predict
 
     name, images = split_model(args.arguments)
     paths = find_images(images)
@@ -58,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
     loader = open_files(paths, config=config)
     found = []
     with image_progress("predicting", total=len(paths)) as on_images:
-        for prediction in predict(classifier, loader, device=device, topk=args.topk):
-            found.append((printable(paths[prediction.sample]), prediction.guesses))
+        amp_dtype = autocast_dtype(args.precision)
+        for prediction in predict(classifier, loader, device=device, topk=args.topk, amp_dtype=amp_dtype):
+            found.append((str(paths[prediction.sample]), prediction.guesses))
             on_images(1)
 
-    for path, guesses in found:
+    for path, guesses in found if args.json != STANDARD_OUTPUT else ():
         say(path)
         for guess in guesses:
             say(f"  {guess.probability:7.2%}  {guess.description or guess.name}")
@@ -73,8 +83,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         predictions = [{"image": path, "guesses": [guess._asdict() for guess in guesses]} for path, guesses in found]
         skipped = [image._asdict() for image in loader.skipped]
-        model = classifier.model.pretrained_cfg["architecture"]  # type: ignore[index]  # timm's description
-        write_json(args.json, {"model": model, "predictions": predictions, "skipped_images": skipped})
+        write_json(
+            args.json, {"model": model_name(classifier.model), "predictions": predictions, "skipped_images": skipped}
+        )
     return 0 if found else 1
 
 
@@ -106,21 +117,3 @@ def choose_weights(name: str | None, weights: str | None) -> tuple[str | None, s
         if name is None
         else f"there are no weights of {name} in the package: give --weights FILE, URL or 'pretrained'"
     )
-
-
-def find_images(arguments: list[str]) -> list[Path]:
-    """Files as they are named, and the images below folders, in order."""
-    from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files
-
-    paths: list[Path] = []
-    for argument in map(Path, arguments):
-        if argument.is_dir():
-            below = sorted(map(Path, find_files(argument, IMAGE_EXTENSIONS)))
-            if not below:
-                raise ValueError(f"no images in folder {str(argument)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
-            paths.extend(below)
-        elif argument.is_file():
-            paths.append(argument)
-        else:
-            raise ValueError(f"image {str(argument)!r} does not exist or is no regular file")
-    return paths

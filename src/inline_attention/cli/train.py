@@ -10,25 +10,29 @@ from inline_attention.cli._training import configure_training, run_training
 
 if TYPE_CHECKING:
     from inline_attention.training.loop import Outcome
-
-HELP = "train a model; without arguments a small one, in about a minute"
+    from inline_attention.training.task import Task
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     configure_training(
         parser,
         data="folder with train/ and val/, or what data.path accepts",
-        recipe="name of a recipe or a .yaml file (quickstart)",
+        recipe="name of a recipe or a .yaml file (default: quickstart)",
+        task=_task,
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from inline_attention.training.classification import Classification
-
-    return run_training(args, task=Classification, farewell=_farewell)
+    return run_training(args, task=_task(), describe_outcome=_describe_outcome)
 
 
-def _farewell(outcome: "Outcome") -> str:
+def _task() -> "type[Task]":
+    from inline_attention.tasks.classification.task import Classification
+
+    return Classification
+
+
+def _describe_outcome(outcome: "Outcome") -> str:
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"
     lines = [
@@ -44,8 +48,8 @@ def _farewell(outcome: "Outcome") -> str:
     lines += ["", "next:"]
     if summary["recipe"] == "quickstart":
         lines += [
-            "  inline train inline_deit_tiny --data FOLDER    your images: FOLDER/train/CLASS, FOLDER/val/CLASS",
-            "  inline train --list-recipes                    the published models",
+            "  inline train finetune --data FOLDER    your images: FOLDER/train/CLASS, FOLDER/val/CLASS",
+            "  inline train --list-recipes            the published models",
         ]
     lines += [
         f"  inline predict {summary['model']} --weights {best} IMAGE",

@@ -1,4 +1,4 @@
-"""Augmentation of whole batches on the device that holds the pixels: no worker processes, no bytes over the bus."""
+"""Augmentation of whole batches on the device of the pixels, without worker processes or transfers."""
 
 import math
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from inline_attention.data.config import DataConfig
 from inline_attention.data.seeding import derive_seed
 
-DRAWS = 8  # random numbers an image needs: area, ratio, top, left, flip, brightness, contrast, saturation
+DRAWS = 8  # random numbers per image: area, ratio, top, left, flip, brightness, contrast, saturation
 _LUMA = (0.299, 0.587, 0.114)
 
 
 class BatchAugment:
-    """Random crop, horizontal flip and colour jitter, a batch at a time.
+    """Random crop, horizontal flip and colour jitter of a batch.
 
-    What is drawn for an image is a function of (seed, epoch, sample, copy): one table an epoch, from a generator of the
-    CPU, so that batches are the same on every device and rank. Unlike with the transforms of single images, a crop that
-    would not fit is cut down to the image instead of drawn again, and its borders may lie between pixels.
+    The random numbers of an image are a function of (seed, epoch, sample, copy). They come from one table per epoch,
+    drawn on the CPU, so that batches are the same on every device and rank. Unlike in the transforms of single images,
+    a crop that does not fit is clipped to the image instead of drawn again, and its borders may lie between pixels.
     """
 
     def __init__(self, config: DataConfig, *, num_samples: int, seed: int) -> None:
@@ -48,28 +48,28 @@ class BatchAugment:
 
 
 def crop_boxes(draws: Tensor, *, size: tuple[int, int], scale: list[float], ratio: list[float]) -> Tensor:
-    """(B, 4) uniform numbers → (B, 4): top, left, height, width in shares of the image"""
+    """(B, 4) uniform numbers → (B, 4): top, left, height, width as fractions of the image"""
     rows, columns = size
     area = scale[0] + (scale[1] - scale[0]) * draws[:, 0]
     low, high = math.log(ratio[0]), math.log(ratio[1])
-    shape = torch.exp(low + (high - low) * draws[:, 1]) * (rows / columns)  # width to height, in shares
+    shape = torch.exp(low + (high - low) * draws[:, 1]) * (rows / columns)  # width to height, as fractions
     height, width = (area / shape).sqrt().clamp(max=1), (area * shape).sqrt().clamp(max=1)
     return torch.stack([draws[:, 2] * (1 - height), draws[:, 3] * (1 - width), height, width], dim=1)
 
 
 def crop_and_flip(images: Tensor, boxes: Tensor, flipped: Tensor, *, mode: str) -> Tensor:
-    """Boxes (B, 4) in shares of images (B, C, H, W), enlarged to H×W; mirrored where `flipped` (B,)"""
+    """Crop `boxes` (B, 4), fractions of images (B, C, H, W), and enlarge them to H×W; mirrored if `flipped` (B,)"""
     top, left, height, width = boxes.unbind(1)
     zero = torch.zeros_like(top)
     mirrored = torch.where(flipped, -width, width)
     across = torch.stack([mirrored, zero, 2 * left + width - 1], dim=1)
     down = torch.stack([zero, height, 2 * top + height - 1], dim=1)
-    places = F.affine_grid(torch.stack([across, down], dim=1), list(images.shape), align_corners=False)
-    return F.grid_sample(images, places, mode=mode, padding_mode="border", align_corners=False).clamp_(0, 255)
+    grid = F.affine_grid(torch.stack([across, down], dim=1), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode=mode, padding_mode="border", align_corners=False).clamp_(0, 255)
 
 
 def jitter_colours(images: Tensor, factors: Tensor) -> Tensor:
-    """Brightness, contrast and saturation of (B, C, H, W) in 0 … 255, each by its factor (B, 3), in this order."""
+    """Multiply brightness, contrast and saturation of (B, C, H, W) in 0 … 255 by the factors (B, 3), in this order."""
     brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
     images = (brightness * images).clamp_(0, 255)
     images = _blend(_luma(images.mean((2, 3), keepdim=True)), images, contrast)

@@ -1,4 +1,4 @@
-"""What the user can say about data, in types that YAML knows."""
+"""Settings of data sets and loaders, in types that YAML has."""
 
 import math
 import os
@@ -13,7 +13,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos",
 
 @dataclass
 class LoaderConfig:
-    """What every loader is told, whatever its targets are."""
+    """Settings of the loaders of every task."""
 
     path: str = ""
     train_split: str = "train"
@@ -21,13 +21,13 @@ class LoaderConfig:
 
     batch_size: int = 128  # per rank
     workers: int | None = None  # processes per rank; None: the rank's share of the cores, at most 8
-    prefetch: int = 2  # batches that each worker prepares ahead
-    pin_memory: bool | None = None  # None: when there is a CUDA device
-    in_memory: bool = False  # decode once and keep the pixels; for small sets
-    max_broken: float = 0.01  # stop above this share of unreadable images (from 1 on: above this count)
+    prefetch: int = 2  # batches that each worker prepares in advance
+    pin_memory: bool | None = None  # None: if there is a CUDA device
+    in_memory: bool = False  # decode once and keep the pixels, for small data sets
+    max_broken: float = 0.01  # stop above this share of unreadable images; a value of 1 or more is a count
 
     def resolved_workers(self, world_size: int) -> int:
-        """Results do not depend on the number of workers, so choosing it by the machine is harmless."""
+        """The number of worker processes. Results do not depend on it, so the machine may decide."""
         if self.workers is not None:
             return self.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -35,7 +35,7 @@ class LoaderConfig:
         return min(8, max(1, cores // ranks_here))
 
     def max_broken_count(self, total: int) -> int:
-        """How many of `total` images may be unreadable; a share is rounded up."""
+        """How many of `total` images may be unreadable. A share is rounded up."""
         return int(self.max_broken) if self.max_broken >= 1 else math.ceil(self.max_broken * total)
 
     def check(self, name: str, holds: bool, expected: str) -> None:
@@ -43,7 +43,7 @@ class LoaderConfig:
             raise ValueError(f"data.{name} is {getattr(self, name)!r}; expected {expected}")
 
     def validate(self) -> None:
-        """Raise ValueError for a value that cannot work, before anything is opened."""
+        """Raise ValueError for an invalid value, before anything is opened."""
         self.check("batch_size", self.batch_size >= 1, "at least 1")
         self.check("workers", self.workers is None or self.workers >= 0, "0 or more, or null")
         self.check("prefetch", self.prefetch >= 1, "at least 1")
@@ -52,15 +52,15 @@ class LoaderConfig:
 
 @dataclass
 class DataConfig(LoaderConfig):
-    """Where images come from and how they are transformed. The defaults are the published training's.
+    """The source of the images and their transforms. The defaults are those of the published training.
 
     `path` is "digits" (embedded), a folder (class folders, zip or tar layout), or "hfds/NAME", "wds/FOLDER"
     and "tfds/NAME" for Hugging Face datasets, WebDataset shards and TensorFlow datasets.
     """
 
     path: str = "digits"
-    num_classes: int | None = None  # needed only where the data cannot tell: WebDataset shards
-    input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the usual one
+    num_classes: int | None = None  # required for WebDataset shards, which do not list their classes
+    input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the default
     target_key: str | None = None  # hfds/, tfds/: the column of the label
 
     img_size: int | list[int] | None = 224  # side, or [height, width]; None, in training: the model's own
@@ -70,18 +70,18 @@ class DataConfig(LoaderConfig):
     interpolation: str = "bicubic"
 
     augment: bool = True  # False: training images get the evaluation transform
-    augment_on_device: bool = False  # with in_memory: crop, flip and colour jitter there, by the batch
+    augment_on_device: bool = False  # with in_memory: crop, flip and jitter whole batches on the device
     scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
     ratio: list[float] = field(default_factory=lambda: [3 / 4, 4 / 3])
     hflip: float = 0.5
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
-    color_jitter: float = 0.4  # has no effect beside auto_augment, as in timm and in the published training
+    color_jitter: float = 0.4  # no effect with auto_augment, as in timm and in the published training
     random_erase: float = 0.25  # probability; erased pixels are normal noise
-    repeats: int = 0  # repeated augmentation: each image this many times in a batch; 0 and 1: off
+    repeats: int = 0  # repeated augmentation: copies of each image in a batch; 0 and 1: off
 
     mixup: float = 0.8
     cutmix: float = 1.0
-    mixup_switch: float = 0.5  # probability of cutmix where both are on
+    mixup_switch: float = 0.5  # probability of cutmix if both are on
     mixup_prob: float = 1.0
 
     # "published", "timm" (short side, then centre crop) or "resize" (straight to the size)
@@ -98,7 +98,7 @@ class DataConfig(LoaderConfig):
 
     @property
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(mean, std), one value a channel"""
+        """(mean, std), one value per channel"""
         return (
             _per_channel(self.mean, default=IMAGENET_DEFAULT_MEAN, in_chans=self.in_chans),
             _per_channel(self.std, default=IMAGENET_DEFAULT_STD, in_chans=self.in_chans),
@@ -119,7 +119,7 @@ class DataConfig(LoaderConfig):
             check(
                 name,
                 values is None or len(values) == self.in_chans,
-                f"{self.in_chans} value(s), one a channel",
+                f"{self.in_chans} value(s), one per channel",
             )
         check("std", self.std is None or min(self.std) > 0, "positive values")
         check("interpolation", self.interpolation in INTERPOLATIONS, _one_of(INTERPOLATIONS))
@@ -136,8 +136,8 @@ class DataConfig(LoaderConfig):
         if self.augment_on_device:
             where = "with data.augment_on_device"
             check("in_memory", self.in_memory, f"true {where}, which works on pixels in memory")
-            check("auto_augment", self.auto_augment is None, f"null {where}: policies are for single images")
-            check("random_erase", self.random_erase == 0, f"0 {where}; cutmix does the like")
+            check("auto_augment", self.auto_augment is None, f"null {where}: policies work on single images")
+            check("random_erase", self.random_erase == 0, f"0 {where}; cutmix has a similar effect")
             check("interpolation", self.interpolation in ("bilinear", "bicubic"), f"bilinear or bicubic {where}")
 
 

@@ -1,28 +1,20 @@
-"""Loaders of normalised batches, on the device that trains, and the one call that opens a data set."""
+"""Loaders of normalised batches on the training device, and the functions that open a data set."""
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
-from torch import Tensor
 
 from inline_attention.data.batch_augment import BatchAugment
-from inline_attention.data.batches import (
-    EvalPlan,
-    EvalSamples,
-    Feed,
-    LoadedT,
-    RawBatch,
-    TrainPlan,
-    TrainSamples,
-    WorkerFeed,
-)
+from inline_attention.data.collate import CollatedT, RawBatch
 from inline_attention.data.config import DataConfig
-from inline_attention.data.memory import DecodedSource, EvalMemoryFeed, PixelStore, TrainMemoryFeed
+from inline_attention.data.dataset import EvalDataset, TrainDataset
+from inline_attention.data.memory import DecodedSource, EvalMemoryLoader, PixelStore, TrainMemoryLoader
+from inline_attention.data.prefetcher import Batch, BatchT, ImagePrefetcher, Prefetcher
+from inline_attention.data.sampler import EvalBatchSampler, TrainBatchSampler, rank_indices
 from inline_attention.data.skipped import SkippedImages
 from inline_attention.data.sources import (
     FilesSource,
@@ -32,96 +24,23 @@ from inline_attention.data.sources import (
     check_same_classes,
     open_source,
 )
-from inline_attention.data.streams import Stream, StreamFeed, StreamSamples, is_stream
-from inline_attention.data.transforms import erase_
+from inline_attention.data.streams import Stream, StreamDataset, StreamLoader, is_stream
+from inline_attention.data.workers import BatchLoader, WorkerLoader
 
 
-@dataclass
-class Batch:
-    """What a model sees, on the loader's device."""
+class TrainLoader(Generic[CollatedT, BatchT]):
+    """Training batches of any task: `epoch(e, start_step=k)` yields what a whole epoch e yields from step k on.
 
-    images: Tensor  # (B, C, H, W) float32, normalised
-    targets: Tensor  # (B,) int64
-    sample_ids: Tensor  # (B,) int64, the images' numbers in the data set
-
-
-Ready = TypeVar("Ready")  # a batch as a model sees it
-
-
-class DeviceStage(ABC, Generic[LoadedT, Ready]):
-    """From what workers hand over to what a model sees, the next batch while this one trains."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self._stream: torch.cuda.Stream | None = None
-
-    @abstractmethod
-    def finish(self, raw: LoadedT) -> Ready:
-        """Transfer (without waiting) and compute the rest, on `self.device`."""
-
-    def to(self, device: torch.device) -> None:
-        if device == self.device:  # memory is pooled by stream: one for the loader's lifetime
-            return
-        self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __call__(self, batches: Iterator[LoadedT]) -> Iterator[Ready]:
-        if self._stream is None:
-            yield from map(self.finish, batches)
-            return
-        stream = self._stream
-        ready: tuple[Ready, torch.cuda.Event] | None = None
-        for raw in batches:
-            consumer = torch.cuda.current_stream(self.device)
-            if raw.on_device:
-                yield self.finish(raw)
-                continue
-            # Memory that the consumer has given back may be used again here, once its queued work is done.
-            stream.wait_stream(consumer)
-            with torch.cuda.stream(stream):
-                following = (self.finish(raw), stream.record_event())
-            if ready is not None:
-                consumer.wait_event(ready[1])
-                yield ready[0]
-            ready = following
-        if ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(ready[1])
-            yield ready[0]
-
-
-class ImageStage(DeviceStage[RawBatch, Batch]):
-    """Transfer, normalise, erase. Bytes cross the bus, not floats."""
-
-    def __init__(self, config: DataConfig) -> None:
-        super().__init__()
-        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) * 255 for values in config.statistics)
-
-    def to(self, device: torch.device) -> None:
-        super().to(device)
-        self._mean, self._std = self._mean.to(device), self._std.to(device)
-
-    def finish(self, raw: RawBatch) -> Batch:
-        images = raw.images.to(self.device, non_blocking=True).sub(self._mean).div_(self._std)  # float32 from here on
-        if raw.boxes is not None and raw.noise is not None:
-            boxes, noise = (t.to(self.device, non_blocking=True) for t in (raw.boxes, raw.noise))
-            images = erase_(images, boxes, noise)
-        targets, ids = (t.to(self.device, non_blocking=True) for t in (raw.targets, raw.sample_ids))
-        return Batch(images, targets, ids)
-
-
-class TrainLoader(Generic[LoadedT, Ready]):
-    """Training batches: `epoch(e, start_step=k)` gives what an uninterrupted epoch e gives from step k on.
-
-    `steps_per_epoch` is the same on every rank (the last, incomplete batch is dropped). `waiting_seconds` is
-    the time spent in waiting for workers since the loader was opened. Where `exact_resume` is False
-    (streams), a resumed epoch starts again at its first image and is `start_step` batches shorter.
+    `steps_per_epoch` is the same on every rank: the incomplete batch at the end is dropped. `waiting_seconds` is the
+    time spent waiting for workers since the loader was opened. If `exact_resume` is False (streams), a resumed epoch
+    starts again at its first image and is `start_step` batches shorter.
     """
 
     def __init__(
         self,
-        feed: Feed[LoadedT],
+        loader: BatchLoader[CollatedT],
         *,
-        stage: DeviceStage[LoadedT, Ready],
+        prefetcher: Prefetcher[CollatedT, BatchT],
         batch_size: int,
         steps_per_epoch: int,
         skipped: SkippedImages,
@@ -132,16 +51,17 @@ class TrainLoader(Generic[LoadedT, Ready]):
         self.skipped = skipped
         self.exact_resume = exact_resume
         self.waiting_seconds = 0.0
-        self._feed = feed
-        self._stage = stage
+        self._loader = loader
+        self._prefetcher = prefetcher
 
-    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[Ready]:
-        """The batches of an epoch, from `start_step` on; the seed settles which images and augmentations they hold."""
+    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[BatchT]:
+        """The batches of an epoch from `start_step` on. Images and augmentations are a function of the seed."""
         if not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(f"start_step is {start_step}; an epoch has {self.steps_per_epoch} steps")
-        return self._stage(self._timed(self._feed.batches(epoch, start_step), steps=self.steps_per_epoch - start_step))
+        batches = self._loader.batches(epoch, start_step)
+        return self._prefetcher(self._timed(batches, steps=self.steps_per_epoch - start_step))
 
-    def _timed(self, batches: Iterator[LoadedT], *, steps: int) -> Iterator[LoadedT]:
+    def _timed(self, batches: Iterator[CollatedT], *, steps: int) -> Iterator[CollatedT]:
         for step in range(steps):
             start = time.perf_counter()
             raw = next(batches, None)
@@ -151,66 +71,67 @@ class TrainLoader(Generic[LoadedT, Ready]):
             self.skipped.extend(raw.skipped)
             self.skipped.replaced += raw.replaced
             if len(raw) != self.batch_size:
-                raise ValueError(f"no readable image found to stand in for {raw.skipped[-1].path}")
+                raise ValueError(f"no readable image found to replace {raw.skipped[-1].path}")
             yield raw
 
     def to(self, device: torch.device) -> None:
-        self._stage.to(device)
-        self._feed.to(device)
+        self._prefetcher.to(device)
+        self._loader.to(device)
 
     def close(self) -> None:
-        """After the last epoch: ends the worker processes."""
-        self._feed.close()
+        """End the worker processes, after the last epoch."""
+        self._loader.close()
 
 
-class EvalLoader:
-    """Evaluation batches: every readable image exactly once over all ranks, whatever their number.
+class EvalLoader(Generic[CollatedT, BatchT]):
+    """Evaluation batches of any task: every readable image exactly once over all ranks.
 
-    Ranks may have different numbers of batches; `max_batches` is the largest (None for streams, which do not
-    know). Unreadable images are left out and listed in `skipped`, anew in every iteration.
+    Ranks may have different numbers of batches. `max_batches` is the largest number; it is None for streams, whose
+    length is unknown. Unreadable images are left out and listed in `skipped`, which every iteration fills anew.
+    `input_shape` is (C, H, W), or empty if images differ in size.
     """
 
     def __init__(
         self,
-        feed: Feed[RawBatch],
+        loader: BatchLoader[CollatedT],
         *,
-        config: DataConfig,
+        prefetcher: Prefetcher[CollatedT, BatchT],
         class_names: list[str],
         num_images: int,
-        max_batches: int | None,
         skipped: SkippedImages,
+        batch_size: int,
+        input_shape: tuple[int, ...] = (),
+        max_batches: int | None = None,
     ) -> None:
-        self.batch_size = config.batch_size
-        self.input_shape = (config.in_chans, *config.size)
-        self.class_names = class_names
-        self.num_images = num_images
-        self.max_batches = max_batches
+        self.class_names, self.num_images = class_names, num_images
+        self.batch_size, self.input_shape, self.max_batches = batch_size, input_shape, max_batches
         self.skipped = skipped
-        self._feed = feed
-        self._known_skipped = list(skipped)  # of images in memory, which are read only once
-        self._stage = ImageStage(config)
+        self._skipped_before = list(skipped)  # images in memory are read once, before the first iteration
+        self._loader = loader
+        self._prefetcher = prefetcher
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[BatchT]:
         self.skipped.clear()
-        self.skipped.extend(self._known_skipped)
-        return self._stage(self._noted(self._feed.batches(0, 0)))
+        self.skipped.extend(self._skipped_before)
+        return self._prefetcher(self._readable(self._loader.batches(0, 0)))
 
-    def _noted(self, batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
+    def _readable(self, batches: Iterator[CollatedT]) -> Iterator[CollatedT]:
         for raw in batches:
             self.skipped.extend(raw.skipped)
-            yield raw
+            if len(raw):
+                yield raw
 
     def to(self, device: torch.device) -> None:
-        self._stage.to(device)
-        self._feed.to(device)
+        self._prefetcher.to(device)
+        self._loader.to(device)
 
 
 @dataclass
 class Data:
-    """A training and a validation split. Call `to(device)` once: batches then arrive on that device."""
+    """A training and a validation split. After `to(device)`, batches arrive on that device."""
 
     train: TrainLoader[RawBatch, Batch]
-    val: EvalLoader
+    val: EvalLoader[RawBatch, Batch]
     class_names: list[str]
     in_chans: int
 
@@ -225,7 +146,7 @@ class Data:
 
 
 def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> Data:
-    """Open both splits. What is wrong with the configuration or the data is a ValueError here and now."""
+    """Open both splits. Raises ValueError if something is wrong with the configuration or the data."""
     config.validate()
     if is_stream(config.path):
         train, class_names = _open_train_stream(config, seed=seed, rank=rank, world_size=world_size)
@@ -236,7 +157,7 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
         train_source, val_source = (open_source(config, split) for split in (config.train_split, config.val_split))
         check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
         class_names = train_source.class_names
-        if val_source.class_names != class_names:  # numbers without names: the split may lack the last ones
+        if val_source.class_names != class_names:  # labels without names: the split may lack the last ones
             val_source = RelabelledSource(val_source, class_names)
         train = _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size)
         val = _eval_loader(val_source, config=config, rank=rank, world_size=world_size)
@@ -250,10 +171,12 @@ def open_eval_data(
     max_images: int | None = None,
     rank: int = 0,
     world_size: int = 1,
-) -> EvalLoader:
-    """Open `config.val_split` alone. With a model's `class_names`, labels follow them, by name.
+) -> EvalLoader[RawBatch, Batch]:
+    """Open `config.val_split` only.
 
-    `max_images` takes that many, evenly spaced, so that all classes have their share; streams give all they have.
+    Args:
+        class_names: the classes of a model. Labels are matched to them by name.
+        max_images: take this many images, evenly spaced over the split. Streams ignore it.
     """
     config.validate()
     if not is_stream(config.path):
@@ -264,19 +187,20 @@ def open_eval_data(
             source = SpreadSource(source, max_images)
         return _eval_loader(source, config=config, rank=rank, world_size=world_size)
     stream = Stream(config, config.val_split, training=False, rank=rank, world_size=world_size)
-    samples = StreamSamples(stream, model_classes=class_names)
+    dataset = StreamDataset(stream, model_classes=class_names)
     return EvalLoader(
-        StreamFeed(samples, stream, steps=None, workers=config.resolved_workers(world_size)),
-        config=config,
+        StreamLoader(dataset, stream, steps=None, workers=config.resolved_workers(world_size)),
+        prefetcher=ImagePrefetcher(config),
         class_names=class_names or stream.class_names,
         num_images=stream.num_samples,
-        max_batches=None,
-        skipped=_skip_list(config, stream.num_samples),
+        skipped=_skipped_images(config, stream.num_samples),
+        batch_size=config.batch_size,
+        input_shape=(config.in_chans, *config.size),
     )
 
 
-def open_files(paths: Sequence[Path], *, config: DataConfig) -> EvalLoader:
-    """Image files without labels, in order: `sample_ids` are positions in `paths`."""
+def open_files(paths: Sequence[Path], *, config: DataConfig) -> EvalLoader[RawBatch, Batch]:
+    """Open image files without labels, in order: `sample_ids` are positions in `paths`."""
     config.validate()
     return _eval_loader(FilesSource(paths), config=config, rank=0, world_size=1)
 
@@ -285,35 +209,7 @@ def _train_loader(
     source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int
 ) -> TrainLoader[RawBatch, Batch]:
     workers = _workers(config, source, world_size=world_size)
-    plan = _train_plan(source, config=config, seed=seed, rank=rank, world_size=world_size)
-    skipped = _skip_list(config, len(source))
-    feed: Feed[RawBatch]
-    if config.in_memory and (config.augment_on_device or not config.augment):
-        augment = None
-        if config.augment:
-            augment = BatchAugment(config, num_samples=len(source), seed=seed)
-            config = replace(config, eval_transform="resize")  # crops are cut from the whole image
-        store = PixelStore(source, range(len(source)), config=config, workers=workers)
-        skipped.extend(store.skipped)
-        feed = TrainMemoryFeed(store, plan, seed=seed, augment=augment)
-    else:
-        if config.in_memory:
-            source = decoded = DecodedSource(source, config=config, workers=workers)
-            skipped.extend(decoded.skipped)
-        samples = TrainSamples(source, config=config, seed=seed)
-        feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=True)
-    return TrainLoader(
-        feed,
-        stage=ImageStage(config),
-        batch_size=plan.batch_size,
-        steps_per_epoch=plan.steps,
-        skipped=skipped,
-        exact_resume=True,
-    )
-
-
-def _train_plan(source: Source, *, config: DataConfig, seed: int, rank: int, world_size: int) -> TrainPlan:
-    plan = TrainPlan(
+    sampler = TrainBatchSampler(
         len(source),
         batch_size=config.batch_size,
         seed=seed,
@@ -321,8 +217,48 @@ def _train_plan(source: Source, *, config: DataConfig, seed: int, rank: int, wor
         world_size=world_size,
         repeats=config.repeats,
     )
-    _check_even(plan.batch_size, config)
-    return plan
+    _check_even(sampler.batch_size, config)
+    skipped = _skipped_images(config, len(source))
+    loader: BatchLoader[RawBatch]
+    if config.in_memory and (config.augment_on_device or not config.augment):
+        augment = None
+        if config.augment:
+            augment = BatchAugment(config, num_samples=len(source), seed=seed)
+            config = replace(config, eval_transform="resize")  # crops are taken from the whole image
+        store = PixelStore(source, range(len(source)), config=config, workers=workers)
+        skipped.extend(store.skipped)
+        loader = TrainMemoryLoader(store, sampler, seed=seed, augment=augment)
+    else:
+        if config.in_memory:
+            source = decoded = DecodedSource(source, config=config, workers=workers)
+            skipped.extend(decoded.skipped)
+        dataset = TrainDataset(source, config=config, seed=seed)
+        loader = WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=True)
+    return TrainLoader(
+        loader,
+        prefetcher=ImagePrefetcher(config),
+        batch_size=sampler.batch_size,
+        steps_per_epoch=sampler.steps,
+        skipped=skipped,
+        exact_resume=True,
+    )
+
+
+def _open_train_stream(
+    config: DataConfig, *, seed: int, rank: int, world_size: int
+) -> tuple[TrainLoader[RawBatch, Batch], list[str]]:
+    stream = Stream(config, config.train_split, training=True, seed=seed, rank=rank, world_size=world_size)
+    _check_even(stream.batch_size, config)
+    steps = stream.num_samples // (stream.batch_size * world_size)
+    loader = TrainLoader(
+        StreamLoader(StreamDataset(stream), stream, steps=steps, workers=config.resolved_workers(world_size)),
+        prefetcher=ImagePrefetcher(config),
+        batch_size=stream.batch_size,
+        steps_per_epoch=steps,
+        skipped=_skipped_images(config, stream.num_samples),
+        exact_resume=False,
+    )
+    return loader, stream.class_names
 
 
 def _check_even(batch_size: int, config: DataConfig) -> None:
@@ -333,48 +269,33 @@ def _check_even(batch_size: int, config: DataConfig) -> None:
         )
 
 
-def _open_train_stream(
-    config: DataConfig, *, seed: int, rank: int, world_size: int
-) -> tuple[TrainLoader[RawBatch, Batch], list[str]]:
-    stream = Stream(config, config.train_split, training=True, seed=seed, rank=rank, world_size=world_size)
-    _check_even(stream.batch_size, config)
-    steps = stream.num_samples // (stream.batch_size * world_size)
-    feed = StreamFeed(StreamSamples(stream), stream, steps=steps, workers=config.resolved_workers(world_size))
-    skipped = _skip_list(config, stream.num_samples)
-    loader = TrainLoader(
-        feed,
-        stage=ImageStage(config),
-        batch_size=stream.batch_size,
-        steps_per_epoch=steps,
-        skipped=skipped,
-        exact_resume=False,
-    )
-    return loader, stream.class_names
-
-
-def _eval_loader(source: Source, *, config: DataConfig, rank: int, world_size: int) -> EvalLoader:
+def _eval_loader(source: Source, *, config: DataConfig, rank: int, world_size: int) -> EvalLoader[RawBatch, Batch]:
     workers = _workers(config, source, world_size=world_size)
-    plan = EvalPlan(len(source), batch_size=config.batch_size, rank=rank, world_size=world_size)
-    skipped = _skip_list(config, len(source))
-    feed: Feed[RawBatch]
+    indices = rank_indices(len(source), rank=rank, world_size=world_size)
+    most = len(rank_indices(len(source), rank=0, world_size=world_size))
+    skipped = _skipped_images(config, len(source))
+    loader: BatchLoader[RawBatch]
     if config.in_memory:
-        store = PixelStore(source, plan.indices, config=config, workers=workers)
+        store = PixelStore(source, indices, config=config, workers=workers)
         skipped.extend(store.skipped)
-        feed = EvalMemoryFeed(store, batch_size=config.batch_size)
+        loader = EvalMemoryLoader(store, batch_size=config.batch_size)
     else:
-        samples = EvalSamples(source, config=config)
-        feed = WorkerFeed(samples, plan, config=config, workers=workers, keep_workers=False)
+        sampler = EvalBatchSampler(indices, batch_size=config.batch_size)
+        dataset = EvalDataset(source, config=config)
+        loader = WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=False)
     return EvalLoader(
-        feed,
-        config=config,
+        loader,
+        prefetcher=ImagePrefetcher(config),
         class_names=source.class_names,
         num_images=len(source),
-        max_batches=plan.max_batches,
         skipped=skipped,
+        batch_size=config.batch_size,
+        input_shape=(config.in_chans, *config.size),
+        max_batches=-(-most // config.batch_size),
     )
 
 
-def _skip_list(config: DataConfig, total: int) -> SkippedImages:
+def _skipped_images(config: DataConfig, total: int) -> SkippedImages:
     return SkippedImages(limit=config.max_broken_count(total))
 
 

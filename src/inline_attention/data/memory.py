@@ -1,6 +1,6 @@
-"""Small data sets in memory: decoded once, kept as uint8."""
+"""Small data sets in memory: decoded once and kept as uint8."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,32 +10,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.batch_augment import BatchAugment
-from inline_attention.data.batches import (
-    EvalPlan,
-    EvalSamples,
-    RawBatch,
-    SampleKey,
-    WorkerFeed,
-    as_it_is,
-    load_image,
-)
+from inline_attention.data.collate import RawBatch
 from inline_attention.data.config import DataConfig
+from inline_attention.data.dataset import EvalDataset, load_image
 from inline_attention.data.decode import UnreadableImage
-from inline_attention.data.order import replacement
+from inline_attention.data.sampler import EvalBatchSampler, SampleKey, TrainBatchSampler, replacement
 from inline_attention.data.skipped import SkippedImage
 from inline_attention.data.sources import Source
+from inline_attention.data.workers import WorkerLoader, identity
 
-_READ_BATCH = 64  # images that a worker hands over at a time while the memory is filled
+_READ_BATCH = 64  # batch size of the workers that fill the memory
 
 
 class DecodedSource:
-    """A source whose images are decoded already, at their own sizes: what is augmented is the same pixels."""
+    """A source whose images are decoded once, at their own sizes. Augmentation sees the same pixels as from files."""
 
     def __init__(self, source: Source, *, config: DataConfig, workers: int) -> None:
         self._source = source
         self.class_names, self.named = source.class_names, source.named
         loader = DataLoader(
-            _Decode(source, config), batch_size=_READ_BATCH, collate_fn=as_it_is, num_workers=workers,
+            _DecodeDataset(source, config), batch_size=_READ_BATCH, collate_fn=identity, num_workers=workers,
             generator=torch.Generator(),
         )  # fmt: skip
         decoded = [item for batch in loader for item in batch]
@@ -60,8 +54,8 @@ class DecodedSource:
         return self._source.path(index)
 
 
-class _Decode(Dataset[object]):
-    """(H, W, C) uint8 pixels and label, or the reason why not, of each image."""
+class _DecodeDataset(Dataset[object]):
+    """Yields the pixels (H, W, C) uint8 and the label of each image, or the reason why it is unreadable."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         self._source, self._config = source, config
@@ -82,32 +76,31 @@ class PixelStore:
     """Images of a source after the evaluation transform, as one tensor (N, C, H, W) uint8, on any device."""
 
     def __init__(self, source: Source, samples: Sequence[int], *, config: DataConfig, workers: int) -> None:
-        plan = EvalPlan(len(samples), batch_size=_READ_BATCH, rank=0, world_size=1)
-        feed = WorkerFeed(
-            EvalSamples(source, config=config),
-            lambda epoch, step: ([samples[row] for row in rows] for rows in plan(epoch, step)),
+        loader = WorkerLoader(
+            EvalDataset(source, config=config),
+            EvalBatchSampler(samples, batch_size=_READ_BATCH),
             config=replace(config, pin_memory=False),
             workers=workers,
-            keep_workers=False,
+            persistent_workers=False,
         )
         self.samples = np.asarray(samples)  # ascending
         self.readable = np.zeros(len(samples), dtype=bool)
         self.skipped: list[SkippedImage] = []
         self._images = torch.zeros((len(samples), config.in_chans, *config.size), dtype=torch.uint8)
         self._targets = torch.zeros(len(samples), dtype=torch.int64)
-        for batch in feed.batches(0, 0):
+        for batch in loader.batches(0, 0):
             rows = np.searchsorted(self.samples, batch.sample_ids.numpy())
             self._images[rows], self._targets[rows] = batch.images, batch.targets
             self.readable[rows] = True
             self.skipped.extend(batch.skipped)
 
     def __getitem__(self, rows: np.ndarray) -> RawBatch:
-        places, ids = (self.beside_images(torch.from_numpy(numbers)) for numbers in (rows, self.samples[rows]))
-        return RawBatch(self._images[places], self._targets[places], ids)
+        indices, ids = (self.to_images_device(torch.from_numpy(array)) for array in (rows, self.samples[rows]))
+        return RawBatch(self._images[indices], self._targets[indices], ids)
 
-    def beside_images(self, tensor: Tensor) -> Tensor:
-        """A tensor of the CPU on the images' device."""
-        if self._images.is_cuda:  # from pinned memory, or the host would wait for the device
+    def to_images_device(self, tensor: Tensor) -> Tensor:
+        """Copy a CPU tensor to the device of the images."""
+        if self._images.is_cuda:  # a copy from unpinned memory would wait for the device
             tensor = tensor.pin_memory().to(self._images.device, non_blocking=True)
         return tensor.to(self._images.device)
 
@@ -115,30 +108,30 @@ class PixelStore:
         self._images, self._targets = self._images.to(device), self._targets.to(device)
 
 
-class TrainMemoryFeed:
-    """Training batches from memory, augmented on the device that holds it or not at all."""
+class TrainMemoryLoader:
+    """Training batches from memory, either augmented on the device of the pixels or not augmented."""
 
     def __init__(
         self,
         store: PixelStore,
-        plan: Callable[[int, int], Iterator[list[SampleKey]]],
+        sampler: TrainBatchSampler,
         *,
         seed: int,
         augment: BatchAugment | None = None,
     ) -> None:
-        self._store, self._plan, self._seed, self._augment = store, plan, seed, augment
+        self._store, self._sampler, self._seed, self._augment = store, sampler, seed, augment
 
     def batches(self, epoch: int, start_step: int) -> Iterator[RawBatch]:
         if not self._store.readable.any():
             raise ValueError("none of the training images can be read")
-        for keys in self._plan(epoch, start_step):
+        for keys in self._sampler.batches(epoch, start_step):
             rows = np.array([self._readable_row(key) for key in keys])
             samples = np.array([key.sample for key in keys])
             batch = self._store[rows]
             batch.replaced = int((rows != samples).sum())
             if self._augment is not None:
                 draws = self._augment.draws(epoch, samples, np.array([key.copy for key in keys]))
-                batch.images = self._augment(batch.images, self._store.beside_images(draws))
+                batch.images = self._augment(batch.images, self._store.to_images_device(draws))
             yield batch
 
     def _readable_row(self, key: SampleKey) -> int:
@@ -161,7 +154,7 @@ class TrainMemoryFeed:
         pass
 
 
-class EvalMemoryFeed:
+class EvalMemoryLoader:
     """Evaluation batches from memory."""
 
     def __init__(self, store: PixelStore, *, batch_size: int) -> None:

@@ -11,9 +11,8 @@ from inline_attention.data.seeding import derive_seed, restored_generators, seed
 class Mixup:
     """timm's batch-wise mixup and cutmix.
 
-    Every rank draws the same mixing weight and the same box at a step; with the loader's division into ranks
-    (`order.rank_positions`) R ranks mix the pairs that one rank would. Without either, targets become
-    one-hot.
+    At each step every rank draws the same mixing weight and the same box. Together with the division of batches into
+    ranks (`sampler.rank_positions`), R ranks mix the same pairs as one rank. If both are off, targets become one-hot.
     """
 
     def __init__(self, config: DataConfig, *, num_classes: int, seed: int = 0) -> None:
@@ -25,12 +24,12 @@ class Mixup:
                 cutmix_alpha=config.cutmix,
                 prob=config.mixup_prob,
                 switch_prob=config.mixup_switch,
-                label_smoothing=0.0,  # the loss smooths
+                label_smoothing=0.0,  # the loss has it
                 num_classes=num_classes,
             )
 
     def __call__(self, images: Tensor, targets: Tensor, *, epoch: int, step: int) -> tuple[Tensor, Tensor]:
-        """(B, C, H, W) and (B,) to the images, mixed in place, and soft targets (B, num_classes)."""
+        """Mix images (B, C, H, W) in place. Returns them and soft targets (B, num_classes) of the targets (B,)."""
         if self._mix is None:
             return images, mixup_target(targets, self._num_classes)
         with restored_generators():

@@ -1,8 +1,8 @@
-"""Random numbers that are a function of what they are for, not of who draws them.
+"""Seeds for random numbers that depend on their purpose only.
 
-timm's and torchvision's augmentations draw from the global generators of `random`, NumPy and torch. Seeding
-the three from (seed, epoch, sample) before each sample makes the result independent of the number of
-workers, of the number of ranks and of the step at which a resumed epoch starts.
+Augmentations of timm and torchvision draw from the global generators of `random`, NumPy and torch. Seeding all three
+from (seed, epoch, sample) before each sample makes the result independent of the number of workers, the number of ranks
+and the step at which a resumed epoch starts.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ import torch
 
 
 def derive_seed(purpose: str, *parts: int) -> int:
-    """A 63-bit seed from the purpose and the integers; the same in every process and on every platform."""
+    """A 63-bit seed from the purpose and the integers. It is the same in every process and on every platform."""
     payload = purpose.encode() + b"\0" + struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little") >> 1
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the CPU generators that augmentations use; a CUDA generator (the model's) is left alone."""
+    """Seed the CPU generators that augmentations use. The model's CUDA generator is not changed."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
@@ -30,7 +30,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """Put the three CPU generators back afterwards: loading in the main process must not disturb it."""
+    """Restore the three CPU generators at the end, so that loading in the main process does not change them."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,10 +1,10 @@
-"""Unreadable images: counted, listed, and a reason to stop when there are too many."""
+"""Unreadable images: they are counted and listed, and too many of them are an error."""
 
 import logging
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from inline_attention.data.sources import printable
+from inline_attention.data.sources import utf8_name
 
 _logger = logging.getLogger(__name__)
 
@@ -17,16 +17,16 @@ class SkippedImage(NamedTuple):
 
 
 class SkippedImages:
-    """The unreadable images of one split that this rank has met, each file once.
+    """The unreadable images of one split on this rank, each file once.
 
-    `replaced` counts how often another image stood in for one of them in a training batch.
+    `replaced` counts how often another image took the place of one of them in a training batch.
     """
 
     def __init__(self, *, limit: int) -> None:
         self.limit = limit
         self.replaced = 0
         self._reasons: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._reasons)
@@ -35,16 +35,16 @@ class SkippedImages:
         return (SkippedImage(path, reason) for path, reason in self._reasons.items())
 
     def extend(self, images: Iterable[SkippedImage]) -> None:
-        """Note the files, each once in the log; ValueError when there are more than `limit`."""
-        for image in (SkippedImage(printable(path), reason) for path, reason in images):
+        """Add images and log each file once. Raises ValueError if there are more than `limit` of them."""
+        for image in (SkippedImage(utf8_name(path), reason) for path, reason in images):
             self._reasons.setdefault(image.path, image.reason)
-            if image.path not in self._told:
-                self._told.add(image.path)
+            if image.path not in self._logged:
+                self._logged.add(image.path)
                 _logger.warning("skipping unreadable image %s: %s", image.path, image.reason)
         self.check_limit(len(self))
 
     def check_limit(self, count: int) -> None:
-        """count: of all ranks, which is no less than what this one has met."""
+        """`count` is the number of unreadable images on all ranks."""
         if count > self.limit:
             listed = "; ".join(f"{path} ({reason})" for path, reason in list(self)[:5])
             raise ValueError(

@@ -1,8 +1,7 @@
-"""Where images come from: random access to encoded images and their labels, before any decoding.
+"""Sources give random access to encoded images and their labels, before decoding.
 
-A source knows its class names and finds what is wrong with the data when it is opened: every error here is
-raised before anything starts. Streams (WebDataset, TensorFlow datasets) have no random access and are in
-`streams`.
+A source knows its class names. It checks the data when it is opened, so that errors are raised before a run starts.
+Streams (WebDataset, TensorFlow datasets) have no random access; see `streams`.
 """
 
 import io
@@ -32,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Random access to images. `named` says whether the class names are the data's own or mere numbers."""
+    """Random access to images. `named` is False if the class names are only the labels' numbers."""
 
     class_names: list[str]
     named: bool
@@ -43,11 +42,11 @@ class Source(Protocol):
         """The encoded (or already decoded) image and its label."""
 
     def path(self, index: int) -> str:
-        """What to call the image in a message."""
+        """The name of the image in messages."""
 
 
 def open_source(config: DataConfig, split: str) -> Source:
-    """Open one split of a data set with random access; ValueError says what is wrong with it."""
+    """Open one split of a data set with random access. Raises ValueError if something is wrong with it."""
     if config.path == "digits":
         return DigitsSource(split)
     if config.path.startswith("hfds/"):
@@ -85,7 +84,7 @@ def check_same_classes(train: Source, val: Source, *, train_split: str, val_spli
     raise ValueError(
         f"splits {train_split!r} and {val_split!r} have different classes: "
         f"only in {train_split!r}: {_some(only_train)}; only in {val_split!r}: {_some(only_val)}. "
-        "Give both the same, or remove what is too much"
+        "Both need the same classes"
     )
 
 
@@ -103,7 +102,7 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
         current = waiting.pop()
         status = os.stat(current)
         if (status.st_dev, status.st_ino) in visited:
-            _logger.warning("%s links to a folder that is searched already; it is left out", printable(current))
+            _logger.warning("%s links to a folder that is searched already; it is left out", utf8_name(current))
             continue
         visited.add((status.st_dev, status.st_ino))
         with os.scandir(current) as entries:
@@ -114,14 +113,32 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
     return [os.path.join(parent, name) for parent, names in sorted(found) for name in names]
 
 
-def printable(path: str | Path) -> str:
-    """A file name that can be printed and written as UTF-8, whatever bytes it holds."""
+def find_images(names: Iterable[str | Path]) -> list[Path]:
+    """Files as they are named, and the images below folders, in order."""
+    paths: list[Path] = []
+    for name in map(Path, names):
+        if name.is_dir():
+            below = sorted(map(Path, find_files(name, IMAGE_EXTENSIONS)))
+            if not below:
+                raise ValueError(f"no images in folder {str(name)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
+            paths.extend(below)
+        elif name.is_file():
+            paths.append(name)
+        else:
+            raise ValueError(f"image {str(name)!r} does not exist or is no regular file")
+    return paths
+
+
+def utf8_name(path: str | Path) -> str:
+    """A file name that can be encoded as UTF-8: other bytes are written as escapes."""
     return os.fspath(path).encode("utf-8", "backslashreplace").decode()
 
 
 class PackedStrings(Sequence[str]):
-    """Many strings in two arrays. A list of a million str is copied into every worker, object by object, as
-    reference counts touch its pages; arrays stay shared."""
+    """Many strings in two arrays, which stay shared among worker processes.
+
+    A list would be copied into every worker: reference counts change each of its objects.
+    """
 
     def __init__(self, strings: Iterable[str]) -> None:
         encoded = [os.fsencode(string) for string in strings]
@@ -136,7 +153,7 @@ class PackedStrings(Sequence[str]):
 
 
 class FolderSource:
-    """ImageNet layout: one folder a class, images at any depth below it; classes in timm's natural order."""
+    """ImageNet layout: one folder per class, with images at any depth. Classes are in timm's natural order."""
 
     named = True
 
@@ -145,9 +162,9 @@ class FolderSource:
             (entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")),
             key=natural_key,
         )
-        self.class_names = [printable(name) for name in names]
+        self.class_names = [utf8_name(name) for name in names]
         if not names:
-            raise ValueError(f"no images in {str(folder)!r}: expected one folder a class with images in it")
+            raise ValueError(f"no images in {str(folder)!r}: expected one folder per class with images in it")
         self._root = folder
         # Sample numbers, and with them every random draw, follow the plain order of the names.
         labels = sorted(range(len(names)), key=names.__getitem__)
@@ -189,10 +206,10 @@ class FilesSource:
 
 
 class ZipSource:
-    """The official code's layout: `train.zip` beside `train_map.txt` with "relative/path<TAB>label" lines.
+    """The layout of the official code: `train.zip` and `train_map.txt` with "relative/path<TAB>label" lines.
 
-    The class names are the folders in `names_from` (the training split's map; the official val.zip has no
-    folders) where every label has exactly one, the labels' numbers otherwise.
+    Class names are the folder names in `names_from`, the map of the training split, since the official val.zip has no
+    folders. If a label has more than one folder or none, the labels' numbers are the names.
     """
 
     def __init__(self, archive: Path, map_file: Path, *, names_from: Path) -> None:
@@ -217,7 +234,7 @@ class ZipSource:
         readable = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
         if any(member.compress_type not in readable or member.flag_bits & 1 for member in chosen):
             raise ValueError(f"{str(archive)!r} is encrypted or neither stored nor deflated; pack it again")
-        # Arrays instead of a ZipFile in each worker, which would hold an object for every image.
+        # Arrays instead of a ZipFile, which would hold an object per image in every worker.
         self._offsets = np.array([member.header_offset for member in chosen])
         self._packed_sizes = np.array([member.compress_size for member in chosen])
         self._sizes = np.array([member.file_size for member in chosen])
@@ -230,12 +247,12 @@ class ZipSource:
         return len(self._labels)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        # A file handle must not be shared between processes: they would move each other's position.
+        # Processes must not share a file handle: its position is shared too.
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = (os.getpid(), open(self._archive, "rb"))  # noqa: SIM115  # for the life of the process
         file = self._opened[1]
         file.seek(self._offsets[index])
-        name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # the local header has its own lengths
+        name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # lengths differ from the directory's
         file.seek(name_length + extra_length, os.SEEK_CUR)
         size, packed_size = int(self._sizes[index]), int(self._packed_sizes[index])
         if max(size, packed_size) > MAX_BYTES:
@@ -257,7 +274,7 @@ class ZipSource:
 
 
 class TarSource:
-    """A tar file, or a folder of them (one a class), through timm's reader."""
+    """A tar file, or a folder with one tar file per class, through timm's reader."""
 
     named = True
 
@@ -265,7 +282,7 @@ class TarSource:
         for path in sorted(root.glob("*.tar")) if root.is_dir() else [root]:
             check_tar_end(path)
         try:
-            # Not cached: a tar file opened before the workers start would share its position among them.
+            # Not cached: workers would share the position of a tar file that was opened before they start.
             self._reader = ReaderImageInTar(str(root), cache_tarfiles=False, cache_tarinfo=False)
         except tarfile.TarError as error:
             what = "a tar file in " if root.is_dir() else ""
@@ -274,7 +291,7 @@ class TarSource:
             raise ValueError(f"no images in {str(root)!r}; known in tar files: .png, .jpg, .jpeg") from error
         self._root = root
         self.class_names = sorted(self._reader.class_name_to_idx, key=self._reader.class_name_to_idx.__getitem__)
-        # timm leaves equal names in different tar files in the file system's order; ranks must agree on one.
+        # timm orders equal names in different tar files by the file system; ranks need the same order.
         names = [(tar or "", member.name) for member, tar, _ in self._reader.samples]
         self._order = np.array(sorted(range(len(names)), key=names.__getitem__))
 
@@ -291,7 +308,7 @@ class TarSource:
 
 
 def check_tar_end(path: str | Path) -> None:
-    """ValueError for a tar file that was cut off: readers take the images before the cut for all there are."""
+    """Raise ValueError for a truncated tar file, of which readers would silently see only the first part."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - tarfile.BLOCKSIZE))
@@ -304,12 +321,12 @@ def check_tar_end(path: str | Path) -> None:
 
 
 class HuggingFaceSource:
-    """A Hugging Face data set (a name on the hub, or a local folder) through timm's reader."""
+    """A Hugging Face data set, by its name on the hub or as a local folder, through timm's reader."""
 
     def __init__(self, name: str, split: str, *, config: DataConfig) -> None:
         if find_spec("datasets") is None:
             raise ImportError(f"data path 'hfds/{name}' needs the package `datasets`: pip install datasets")
-        # Not through timm's create_reader, which turns the name to lower case and would miss a local path.
+        # timm's create_reader would turn the name, which may be a path, to lower case.
         from timm.data.readers.reader_hfds import ReaderHfds
 
         image_key, label_key = config.input_key or "image", config.target_key or "label"
@@ -317,17 +334,17 @@ class HuggingFaceSource:
             self._reader = ReaderHfds(name, split=split, input_key=image_key, target_key=label_key)
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"split {split!r} of 'hfds/{name}' cannot be read ({error}); taken were the image column "
-                f"{image_key!r} (data.input_key) and the label column {label_key!r} (data.target_key)"
+                f"split {split!r} of 'hfds/{name}' cannot be read ({error}); the image column is {image_key!r} "
+                f"(data.input_key), the label column {label_key!r} (data.target_key)"
             ) from error
         if len(self._reader) == 0:
             raise ValueError(f"no images in split {split!r} of 'hfds/{name}'")
         first = self._reader.dataset[0]
         for key, option in ((image_key, "input_key"), (label_key, "target_key")):
-            if first.get(key) is None:  # timm's reader adds an empty column where there is no such image column
-                there = ", ".join(column for column, value in first.items() if value is not None)
-                raise ValueError(f"no column {key!r} in 'hfds/{name}' (data.{option}); there is {there}")
-        names = getattr(self._reader.dataset.features[label_key], "names", None)  # timm's only look at "label"
+            if first.get(key) is None:  # timm's reader adds an empty column if there is no such image column
+                columns = ", ".join(column for column, value in first.items() if value is not None)
+                raise ValueError(f"no column {key!r} in 'hfds/{name}' (data.{option}); there is {columns}")
+        names = getattr(self._reader.dataset.features[label_key], "names", None)  # timm reads those of "label" only
         labels = np.array(self._reader.dataset[label_key])
         self.named = names is not None
         if not self.named and labels.max() >= MAX_CLASSES:
@@ -353,9 +370,9 @@ class HuggingFaceSource:
 
 
 class DigitsSource:
-    """scikit-learn's digits: 1,797 handwritten digits, 8×8 greyscale; a held-out quarter is the split "val".
+    """scikit-learn's 1,797 handwritten digits, 8×8 greyscale. A quarter of them is the split "val".
 
-    The division is fixed (the same for every seed) and keeps the share of every class.
+    The split is stratified by class and the same for every seed.
     """
 
     named = True
@@ -388,7 +405,7 @@ class DigitsSource:
 
 
 class SpreadSource:
-    """A few images of another source, evenly spaced."""
+    """Some images of another source, evenly spaced."""
 
     def __init__(self, source: Source, count: int) -> None:
         self.class_names, self.named = source.class_names, source.named
@@ -408,7 +425,7 @@ class SpreadSource:
 
 
 class RelabelledSource:
-    """A source with the labels of a model's classes, which may be more than the data's."""
+    """A source with labels of a model's classes. The model may have more classes than the data."""
 
     named = True
 
@@ -429,10 +446,10 @@ class RelabelledSource:
 
 
 def label_map(data_classes: list[str], *, named: bool, model_classes: list[str]) -> np.ndarray:
-    """(number of data classes,) int64: the model's label of every class of the data, matched by name."""
+    """(number of data classes,) int64: the model's label for each class of the data, matched by name."""
     if not named:
         if len(data_classes) > len(model_classes):
-            raise ValueError(f"the data have {len(data_classes)} classes, the model {len(model_classes)}")
+            raise ValueError(f"the data have {len(data_classes)} classes, but the model has {len(model_classes)}")
         return np.arange(len(data_classes))
     positions = {name: label for label, name in enumerate(model_classes)}
     unknown = [name for name in data_classes if name not in positions]
@@ -486,7 +503,7 @@ def _check_every_class_has_images(labels: np.ndarray, class_names: list[str], *,
 
 
 def _some(names: Sequence[str], count: int = 5) -> str:
-    """The first few, for a message."""
+    """The first names, for a message."""
     if not names:
         return "none"
     return ", ".join(repr(name) for name in names[:count]) + (

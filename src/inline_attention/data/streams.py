@@ -1,7 +1,7 @@
 """Data without random access: WebDataset shards ("wds/FOLDER") and, through timm's reader, "tfds/NAME".
 
-The order of a stream depends on the number of ranks and workers, and a stream cannot be entered in the
-middle: a resumed epoch starts again at its first shard. Evaluation still counts every image exactly once.
+The order of a stream depends on the number of ranks and workers. A stream cannot start in the middle, so a resumed
+epoch begins again at its first shard. Evaluation still counts every image exactly once.
 """
 
 import io
@@ -19,25 +19,16 @@ from PIL import Image
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from inline_attention.data.batches import (
-    MAX_REPLACEMENTS,
-    Augment,
-    RawBatch,
-    Sample,
-    as_it_is,
-    collate,
-    fitting_batch,
-    loader_arguments,
-    raise_error,
-    shut_down,
-    transforming,
-)
+from inline_attention.data.collate import RawBatch, Sample, collate
 from inline_attention.data.config import DataConfig
+from inline_attention.data.dataset import MAX_REPLACEMENTS, Augment, transform_errors
 from inline_attention.data.decode import UnreadableImage, decode_image, reason
+from inline_attention.data.sampler import fit_batch_size
 from inline_attention.data.seeding import derive_seed, restored_generators
 from inline_attention.data.skipped import SkippedImage
 from inline_attention.data.sources import check_tar_end, label_map
 from inline_attention.data.transforms import eval_transform
+from inline_attention.data.workers import identity, loader_arguments, raise_error, shut_down
 
 _PACKAGES = {
     "wds": ("webdataset", "webdataset"),
@@ -68,10 +59,10 @@ class Reader(Protocol):
 
 
 class ShardReader:
-    """WebDataset shards. The images stay encoded: the package's own reader decodes them and says what is wrong."""
+    """WebDataset shards. The images stay encoded, for the package's own image reader."""
 
     def __init__(self, shards: list[str], *, config: DataConfig, alt_label: str, shuffle_seed: int | None) -> None:
-        """shuffle_seed: None leaves the images in their order."""
+        """shuffle_seed: None keeps the order of the shards and images."""
         self._shards, self._alt_label, self._shuffle_seed = shards, alt_label, shuffle_seed
         self._image_keys = (config.input_key or _IMAGE_KEYS).split(";")
         self._label_key = config.target_key or "cls"
@@ -81,7 +72,7 @@ class ShardReader:
 
         damages: list[Item] = []
 
-        def note(error: Exception) -> bool:
+        def record_damage(error: Exception) -> bool:
             if isinstance(error, FileNotFoundError):
                 raise ValueError(f"shard {error.filename!r} does not exist") from error
             where = next((text for text in reversed(error.args) if isinstance(text, str)), "a shard")
@@ -91,11 +82,12 @@ class ShardReader:
         shards: Iterable[dict[str, str]] = iter([{"url": shard} for shard in self._shards])
         if self._shuffle_seed is not None:
             shards = _shuffled(shards, _SHARD_BUFFER, random.Random(self._shuffle_seed + epoch))
-        samples = wds.tarfile_to_samples(handler=note)(islice(shards, part, None, parts))
+        samples = wds.tarfile_to_samples(handler=record_damage)(islice(shards, part, None, parts))
         if self._shuffle_seed is not None:
             samples = _shuffled(samples, _IMAGE_BUFFER, rng)
-        for sample in samples:
-            yield self._item(sample)
+        for item in map(self._item, samples):
+            if not self._alt_label or item.damage or item.label >= 0:  # -1: the image has no such label
+                yield item
         yield from damages
 
     def _item(self, sample: dict[str, Any]) -> Item:
@@ -103,7 +95,7 @@ class ShardReader:
         image = next((sample[key] for key in self._image_keys if key in sample), b"")
         label: Any = sample.get(self._label_key, b"")
         try:
-            if self._alt_label:  # labels of other kinds are in the JSON part of a sample
+            if self._alt_label:  # alternative labels are in the JSON part of a sample
                 label = json.loads(sample["json"])[self._alt_label]
             return Item(name, image, int(label))
         except (ValueError, LookupError, TypeError) as error:
@@ -118,14 +110,14 @@ def _shuffled(items: Iterable[Any], buffer: tuple[int, int], rng: random.Random)
 
 
 class TensorFlowReader:
-    """A TensorFlow data set, through timm's reader, which divides it among ranks and workers by itself."""
+    """A TensorFlow data set. timm's reader divides it among ranks and workers."""
 
     def __init__(self, reader: Any, *, name: str) -> None:
         self._reader, self._name = reader, name
 
     def read(self, *, epoch: int, part: int, parts: int, rng: random.Random) -> Iterator[Item]:
         self._reader.set_epoch(epoch)
-        self._reader.ds = None  # a fresh pipeline: its shuffling starts over
+        self._reader.ds = None  # build a new pipeline, whose shuffling starts over
         if get_worker_info() is None:
             self._reader.worker_seed = rng.getrandbits(62)
         for position, (image, label) in enumerate(self._reader):
@@ -159,21 +151,21 @@ class Stream:
         if config.in_memory or config.repeats > 1:
             raise ValueError(f"data.in_memory and data.repeats need random access; {config.path!r} is a stream")
         self.max_workers: int | None = None
-        self.keeps_every = 1  # this rank keeps every so many images of its stream
+        self.stride = 1  # this rank takes one in `stride` images of its stream
         self.is_empty = False
         timm_reader = self._open(kind, place, split)
         self.reader: Reader
         if kind == "wds":
             self.reader = self._divide_shards(timm_reader.split_info, place)
         else:
-            # The reader would ask torch.distributed; evaluation divides the data itself.
+            # Not what torch.distributed says: in evaluation `stride` divides the images.
             timm_reader.dist_rank, timm_reader.dist_num_replicas = (rank, world_size) if training else (0, 1)
             self.reader = TensorFlowReader(timm_reader, name=config.path)
-            self.keeps_every = 1 if training else world_size
+            self.stride = 1 if training else world_size
         self.num_samples = _whole_number(timm_reader.num_samples, split, config)
         self.batch_size = config.batch_size
         if training:
-            self.batch_size = fitting_batch(config.batch_size, num_samples=self.num_samples, world_size=world_size)
+            self.batch_size = fit_batch_size(config.batch_size, num_samples=self.num_samples, world_size=world_size)
         names = timm_reader.class_to_idx
         self.named = bool(names)
         if not names and config.num_classes is None:
@@ -195,7 +187,7 @@ class Stream:
                 target_key=config.target_key,
             )
         except (RuntimeError, LookupError, AssertionError, ValueError, TypeError, AttributeError) as error:
-            described = str(error).partition("\n")[0]  # TensorFlow's go on to list every data set there is
+            described = str(error).partition("\n")[0]  # TensorFlow lists every data set there is below
             if kind == "wds":
                 described += (
                     "; expected a split of FOLDER/_info.json, or a pattern such as 'train-{0000..0099}.tar|128000'"
@@ -211,13 +203,13 @@ class Stream:
         if not all(isinstance(name, str) for name in names):
             raise ValueError(f"the shards of {self.config.path!r} are {names[:3]}…; expected file names")
         is_local = "://" not in place
-        # An absolute path, since webdataset runs what stands behind "pipe:" at the beginning of a name.
+        # Absolute paths, since webdataset executes a name that begins with "pipe:".
         root = os.path.abspath(place) if is_local else place
         shards = [os.path.join(root, name) for name in names]
         if is_local:
             _check_shards(shards)
         if not self.training:
-            # Whole shards for each rank: every image is counted once. There may be more ranks than shards.
+            # Each rank evaluates whole shards, so that every image counts once. A rank may have no shard.
             shards = shards[self.rank :: self.world_size]
             self.max_workers, self.is_empty = len(shards), not shards
         elif len(shards) < self.world_size:
@@ -250,10 +242,10 @@ def _whole_number(value: object, split: str, config: DataConfig) -> int:
     return value
 
 
-class StreamSamples(IterableDataset[RawBatch | ValueError]):
-    """Whole batches of a stream, so that a worker's unreadable images travel with them.
+class StreamDataset(IterableDataset[RawBatch | ValueError]):
+    """Yields whole batches, with the unreadable images that were met on the way.
 
-    An error in the data is a value too: raised inside of a worker it would reach the user as a traceback.
+    An error in the data is yielded as a value. Raised in a worker process, it would be printed as a traceback.
     """
 
     def __init__(self, stream: Stream, *, model_classes: list[str] | None = None) -> None:
@@ -279,10 +271,10 @@ class StreamSamples(IterableDataset[RawBatch | ValueError]):
         samples: list[Sample] = []
         skipped: list[SkippedImage] = []
         broken_in_a_row = 0
-        # In training the number of batches is fixed: after the last image a stream starts again.
+        # The number of training batches is fixed. After its last image a stream starts again.
         batches_left = -(-stream.num_samples // (streams * stream.batch_size)) if stream.training else None
-        mine = islice(self._items(number, workers), stream.rank % stream.keeps_every, None, stream.keeps_every)
-        for position, item in enumerate(mine):
+        items = islice(self._items(number, workers), stream.rank % stream.stride, None, stream.stride)
+        for position, item in enumerate(items):
             if batches_left == 0:
                 return
             try:
@@ -300,10 +292,10 @@ class StreamSamples(IterableDataset[RawBatch | ValueError]):
             yield collate(samples, shape=shape, skipped=skipped)
 
     def _items(self, number: int, workers: int) -> Iterator[Item]:
-        """This worker's images: once in evaluation, again and again in training."""
+        """The images of this worker: once in evaluation, in an endless loop in training."""
         stream, worker = self._stream, get_worker_info()
         rng = random.Random(derive_seed("stream", stream.seed, self.epoch) if worker is None else worker.seed)
-        # Shards of an evaluation are this rank's alone; training divides those of all ranks.
+        # In evaluation the reader has only this rank's shards; in training it has those of all ranks.
         part, parts = number, workers
         if stream.training:
             part, parts = stream.rank * workers + number, stream.world_size * workers
@@ -329,7 +321,7 @@ class StreamSamples(IterableDataset[RawBatch | ValueError]):
         file = io.BytesIO(item.image) if isinstance(item.image, bytes) else item.image
         image = decode_image(file, in_chans=self._stream.config.in_chans)
         target = int(self._labels[label])
-        with transforming():
+        with transform_errors():
             if self._augment is None:
                 return Sample(self._transform(image), target, sample_id)
             seed = derive_seed("augment", self._stream.seed, self.epoch, sample_id)
@@ -337,11 +329,11 @@ class StreamSamples(IterableDataset[RawBatch | ValueError]):
             return Sample(pixels, target, sample_id, erased)
 
 
-class StreamFeed:
-    """Batches of a stream; `start_step` shortens the epoch but does not skip what was seen."""
+class StreamLoader:
+    """Loads batches of a stream. `start_step` shortens the epoch, but does not skip the images seen before."""
 
-    def __init__(self, samples: StreamSamples, stream: Stream, *, steps: int | None, workers: int) -> None:
-        self._samples, self._stream, self._steps = samples, stream, steps
+    def __init__(self, dataset: StreamDataset, stream: Stream, *, steps: int | None, workers: int) -> None:
+        self._dataset, self._stream, self._steps = dataset, stream, steps
         self._workers = workers if stream.max_workers is None else min(workers, stream.max_workers)
         self._iterator: Iterator[Any] | None = None
 
@@ -349,18 +341,18 @@ class StreamFeed:
         self.close()
         if self._stream.is_empty:
             return iter(())
-        self._samples.epoch = epoch
+        self._dataset.epoch = epoch
         loader = DataLoader(
-            self._samples,
+            self._dataset,
             batch_size=None,
-            collate_fn=as_it_is,
+            collate_fn=identity,
             generator=torch.Generator().manual_seed(derive_seed("stream", self._stream.seed, epoch)),
             **loader_arguments(self._stream.config, workers=self._workers),
         )
-        self._iterator = iter(loader)  # the workers start here and now
-        return self._until_the_end(islice(self._iterator, None if self._steps is None else self._steps - start_step))
+        self._iterator = iter(loader)  # starts the workers
+        return self._closing(islice(self._iterator, None if self._steps is None else self._steps - start_step))
 
-    def _until_the_end(self, batches: Iterator[Any]) -> Iterator[RawBatch]:
+    def _closing(self, batches: Iterator[Any]) -> Iterator[RawBatch]:
         try:
             yield from map(raise_error, batches)
         finally:

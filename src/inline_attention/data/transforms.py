@@ -1,4 +1,4 @@
-"""From a decoded image to a uint8 tensor (C, H, W). Normalising and erasing are left to the device."""
+"""Transforms of a decoded image to a uint8 tensor (C, H, W). The device normalises and erases."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from inline_attention.data.decode import check_pixels
 
 Transform = Callable[[Image.Image], Tensor]  # PIL image -> (C, H, W) uint8
 
-# The published evaluation resizes BOTH sides to int(size·256/224) and cuts out the centre: timm's "squash".
+# The published evaluation resizes both sides to int(size·256/224) and crops the centre: timm's "squash".
 _PUBLISHED_CROP = 224 / 256
 
 
 def train_transform(config: DataConfig) -> Transform:
-    """Random crop, flip and RandAugment (or colour jitter), drawn from the global generators."""
+    """Random crop, flip, and RandAugment or colour jitter. The random numbers come from the global generators."""
     if not config.augment:
         return eval_transform(config)
     try:
@@ -36,7 +36,7 @@ def train_transform(config: DataConfig) -> Transform:
             color_jitter=config.color_jitter,
             auto_augment=config.auto_augment,
             interpolation=config.interpolation,
-            mean=config.statistics[0],  # the colour of what RandAugment moves into the picture
+            mean=config.statistics[0],  # RandAugment fills new pixels with this colour
         )
     except (AssertionError, KeyError) as error:
         raise ValueError(
@@ -58,14 +58,14 @@ def _augment_operations(transform: Compose) -> Iterator[auto_augment.AugmentOp]:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **arguments: object) -> Image.Image:
-    """timm's, and black at 0 bits (the strongest magnitude), which newer Pillow releases refuse."""
+    """timm's operation, and black at 0 bits, the strongest magnitude, which newer Pillow releases refuse."""
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep, **arguments)
 
 
 def eval_transform(config: DataConfig) -> Transform:
-    """What `config.eval_transform` names.
+    """The transform that `config.eval_transform` names.
 
     "published": both sides to int(size·256/224), centre crop.
     "timm": short side to size/crop_pct, centre crop.
@@ -83,14 +83,14 @@ def eval_transform(config: DataConfig) -> Transform:
 
 
 class _BoundedResize:
-    """Refuses an image that "timm" would enlarge beyond the pixel limit before it cuts out the centre.
+    """Refuses an image that "timm" would enlarge beyond the pixel limit before it crops the centre.
 
-    The short side of a line of 1 × 65,000 pixels becomes 256 and its long side 16.6 million.
+    An image of 1 × 65,000 pixels would become 256 × 16.6 million.
     """
 
     def __init__(self, config: DataConfig, transform: Transform) -> None:
         self._transform = transform
-        self._size = [side / config.crop_pct for side in config.size]  # (height, width) that the image has to cover
+        self._size = [side / config.crop_pct for side in config.size]  # (height, width) that the resized image covers
 
     def __call__(self, image: Image.Image) -> Tensor:
         scale = max(self._size[0] / image.height, self._size[1] / image.width)
@@ -106,10 +106,10 @@ class ErasedBox(NamedTuple):
 
 
 class BoxErasing:
-    """timm's random erasing in "pixel" mode, giving the rectangle instead of applying it.
+    """timm's random erasing in "pixel" mode, which returns the rectangle instead of applying it.
 
-    Erasing belongs after normalisation, which happens on the device; drawing belongs to the sample. So a
-    worker draws rectangle and noise, and a batch carries them, packed, to the device.
+    Erasing comes after normalisation, on the device, but its random numbers belong to the sample. So a worker draws the
+    rectangle and the noise, and the batch carries them to the device.
     """
 
     def __init__(self, probability: float) -> None:
@@ -123,7 +123,7 @@ class BoxErasing:
         self._erasing(canvas)
         erased = ~canvas[0].isnan()
         rows, columns = erased.any(1).nonzero(), erased.any(0).nonzero()
-        if len(rows) == 0:  # no rectangle fitted
+        if len(rows) == 0:  # no rectangle fits
             return None
         top, left = int(rows[0]), int(columns[0])
         height, width = len(rows), len(columns)
@@ -131,14 +131,14 @@ class BoxErasing:
 
 
 def erase_(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
-    """Fill `boxes` (B, 4) int64 (top, left, height, width; height 0: none) of `images` (B, C, H, W) in place.
+    """Fill boxes of `images` (B, C, H, W) in place. `boxes` (B, 4) int64: top, left, height (0: no box), width.
 
     `noise` holds the values of all boxes, flattened in the order of images, channels, rows, columns.
     """
     _, channels, rows, columns = images.shape
     sizes = channels * boxes[:, 2] * boxes[:, 3]
-    # For every value of the noise: its image, its number in that image's box, and from these its place. The length is
-    # given, so the host does not wait for the sum of the sizes.
+    # For each noise value: its image, its index in the box of that image, and from these its place. With `output_size`
+    # the host does not wait for the sum of the sizes.
     image = torch.arange(len(boxes), device=boxes.device).repeat_interleave(sizes, output_size=len(noise))
     number = torch.arange(len(noise), device=noise.device) - (sizes.cumsum(0) - sizes)[image]
     top, left, height, width = boxes[image].unbind(1)

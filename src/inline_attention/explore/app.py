@@ -1,4 +1,4 @@
-"""What the page may ask for, and the answers. No request's text ever becomes a path."""
+"""The requests that the page can send, and their answers. Text from a request never becomes a path."""
 
 import dataclasses
 import itertools
@@ -57,7 +57,7 @@ def page_files() -> dict[str, Response]:
 
 
 class App:
-    """The state that visitors share, all of it bounded: models, pictures, and the gate before computations."""
+    """The state that visitors share: models, pictures, and the gate before computations. All of it is bounded."""
 
     def __init__(self, subjects: Sequence[Subject], *, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""What the three attentions cost in one model, DeiT-T, against resolution: counted, and measured on this machine."""
+"""What DeiT-T costs with each of the three attentions against resolution: counted, and timed on this machine."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ import torch
 
 from inline_attention.bench.timing import Timing, sample
 from inline_attention.models import create_model
-from inline_attention.models._base import VisionModel
+from inline_attention.models.base import VisionModel
 from inline_attention.models.profile import profile
 
 from .gate import Busy, Gate
@@ -61,9 +61,9 @@ class Stopwatch:
         self._measuring = threading.Lock()
 
     def measure(self, sizes: Sequence[int], *, seconds: float = MEASURE_SECONDS) -> Iterator[dict[str, Any]]:
-        """Progress, and each timing as it gets better. Whoever asks for no more ends the measurement.
+        """Yields progress, and each timing again with every sample. Closing the iterator ends the measurement.
 
-        The first value comes before anything is measured; in its place `Busy` is raised while another measurement runs.
+        The first value comes before anything is measured. `Busy` is raised instead while another measurement runs.
         """
         if not self._measuring.acquire(blocking=False):
             raise Busy("somebody else is measuring, and two measurements would disturb each other; try again soon")

@@ -1,4 +1,4 @@
-"""Who may compute: one at a time, for PyTorch takes all cores anyway, and a few who wait."""
+"""How many computations run and wait. One runs at a time, because PyTorch uses all cores."""
 
 import threading
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 
 class Busy(Exception):
-    """More is asked for than can be done now; the text is for the user."""
+    """There are too many requests to compute now. The text is for the user."""
 
 
 class Gate:
-    """Lets `running` computations run and `waiting` others wait, for `seconds` at most; the rest is `Busy`."""
+    """Lets `running` computations run and `waiting` others wait, for `seconds` at most. Any other raises `Busy`."""
 
     def __init__(self, *, running: int = 1, waiting: int, seconds: float = 60.0) -> None:
         self._running, self._seconds = running, seconds
@@ -32,7 +32,9 @@ class Gate:
             self._places.release()
 
     def close(self) -> None:
-        """Waits for what is running and lets nothing more begin: threads that are inside PyTorch when the interpreter
-        ends abort the process."""
+        """Waits for what is running and lets nothing more begin.
+
+        A thread that is inside PyTorch when the interpreter ends would abort the process.
+        """
         for _ in range(self._running):
             self._turns.acquire(timeout=self._seconds)

@@ -16,7 +16,7 @@ BODY_SECONDS = 60.0
 
 
 class RequestError(Exception):
-    """A request that is not answered as wished; the text is for the user."""
+    """A request that is refused. The text is for the user."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class TimedSocket(io.RawIOBase):
 
 
 class Request:
-    """A request whose body is still to be read, by who knows how large it may be."""
+    """A request whose body has not been read yet. Its handler knows how large the body may be."""
 
     def __init__(
         self, method: str, path: str, headers: Message, stream: io.BufferedReader, source: TimedSocket
@@ -87,7 +87,7 @@ class Request:
 
     def json(self) -> dict[str, Any]:
         """The body, which must be a JSON object."""
-        # A page of another site may post text or a form to this address, but not JSON without being asked first.
+        # A browser lets a page of another site post text or a form to this address, but not JSON.
         if self._headers.get_content_type() != "application/json":
             raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of type application/json")
         try:

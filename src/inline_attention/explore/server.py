@@ -1,6 +1,6 @@
 """The web server: whose requests are answered, how large they may be, and what errors look like.
 
-The standard library's: a thread a connection, a request a connection. What is answered is `App`'s business.
+It is the standard library's, with a thread for each connection and one request a connection. `App` has the answers.
 """
 
 import errno
@@ -24,7 +24,7 @@ from .messages import HEADER_SECONDS, Request, RequestError, Response, TimedSock
 MAX_CONNECTIONS = 64
 SILENT_SECONDS = 20.0  # a connection over which nothing comes or goes is closed; `messages` bounds what drips in
 LINGER_BYTES, LINGER_SECONDS = 64 * 2**20, 5.0
-GONE = (ConnectionError, TimeoutError)  # what it looks like when a visitor leaves
+GONE = (ConnectionError, TimeoutError)  # the visitor has left
 
 HEADERS = {
     # Nothing from elsewhere, nothing inline, in no other page's frame.
@@ -102,8 +102,8 @@ class ExploreServer(socketserver.ThreadingTCPServer):
 def names_this_machine(host_header: str | None, *, bound_to: str) -> bool:
     """Whether a Host header may be one that leads here.
 
-    A page of another site can let its own name lead to this machine, and then looks like the same origin to a browser
-    (DNS rebinding). An address cannot be made to lead elsewhere, and neither can the machine's own name.
+    A page of another site can let its own name lead to this machine. To a browser it then has the same origin as this
+    page (DNS rebinding). An address and the machine's own name cannot be made to lead elsewhere.
     """
     try:
         host = urlsplit(f"//{host_header or ''}").hostname or ""
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self._source)
 
     def do_GET(self) -> None:
-        # Whatever comes behind ? is no part of an address here.
+        # The query string is ignored.
         request = Request(self.command, self.path.partition("?")[0], self.headers, self.rfile, self._source)
         try:
             self._check_sender()
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         origin = self.headers.get("Origin")
         if origin not in (None, f"http://{host}"):
             raise RequestError(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
-        # What a browser says of requests without an origin; a link to the page is none of another page's business.
+        # Browsers send this also where they send no origin. A link on another page may open this one.
         if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and self.path != "/":
             raise RequestError(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
 
@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(part)
 
     def _linger(self) -> None:
-        """Reads what is still coming, within limits: a browser shows no answer to what it could not finish sending."""
+        """Reads the rest of the request, within limits. A browser that cannot finish sending shows no answer."""
         self.connection.shutdown(socket.SHUT_WR)
         self._source.allow(LINGER_SECONDS)
         left = LINGER_BYTES
@@ -185,10 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(part)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses by itself: a malformed request, an unknown method."""
+        """Answers what the standard library refuses by itself: a malformed request, an unknown method."""
         status = HTTPStatus(code)
         self.close_connection = True
         self._send(Response.json({"error": message or status.phrase}, status=status))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal is for errors."""
+        """Prints nothing: the terminal is for errors."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from inline_attention.data import DataConfig
-from inline_attention.models._base import VisionModel
+from inline_attention.models.base import VisionModel
 from inline_attention.models.shipped import shipped_models, shipped_weights
-from inline_attention.models.weights import architecture, read_metadata
-from inline_attention.training.classifier import ARCHITECTURE, Classifier, load_classifier
+from inline_attention.models.weights import architecture
+from inline_attention.tasks.classification.classifier import Classifier, load_classifier
 
 # DeiT-T with each of the three attentions: a registered name and what differs from it.
 DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,11 +58,6 @@ def _load(file: str) -> Subject:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {file!r}; expected weights that `inline train` wrote")
-    if path.suffix != ".safetensors" or ARCHITECTURE not in read_metadata(path):
-        raise ValueError(
-            f"{file} does not say which model it is for: expected a safetensors file of this library "
-            "(`inline convert` makes one of an official checkpoint)"
-        )
     classifier = load_classifier(None, str(path))
     return _subject(classifier, weights=path.name)
 

@@ -12,7 +12,7 @@ from .attention import (
 from .baselines import AngularAttention, EfficientAttention, EnhancedAttention, FocusedAttention, HydraAttention
 from .block import Block
 from .embed import PatchConv2d, PatchEmbed
-from .local import LocalKernel
+from .local import LocalWeight
 
 __all__ = [
     "ATTENTIONS",
@@ -25,7 +25,7 @@ __all__ = [
     "HydraAttention",
     "InLineAttention",
     "LinearAttention",
-    "LocalKernel",
+    "LocalWeight",
     "MappedSoftmaxAttention",
     "PatchConv2d",
     "PatchEmbed",

@@ -1,6 +1,6 @@
-"""Attention modules with one call, `attention(x, grid)`, on token rows (B, N, C); usable in any network.
+"""Attention modules with one call, `attention(x, grid)`, on token rows (B, N, C). They can be used in any network.
 
-A new attention is a registered subclass: every model then takes it by name. Others than these three are in `baselines`.
+A new attention is a registered subclass of `Attention`, which every model then takes by name. `baselines` has more.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,19 @@ from inline_attention.ops import (
     inline_attention_projected,
     local_residual,
 )
+from inline_attention.ops.attention import check_mask
+from inline_attention.ops.backends import check_backend
 from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, linear_attention, zero_absent
 from inline_attention.ops.tracing import is_exporting
 
-from .local import LocalKernel, LocalTerm, ParameterPair
+from .local import LocalTerm, LocalWeight, ParameterPair
+from .written_out import WrittenOut
 
-ATTENTIONS: dict[str, type["Attention"]] = {}  # by the names that models know them by
+ATTENTIONS: dict[str, type["Attention"]] = {}  # by the names that models take
 AttentionT = TypeVar("AttentionT", bound="Attention")
 
 
@@ -50,7 +54,10 @@ def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
 
 
 class AffineMap(nn.Module):
-    """x → A·x + b per head, shared by queries and keys, starting from the identity. (B, N, heads, d) → the same"""
+    """A learned map x → A·x + b per head, shared by queries and keys. It starts as the identity.
+
+    (B, N, heads, d) → the same
+    """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -65,38 +72,33 @@ class AffineMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bnhi,hoi->bnho", x, self.weight)
-        return y + self.bias.to(y.dtype)  # which autocast would widen to its own
-
-
-def unstack(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (B, N, heads, d) of projections (B, N, m, heads, d) that hold m of them each"""
-    q, k, v = [x for projection in projections for x in projection.unbind(2)]
-    return q, k, v
+        return y + self.bias.to(y.dtype)  # a float32 bias would widen autocast's dtype
 
 
 class Attention(nn.Module):
-    """Projections, heads and the local terms; subclasses say how queries attend.
+    """The projections, heads and local terms that all attentions share. A subclass defines `global_attention`.
 
     Args:
         dim: channels C.
-        num_heads: heads; each owns C / num_heads neighbouring channels of q, k and v.
+        num_heads: heads; each has C / num_heads contiguous channels of q, k and v.
         feature_map: φ of linear attentions: "identity", "relu", "leaky_relu", "exp" or "relu_affine" (learned).
-        local_residual: add the input-dependent 3×3 residual (`LocalKernel`) on the token map.
+        local_residual: add the input-dependent 3×3 residual (`LocalWeight`) on the token map.
         position_conv: add a 3×3 depthwise convolution of v, the positional term of CSwin.
-        num_prefix_tokens: tokens before the map, such as a class token; they take no part in the local terms.
-        grid: (height, width) of the token map it is built for. Only attentions with learned positions need it.
+        num_prefix_tokens: tokens before the map, such as a class token. They take no part in the local terms.
+        grid: (height, width) of the token map that the module is built for. Only attentions with learned positions
+            need it.
         qkv_bias: bias of the q, k, v projections.
-        fused_qkv: one projection `qkv`; else two, `q` and `kv`, as PVT has.
+        fused_qkv: one projection `qkv`. Otherwise there are two, `q` and `kv`, as in PVT.
         proj_drop: dropout after the output projection.
+        backend: of operations that have several, as for `inline_attention`. It is an attribute too, to be set later.
     """
 
-    kind: str  # the name that models know it by
-    # Which of the model-wide choices (feature_map, local_residual) this attention follows.
+    kind: str  # the name that models take
+    # The model-wide choices (feature_map, local_residual) that reach this attention.
     follows: ClassVar[tuple[str, ...]] = ()
-    # Whether a token mask is all that an image in a padded batch needs. Where a term depends on how tokens are laid
-    # out, such as a learned position, blocks attend image by image.
+    # Whether a token mask is all that an image in a padded batch needs. It is not if a term depends on how tokens are
+    # laid out, such as a learned position. Blocks then run images one by one.
     masks_padding: ClassVar[bool] = True
-    backend: Backend = "auto"  # of what has several, as `inline_attention`; set it on a module to have another
 
     def __init__(
         self,
@@ -111,8 +113,11 @@ class Attention(nn.Module):
         qkv_bias: bool = True,
         fused_qkv: bool = True,
         proj_drop: float = 0.0,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        check_backend(backend)
+        self.backend = backend
         if dim % num_heads:
             raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
         self.num_heads = num_heads
@@ -133,17 +138,17 @@ class Attention(nn.Module):
             names = ", ".join([*FEATURE_MAPS, "relu_affine"])
             raise ValueError(f"feature_map={feature_map!r} is unknown; expected one of {names}")
         self.feature_map = feature_map
-        self.local = LocalKernel(dim, num_heads) if local_residual else None
+        self.local = LocalWeight(dim, num_heads) if local_residual else None
         # The weight and bias of a depthwise 3×3 convolution. It is computed with the local residual, in one pass.
         self.position = ParameterPair((dim, 1, 3, 3), (dim,), fan_in=TAPS) if position_conv else None
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def set_grid(self, grid: Grid) -> None:
-        """Fits what depends on the size of the map, for good. Other sizes run without it, too."""
+        """Resizes parameters that depend on the size of the map. Other sizes run without it too."""
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """x (B, N, C) → q, k and v as the projections give them: tensors (B, N, m, heads, d) of m each"""
+        """x (B, N, C) → q, k and v as the projections return them: tensors (B, N, m, heads, d) of m of them each"""
         heads = (self.num_heads, self.head_dim)
         if self.fused_qkv:
             projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (3, *heads)),)
@@ -175,16 +180,19 @@ class Attention(nn.Module):
     ) -> Tensor:
         """q, k and v from `project` → (B, N, heads, d), the local terms included, zeros for absent tokens"""
         q, k, v = unstack(projections)
-        out = self.attend_globally(q, k, v, grid=grid, token_mask=token_mask)
+        out = self.global_attention(q, k, v, grid=grid, token_mask=token_mask)
         if local_weight is not None:
             out = out + local_residual(
                 v, local_weight, grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask
             )
         return zero_absent(out, token_mask)
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        """The attention itself, without local terms: q (B, Nq, heads, d), k and v (B, N, heads, d) → as q"""
-        raise NotImplementedError(f"{type(self).__name__} defines neither attend nor attend_globally")
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        """The attention without local terms: q (B, Nq, heads, d), k and v (B, N, heads, d) → as q
+
+        Absent tokens are zero in the module's input, but not in q, k and v. The output of an absent token is ignored.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither attend nor global_attention")
 
     def forward(
         self,
@@ -198,7 +206,7 @@ class Attention(nn.Module):
         Args:
             x: tokens (B, N, C), prefix tokens first, then the map row by row.
             grid: (height, width) of the map.
-            token_mean: (B, C), what the local kernels are made from. Default: the mean of x.
+            token_mean: (B, C), what the local weight is made from. Default: the mean of x.
             token_mask: (B, N) bool, True for a token that is present. The others may hold anything, NaN included: they
                 change no output and no gradient of the ones present. Their own outputs are what the output projection
                 makes of zeros.
@@ -206,8 +214,9 @@ class Attention(nn.Module):
         Returns:
             (B, N, C)
         """
+        check_mask("token_mask", token_mask, x)
         x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
-        x = x.to(product_dtype(x))  # for the mean token too: compiled, a norm's output is then written once
+        x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
         projections = self.project(x, grid)
         local_weight = self.local_weight(x, token_mean, token_mask)
         out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight)
@@ -217,7 +226,8 @@ class Attention(nn.Module):
         """Adds the bias of the positional convolution to the map's tokens: (B, N, heads, d) → the same"""
         if self.position is None:
             return out
-        bias = self.position.bias.to(out.dtype).unflatten(0, out.shape[2:])  # which autocast would widen to its own
+        # In out's dtype, because a float32 bias would widen autocast's.
+        bias = self.position.bias.to(out.dtype).unflatten(0, out.shape[2:])
         if self.num_prefix_tokens:
             bias = bias.expand(out.shape[1] - self.num_prefix_tokens, -1, -1)
             bias = F.pad(bias, (0, 0, 0, 0, self.num_prefix_tokens, 0))
@@ -227,28 +237,51 @@ class Attention(nn.Module):
         """Heads (B, N, heads, d), local terms included, through the output projection → (B, N, C)"""
         return self.proj_drop(self.proj(out.flatten(2)))
 
-    # The same attention written out, O(N²): for analysis and tests, never on a model's path.
+    # The same attention written out as a matrix, O(N²). Analyses and tests use it; models do not.
+
+    def write_out(
+        self, x: Tensor, grid: Grid, *, token_mean: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> WrittenOut:
+        """What `forward` computes from the same arguments, as a matrix of weights and local terms."""
+        x = zero_absent(x, token_mask)
+        q, k, v = self.operands(self.project(x, grid), grid)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            return self.weights(q[samples, :, heads], k[samples, :, heads], rows=rows, mask=mask)
+
+        return WrittenOut(
+            kind=self.kind,
+            grid=grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            q=q,
+            k=k,
+            v=v if token_mask is None else v.masked_fill(~token_mask[:, :, None, None], 0),
+            local=tuple(self.local_terms(self.local_weight(x, token_mean, token_mask))),
+            token_mask=token_mask,
+            matrix=matrix,
+            finish=lambda attended, local: self.merge(self.normalise(attended) + local),
+        )
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of `project` as `weights` takes them, (B, N, heads, d) each."""
+        """q, k and v from `project` as `weights` takes them, (B, N, heads, d) each"""
         return unstack(projections)
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
-        """The matrix of each head, whose product with v is the attention without local terms: chosen rows of it.
+        """Rows of the attention matrix of each head. Its product with v is the attention without local terms.
 
         Args:
-            q: (B, N, heads, d) of `operands`, all tokens.
-            k: (B, N, heads, d) of `operands`, all tokens.
-            rows: the queries wanted.
-            mask: bool, broadcasts to the result; False where a token is as if absent for a query.
+            q: (B, N, heads, d) from `operands`, all tokens.
+            k: (B, N, heads, d) from `operands`, all tokens.
+            rows: the queries whose rows are returned.
+            mask: bool, broadcasts to the result. False where a key counts as absent for a query.
 
         Returns:
             (B, heads, rows, N)
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how its weights are written out")
+        raise NotImplementedError(f"{type(self).__name__} does not define weights, its attention matrix")
 
     def normalise(self, out: Tensor) -> Tensor:
-        """What happens to weights @ v, (B, N, heads, d), before the local terms are added; mostly nothing."""
+        """What is done to weights @ v, (B, N, heads, d), before the local terms are added. By default nothing."""
         return out
 
     def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
@@ -298,9 +331,8 @@ class InLineAttention(Attention):
 class LinearAttention(Attention):
     """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default.
 
-    A φ that can be negative ("identity", "leaky_relu") makes the divisor pass through zero: outputs then grow without
-    bound. That is this attention's nature and is not hidden here; training stops at the first non-finite gradient, and
-    analyses count the rows concerned.
+    With a φ that can be negative ("identity", "leaky_relu") the divisor passes through zero, and outputs grow without
+    bound. Nothing clips them. Training stops at the first non-finite gradient, and analyses count such rows.
     """
 
     kind = "linear"
@@ -309,7 +341,7 @@ class LinearAttention(Attention):
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:
         super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         return linear_attention(q, k, v, token_mask, token_mask, feature_map=get_feature_map(self.feature_map))
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
@@ -330,7 +362,7 @@ class SoftmaxAttention(Attention):
                 f"MappedSoftmaxAttention ({MappedSoftmaxAttention.kind!r}) applies one to q and k before the softmax"
             )
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         return self.softmax_rows(q, k, v, mask=None if token_mask is None else token_mask[:, None, None, :])
 
     def weights(
@@ -351,14 +383,14 @@ class SoftmaxAttention(Attention):
         q, k, v = (x.transpose(1, 2) for x in (phi(q), phi(k), v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).transpose(1, 2)
         if is_exporting():
-            # Its strides depend on the kernel that PyTorch picks here; the graph must not count on them elsewhere.
+            # Its strides depend on the kernel that PyTorch picks. An exported graph must not depend on them.
             out = out.clone(memory_format=torch.contiguous_format)
         return out
 
 
 @register_attention
 class MappedSoftmaxAttention(SoftmaxAttention):
-    """Softmax attention with φ before it, by default ReLU, which is not injective: what injectivity is worth."""
+    """Softmax attention with φ applied to q and k before it. The default, ReLU, makes it non-injective."""
 
     kind = "mapped_softmax"
     follows = ("feature_map",)
@@ -368,7 +400,7 @@ class MappedSoftmaxAttention(SoftmaxAttention):
 
 
 def softmax_feature_map(name: str, feature_map: str | None) -> str | None:
-    """φ before the softmax of an attention by name, for families that have a softmax attention of their own.
+    """φ of a softmax attention, by its name, for families with softmax attentions of their own.
 
     None for an attention that is not softmax. `feature_map` is the model-wide choice.
     """
@@ -418,7 +450,7 @@ def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:
 
 
 def describe_attention(stages: Sequence[Sequence[str]]) -> str:
-    """What `parse_attention` parsed, in short: "IIIS", or "I I I:2 S" where a stage is mixed."""
+    """The short form of what `parse_attention` returned: "IIIS", or "I I I:2 S" where a stage is mixed"""
     letters = {name: letter for letter, name in LETTERS.items()}
     words = []
     for blocks in stages:
@@ -437,7 +469,7 @@ def build_attention(
     local_residual: bool | None = None,
     **kwargs: Any,
 ) -> Attention:
-    """An attention by name. Model-wide choices reach the attentions that follow them; None leaves each its default."""
+    """An attention by name. Model-wide choices reach the attentions that follow them; None keeps the default."""
     cls = ATTENTIONS[name]
     choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
     chosen = {key: value for key, value in choices.items() if value is not None and key in cls.follows}

@@ -1,7 +1,7 @@
-"""The linear attentions that InLine attention is compared with, each from its definition.
+"""The linear attentions that InLine attention is compared with, written from their definitions.
 
-Each is a class with `attend_globally`, and with `weights`, the same written out; `tests/layers/test_baselines.py`
-compares both with a third version. x̂ is x / ‖x‖ in what follows.
+Each class has `global_attention` and `weights`, the same as a matrix. `tests/layers/test_baselines.py` compares both
+with a version written token by token. x̂ stands for x / ‖x‖.
 """
 
 import math
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.ops import FEATURE_MAPS, Grid, attention_matrix
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, linear_attention, without_autocast, zero_absent
 
-from .attention import Attention, register_attention, unstack
+from .attention import Attention, register_attention
 from .embed import resize_map
 from .local import LocalTerm
 
@@ -23,7 +24,7 @@ FOCUSED_EPS = 1e-6
 
 
 def through_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q_i (Σ_j k_j v_jᵀ), the sum in at least float32: (B, N, heads, d) each → as q"""
+    """q_i (Σ_j k_j v_jᵀ) with the sum in at least float32: (B, N, heads, d) each → the shape of q"""
     dtype = accumulation_dtype(q.dtype)
     with without_autocast(q.device):
         q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -37,7 +38,7 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def unit_tokens(x: Tensor) -> Tensor:
-    """Tokens (B, N, heads, d) of length one over all their features"""
+    """Tokens (B, N, heads, d) divided by their norm over all features"""
     return F.normalize(x.flatten(2), dim=-1).view_as(x)
 
 
@@ -50,13 +51,13 @@ class HydraAttention(Attention):
 
     kind = "hydra"
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         dtype = accumulation_dtype(q.dtype)
         k_, v_ = zero_absent(unit_tokens(k.to(dtype)), token_mask), zero_absent(v.to(dtype), token_mask)
         return (unit_tokens(q.to(dtype)) * (k_ * v_).sum(1, keepdim=True)).to(v.dtype)
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """A head for every feature: (B, N, C, 1)"""
+        """One head per feature: (B, N, C, 1)"""
         q, k, v = unstack(projections)
         q, k, v = (x.flatten(2)[..., None] for x in (unit_tokens(q), unit_tokens(k), v))
         return q, k, v
@@ -74,7 +75,7 @@ class EfficientAttention(Attention):
 
     kind = "efficient"
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         dtype = accumulation_dtype(q.dtype)
         k = k.to(dtype)
         if token_mask is not None:
@@ -86,7 +87,7 @@ class EfficientAttention(Attention):
         q = q[:, rows].softmax(-1)
         if mask is None:
             return scores(q, k.softmax(1), None)
-        # Each query has its own sum over tokens: of those that it sees.
+        # Each query has its own sum, over the tokens that it sees.
         p = (k - k.amax(1, keepdim=True)).exp()
         sums = mask.to(p.dtype) @ p.transpose(1, 2)  # (B, heads, rows, d)
         return scores(q / sums.transpose(1, 2).clamp(min=torch.finfo(p.dtype).tiny), p, mask)
@@ -96,7 +97,7 @@ class EfficientAttention(Attention):
 class AngularAttention(Attention):
     """Linear angular attention: y_i = ½·v_i + (1/π)·q̂_i (Σ_j k̂_j v_jᵀ), out_i = y_i / ‖y_i‖ + a convolution of v.
 
-    The convolution has 9 taps along the row of all tokens and one filter a head.
+    The convolution has 9 taps along the sequence of all tokens and one filter per head.
     "Castling-ViT: Compressing Self-Attention via Switching Towards Linear-Angular Attention", CVPR 2023,
     arXiv 2211.10526.
     """
@@ -108,7 +109,7 @@ class AngularAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         self.conv = nn.Conv2d(num_heads, num_heads, (9, 1), padding=(4, 0), groups=num_heads, bias=False)
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         v = zero_absent(v, token_mask)
         k = zero_absent(F.normalize(k, dim=-1), token_mask)
         y = 0.5 * v + through_state(F.normalize(q, dim=-1), k, v) / math.pi
@@ -133,9 +134,9 @@ class AngularAttention(Attention):
 
 
 class MapConv(nn.Conv2d):
-    """A 5×5 depthwise convolution of v on the token map, in which prefix tokens take no part.
+    """A 5×5 depthwise convolution of v on the token map. Prefix tokens take no part.
 
-    With as many channels as a head has, the heads share the filters. (B, N, heads, d) → the same
+    With the channels of one head, all heads share the filters. (B, N, heads, d) → the same
     """
 
     def __init__(self, channels: int) -> None:
@@ -166,7 +167,7 @@ class EnhancedAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         self.conv = MapConv(dim)
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         out = linear_attention(q, k, v, token_mask, token_mask, feature_map=FEATURE_MAPS["relu"])
         v = zero_absent(v, token_mask)
         return out + self.conv.on_tokens(v, grid, num_prefix_tokens=self.num_prefix_tokens)
@@ -180,14 +181,15 @@ class EnhancedAttention(Attention):
 
 @register_attention
 class FocusedAttention(Attention):
-    """Focused linear attention: queries and keys sharpened by a cube that keeps their length.
+    """Focused linear attention: queries and keys are cubed, and keep their norm.
 
-    Keys get a learned position; q and k pass a ReLU and are divided by a learned scale per channel; then
-    x ← ‖x‖·x³ / ‖x³‖, norms over all features; linear attention; a 5×5 depthwise convolution of v, shared by the heads.
+    Keys get a learned position. q and k pass a ReLU and are divided by a learned scale per channel. Then
+    x ← ‖x‖·x³ / ‖x³‖ with norms over all features, linear attention, and a 5×5 depthwise convolution of v whose filters
+    the heads share.
     "FLatten Transformer: Vision Transformer using Focused Linear Attention", ICCV 2023, arXiv 2308.00442.
 
     Args:
-        grid: (height, width) of the token map that the positions are for; resized where the map is another.
+        grid: (height, width) of the token map that the positions are for. They are resized to other maps.
     """
 
     kind = "focused"
@@ -215,7 +217,7 @@ class FocusedAttention(Attention):
         return cube * (x.norm(dim=-1, keepdim=True) / cube.norm(dim=-1, keepdim=True))
 
     def sharpen(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-        """q and k (B, N, heads, d) as they are compared, in at least float32"""
+        """q and k (B, N, heads, d) as their products are taken, in at least float32"""
         dtype = accumulation_dtype(q.dtype)
         positions = resize_map(self.position_map, grid, mode="bicubic").flatten(1, 2)
         if self.prefix_position is not None:
@@ -224,7 +226,7 @@ class FocusedAttention(Attention):
             q_, k_ = q.flatten(2).to(dtype), k.flatten(2).to(dtype) + positions.to(dtype)
             return self.focus(q_).view_as(q), self.focus(k_).view_as(k)
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         q, k = self.sharpen(q, k, grid)
         k, v = zero_absent(k, token_mask), zero_absent(v, token_mask)
         count: Tensor | int = k.shape[1]

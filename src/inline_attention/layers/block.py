@@ -1,4 +1,4 @@
-"""The pre-norm transformer block that all four families share."""
+"""The pre-norm transformer block that all families share."""
 
 import torch
 from timm.layers import DropPath
@@ -6,15 +6,18 @@ from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from inline_attention.ops import Grid
+
 from .attention import Attention
-from .padding import Grid, Padding
+from .padding import Padding
+from .windows import WindowPlan
 
 
 class Mlp(TimmMlp):
-    """timm's perceptron, whose hidden activations compiled training does not keep: the backward reads what they are
-    made from anyway, and makes them again for one write more. That is a fifth of what a block keeps.
+    """timm's Mlp, except that compiled training does not keep its hidden activations.
 
-    (…, C) → (…, C)
+    The backward reads their inputs anyway and computes them again for one more write. They are a fifth of what a block
+    keeps. (…, C) → (…, C)
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +31,10 @@ class Mlp(TimmMlp):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with stochastic depth. Subclasses change `attend`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with stochastic depth.
+
+    Subclasses override `attention_branch`.
+    """
 
     def __init__(
         self,
@@ -48,23 +54,27 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+    def window_plan(self, grid: Grid) -> WindowPlan | None:
+        """How `attention_branch` cuts a map into windows; None where it attends to the whole map."""
+        return None
+
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         return self.attn(self.norm1(x), grid, token_mask=None if padding is None else padding.token_mask)
 
-    def attend_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        """`attend`, where every image of a padded batch gets what it would get alone."""
+    def attention_branch_of_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        """`attention_branch`, where every image of a padded batch gets what it would get alone."""
         if padding is None or self.attn.masks_padding:
-            return self.attend(x, grid, padding)
+            return self.attention_branch(x, grid, padding)
         out = torch.zeros_like(x)
         for image, ((rows, columns), own) in enumerate(zip(padding.sizes.tolist(), padding.token_mask, strict=True)):
-            out[image, own] = self.attend(x[image, own][None], (rows, columns))[0].to(out.dtype)
+            out[image, own] = self.attention_branch(x[image, own][None], (rows, columns))[0].to(out.dtype)
         return out
 
     def forward(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        """x (B, N, C) with a map of grid (height, width) behind any prefix tokens → the same shape
+        """x (B, N, C), prefix tokens and then a map of grid (height, width) → the same shape
 
-        With `padding`, tokens beyond an image's border change nothing inside it; what they hold afterwards is not
+        With `padding`, tokens beyond an image's border change nothing inside it. What they hold afterwards is not
         defined.
         """
-        x = x + self.drop_path1(self.attend_each(x, grid, padding))
+        x = x + self.drop_path1(self.attention_branch_of_each(x, grid, padding))
         return x + self.drop_path2(self.mlp(self.norm2(x)))

@@ -1,9 +1,9 @@
-"""Stochastic depth, and dropout of channels, whose draws can be given from outside.
+"""Stochastic depth and channel dropout whose random draws a training loop can provide.
 
 `timm.layers.DropPath` draws from the global generator, so its masks change with the number of ranks, with gradient
-checkpointing and with a restart. A training loop that wants masks which depend on (seed, step, sample) alone calls
-`SampledDepth(model)` once and `draw` before each forward pass. A model needs to know nothing about it: it is built
-with timm's layer (or with `DropPath` below, which behaves the same until somebody sets its draws).
+checkpointing and with a restart. For masks that depend on (seed, step, sample) alone, a training loop calls
+`SampledDepth(model)` once and `draw` before each forward pass. Models are built with timm's layer as usual. `DropPath`
+below behaves like it until its draws are set.
 """
 
 import timm.layers
@@ -43,7 +43,7 @@ class ChannelDrop(nn.Dropout2d):
 
 
 class SampledDepth:
-    """Draws for every DropPath and ChannelDrop of a model, a function of (key of the step, place in it, sample)."""
+    """Draws for every DropPath and ChannelDrop of a model, a function of (key of the step, layer, sample)"""
 
     def __init__(self, model: nn.Module, *, device: torch.device | str) -> None:
         self.layers = [
@@ -54,12 +54,12 @@ class SampledDepth:
         column = torch.tensor([layer.drop_prob for layer in self.layers], dtype=torch.float32).unsqueeze(1)
         kept = torch.tensor([layer.scale_by_keep for layer in self.layers], dtype=torch.bool).unsqueeze(1)
         self.drop_prob = column.to(device)
-        # A rate of 1 keeps nothing, so that there is nothing to scale.
+        # A rate of 1 keeps nothing, so there is nothing to scale.
         self.scale = torch.where(kept & (column < 1), 1 / (1 - column), 1.0).to(device)
         self.places = torch.arange(1, len(self.layers) + 1, device=device).unsqueeze(1)
         self.keep = self.scale.new_empty(len(self.layers), 0)
         self.channel_layers = [layer for layer in model.modules() if isinstance(layer, ChannelDrop) and layer.p > 0]
-        # Places behind those of the DropPaths, far enough apart for the channels of one layer.
+        # Places after those of the DropPaths, far enough apart for the channels of one layer.
         starts = [(len(self.layers) + 1 + i) << 16 for i in range(len(self.channel_layers))]
         self.channel_places = [
             torch.arange(start, start + layer.channels, device=device)
@@ -67,10 +67,11 @@ class SampledDepth:
         ]
 
     def draw(self, sample_ids: Tensor, *, key: int) -> None:
-        """Set the masks of one forward pass.
+        """Sets the masks of one forward pass. Call it again only after that pass's backward: masks share one buffer.
 
-        sample_ids: (B,) integers on the model's device; key: any integer that names the step. Written into one buffer,
-        so that the next backward pass must be over before the next draw.
+        Args:
+            sample_ids: (B,) integers on the model's device.
+            key: any integer that names the step.
         """
         samples = scramble(scramble(sample_ids.long()) ^ (key & 0xFFFFFFFF))
         for layer, places in zip(self.channel_layers, self.channel_places, strict=True):
@@ -94,7 +95,7 @@ def _uniform(samples: Tensor, places: Tensor, key: int) -> Tensor:
 
 
 def _sampled(model: nn.Module, name: str, layer: timm.layers.DropPath) -> DropPath:
-    """The layer itself, or for timm's own the DropPath that takes its place in the model."""
+    """The layer itself, or the DropPath that replaces timm's own in the model"""
     if isinstance(layer, DropPath):
         return layer
     replacement = DropPath(layer.drop_prob, layer.scale_by_keep)

@@ -9,7 +9,7 @@ from .windows import ceil_div, is_equal
 
 
 def resize_map(x: Tensor, size: Grid, *, mode: str) -> Tensor:
-    """A learned map (B, H, W, C) at another size, without antialiasing."""
+    """A learned map (B, H, W, C) interpolated to another size, without antialiasing"""
     if all(is_equal(new, old) for new, old in zip(size, x.shape[1:3], strict=True)):
         return x
     return F.interpolate(x.permute(0, 3, 1, 2), size=size, mode=mode, align_corners=False).permute(0, 2, 3, 1)

@@ -33,7 +33,7 @@ class ParameterPair(nn.Module):
         return f"weight={tuple(self.weight.shape)}, bias={tuple(self.bias.shape)}"
 
 
-class LocalKernel(nn.Module):
+class LocalWeight(nn.Module):
     """Makes the 3×3 kernels of the local residual from the mean token: a two-layer perceptron per head.
 
     A depthwise convolution applies the same kernels to every image. These depend on the image (or on the window),
@@ -55,9 +55,9 @@ class LocalKernel(nn.Module):
 
 
 class LocalTerm(NamedTuple):
-    """What an attention adds to its output besides its weights: a correlation of v with a small kernel per channel."""
+    """What an attention adds to weights @ v: the correlation of v with a small kernel per channel."""
 
-    weight: Tensor  # (B or 1, C, height, width), odd sides; zeros beyond the border
-    bias: Tensor | None = None  # (C,), where the kernel applies
-    on_map: bool = True  # on the token map, prefix tokens left out; else along the row of all tokens
-    regions: Tensor | None = None  # (groups, N): taps reach the same region alone; groups split the channels evenly
+    weight: Tensor  # (B or 1, C, height, width), odd sides; v is zero beyond the border
+    bias: Tensor | None = None  # (C,), added to the tokens that the kernel applies to
+    on_map: bool = True  # on the token map, without prefix tokens; otherwise along the sequence of all tokens
+    regions: Tensor | None = None  # (groups, N): taps reach tokens of the same region only; groups split the channels

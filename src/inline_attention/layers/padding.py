@@ -24,7 +24,7 @@ class Padding(NamedTuple):
 
 
 def sizes_on_map(sizes: Tensor, stride: int) -> Tensor:
-    """The sizes of the maps that images of these sizes have at a stride: a partial patch is a token, too."""
+    """The sizes of the maps that images of these sizes have at a stride. A partial patch is a token too."""
     return (sizes + stride - 1) // stride
 
 
@@ -37,7 +37,7 @@ def own_positions(sizes: Tensor, grid: Grid) -> Tensor:
 
 
 def own_tokens(sizes: Tensor, grid: Grid, *, num_prefix_tokens: int = 0) -> Padding:
-    """The padding of a map whose tokens stand row by row behind the prefix tokens."""
+    """The padding of a map whose tokens follow the prefix tokens row by row"""
     mask = own_positions(sizes, grid).flatten(1)
     prefix = mask.new_ones(mask.shape[0], num_prefix_tokens)
     return Padding(sizes, torch.cat([prefix, mask], dim=1))
@@ -53,9 +53,9 @@ def zero_padding(x: Tensor, sizes: Tensor | None, *, channels: Literal["first", 
 
 
 def repeat_border(x: Tensor, sizes: Tensor) -> Tensor:
-    """A map (B, C, H, W) whose last own row and column of each image stand once more beyond its border.
+    """A map (B, C, H, W) with each image's last own row and column repeated once beyond its border
 
-    What interpolates there then reads what it reads at the end of a map, where PyTorch repeats the border.
+    Interpolation then reads there what it reads at the end of a map, where PyTorch repeats the border.
     """
     for axis, shift in enumerate(((0, 0, 1, -1), (1, -1))):
         beyond = torch.arange(x.shape[2 + axis], device=x.device) == sizes[:, axis, None]  # (B, H or W)

@@ -1,4 +1,4 @@
-"""Windows of any size over maps of any size: cut, shifted cyclically, padded at the bottom and right."""
+"""Windows of any size over maps of any size, shifted cyclically and padded at the bottom and right."""
 
 from typing import NamedTuple
 
@@ -21,12 +21,12 @@ def is_equal(a: int, b: int) -> bool:
 
 
 def ceil_div(n: int, divisor: int) -> int:
-    """Written with a positive dividend: the symbolic sizes of a compiled graph know no other."""
+    """⌈n / divisor⌉, written with a positive dividend, which symbolic sizes require"""
     return (n + divisor - 1) // divisor
 
 
 def pad_bottom_right(x: Tensor, bottom: int, right: int) -> Tensor:
-    """Zeros added to a map (B, H, W, C); cropped where negative, into a tensor whose strides no longer show it."""
+    """Adds zeros to a map (B, H, W, C), or crops it where a number is negative. A cropped map is contiguous."""
     return x if is_equal(bottom, 0) and is_equal(right, 0) else F.pad(x, (0, 0, 0, right, 0, bottom))
 
 
@@ -37,7 +37,7 @@ def pad_to_multiple(x: Tensor, multiple: Grid) -> Tensor:
 
 
 class WindowPlan(NamedTuple):
-    """How a map is cut, by axis: its size, the window, how many of them, and their cyclic shift."""
+    """How a map is cut into windows. Each field has a value for height and one for width."""
 
     size: Grid
     window: Grid
@@ -46,7 +46,7 @@ class WindowPlan(NamedTuple):
 
     @classmethod
     def fit(cls, size: Grid, window: Grid | None, *, shifted: bool) -> "WindowPlan":
-        """A window as large as the map or larger is clipped to it and not shifted, by axis; None is the whole map."""
+        """On each axis a window no smaller than the map is clipped to it and not shifted. None is the whole map."""
         axes = []
         for length, side in zip(size, window or size, strict=True):
             if side < length:
@@ -58,7 +58,7 @@ class WindowPlan(NamedTuple):
 
     @property
     def padding(self) -> Grid:
-        """Rows and columns that complete the last windows."""
+        """Rows and columns of padding that complete the last windows"""
         bottom, right = (n * w - size for size, w, n in zip(self.size, self.window, self.counts, strict=True))
         return bottom, right
 
@@ -78,7 +78,7 @@ class WindowPlan(NamedTuple):
         return sizes_on_map(own, self.window[axis]), self.shift[axis] * (own > self.window[axis])
 
     def _roll_own(self, x: Tensor, sizes: Tensor, direction: int) -> Tensor:
-        """Each image's own windows, rolled by its own shift; what lies beyond them stays where it is."""
+        """Each image's own windows, rolled by its own shift. What lies beyond them is not moved."""
         orders = []
         for axis, (count, window) in enumerate(zip(self.counts, self.window, strict=True)):
             position = torch.arange(count * window, device=x.device)
@@ -96,7 +96,7 @@ class WindowPlan(NamedTuple):
         return x.reshape(x.shape[0] * rows * columns, height * width, x.shape[-1])
 
     def merge(self, tokens: Tensor, *, batch: int, sizes: Tensor | None = None) -> Tensor:
-        """The map (B, H, W, C) from windows (B·windows, window tokens, C), shift undone, padding dropped."""
+        """Windows (B·windows, window tokens, C) → the map (B, H, W, C), with the shift undone and without padding"""
         (rows, columns), (height, width) = self.counts, self.window
         channels = tokens.shape[-1]
         x = tokens.reshape(batch, rows, columns, height, width, channels).transpose(2, 3)
@@ -108,8 +108,8 @@ class WindowPlan(NamedTuple):
 
 
 class Windows(NamedTuple):
-    tokens: Tensor  # (B·windows, window tokens, C), the windows of an image next to each other
-    token_mask: Tensor | None  # (B·windows, window tokens) bool, False on padding; None where there is none
+    tokens: Tensor  # (B·windows, window tokens, C), image by image
+    token_mask: Tensor | None  # (B·windows, window tokens) bool, False on padding; None without padding
 
 
 def to_windows(x: Tensor, plan: WindowPlan, padding: Padding | None = None) -> Windows:
@@ -125,15 +125,15 @@ def to_windows(x: Tensor, plan: WindowPlan, padding: Padding | None = None) -> W
 
 
 def keys_to_attend(token_mask: Tensor) -> Tensor:
-    """The mask (B, N) for a softmax over keys. Where no token is present it has all: the softmax of nothing is NaN."""
+    """The mask (B, N) for a softmax over keys. A row without tokens gets all, because the softmax of nothing is NaN."""
     return token_mask | ~token_mask.any(1, keepdim=True)
 
 
 def window_regions(plan: WindowPlan, device: torch.device, sizes: Tensor | None = None) -> Tensor:
-    """Which part of the unshifted map each token of a shifted window comes from → (windows, window tokens) integers.
+    """The part of the unshifted map that each token of a shifted window comes from → (windows, window tokens) integers
 
-    A cyclic shift brings opposite borders into one window; three bands an axis tell them apart. With `sizes` (B, 2) of
-    a padded batch, each image has its own → (B·windows, window tokens).
+    A cyclic shift brings opposite borders into one window. Three bands on each axis tell them apart. With the `sizes`
+    (B, 2) of a padded batch each image has its own regions → (B·windows, window tokens).
     """
     bands = []
     for axis, (count, window, shift) in enumerate(zip(plan.counts, plan.window, plan.shift, strict=True)):

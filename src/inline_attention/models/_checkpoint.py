@@ -1,32 +1,45 @@
-"""Finds the weights in a file, whatever wrote it: safetensors, torch.save of today or of before PyTorch 1.6."""
+"""Reads weights files: safetensors, and both formats of torch.save. Nothing in a file is executed."""
 
+import io
 import os
+import pickle
+import pickletools
+import re
+import warnings
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from timm.models import clean_state_dict
 from torch import Tensor
+from torch.serialization import MAGIC_NUMBER, safe_globals
 
-from ._base import StateDict
-from ._unpickle import ZIP_SIGNATURE, RefusedFile, TensorRecord, TorchFile
+from .base import StateDict
 
 PathLike = str | os.PathLike[str]
 
 # Where checkpoints keep their weights, in order of preference.
 _EMA_KEYS = ("state_dict_ema", "model_ema")
 _RAW_KEYS = ("model", "state_dict")
-_INFO_KEYS = ("config", "epoch", "max_accuracy")
+_INFO_KEYS = ("config", "args", "epoch", "max_accuracy")
+
+
+class WeightsError(ValueError):
+    """A weights file that cannot be used. The message is one line that names the file and the reason."""
 
 
 @dataclass
 class Checkpoint:
     """Weights, whether they are averaged (EMA) ones, and what the file says about them.
 
-    `info` is the metadata of a safetensors file, or of a training checkpoint its configuration, epoch and accuracy.
+    `info` is the metadata of a safetensors file. For a training checkpoint it holds the configuration, epoch and
+    accuracy.
     """
 
     state_dict: StateDict
@@ -35,12 +48,13 @@ class Checkpoint:
 
 
 def read_checkpoint(path: PathLike, *, ema: bool | None = None) -> StateDict:
-    """The weights in a file, on the CPU, under the names that the file gives them.
+    """Returns the weights in a file, on the CPU, under the names that the file gives them.
 
-    The kind of file is told by its content. "module." and "_orig_mod.", which wrappers put before names, are removed.
+    The content decides how a file is read, not its name. Prefixes of wrappers ("module.", "_orig_mod.") are removed.
+    Tensors are mapped from the file where its format allows that, so that memory is used for what is read.
 
     Args:
-        ema: None takes averaged (EMA) weights where there are some, True demands them, False takes the others.
+        ema: None takes averaged (EMA) weights if there are any, True requires them, False takes the others.
     """
     return open_checkpoint(path, ema=ema).state_dict
 
@@ -54,95 +68,93 @@ def open_checkpoint(path: PathLike, *, ema: bool | None = None) -> Checkpoint:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no iterator
                 info = file.metadata() or {}
             return Checkpoint(*select_weights(tensors, ema=ema), info)
-        with TorchFile(path) as file:
-            records, is_ema = select_weights(file.content, ema=ema)
-            state_dict = {name: file.tensor(record) for name, record in records.items()}
-            info = {key: file.content[key] for key in _INFO_KEYS if key in file.content}
-            return Checkpoint(state_dict, is_ema, info)
-
-
-def check_checkpoint(path: PathLike) -> None:
-    """Raises what `read_checkpoint` would, but reads no more than the index of the file."""
-    path = Path(path).expanduser()
-    with errors_name(path):
-        if _is_safetensors(path):
-            with _open_safetensors(path) as file:
-                if not file.keys():
-                    raise ValueError("holds no tensors")
-        else:
-            with TorchFile(path) as file:
-                select_weights(file.content, ema=None)
+        content = _load_torch_file(path)
+        state_dict, is_ema = select_weights(content, ema=ema)
+        for name, tensor in state_dict.items():
+            # A view may repeat the elements of its storage. Copied, it would take more memory than the file has.
+            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise WeightsError(f"is damaged: the tensor {name} is larger than its data")
+        return Checkpoint(state_dict, is_ema, {key: content[key] for key in _INFO_KEYS if key in content})
 
 
 def read_metadata(path: PathLike) -> dict[str, str]:
-    """The metadata of a safetensors file; empty where it has none."""
+    """Returns the metadata of a safetensors file; empty if it has none."""
     path = Path(path).expanduser()
     with errors_name(path):
         if not _is_safetensors(path):
-            raise ValueError("is a torch.save file; only safetensors files have metadata")
+            raise WeightsError("is a torch.save file; only safetensors files have metadata")
         with _open_safetensors(path) as file:
             return file.metadata() or {}
 
 
-def select_weights(content: Any, *, ema: bool | None) -> tuple[dict[str, Any], bool]:
-    """The mapping from names to tensors (or records of them) inside what a file holds, and whether it is EMA's."""
+def select_weights(content: Any, *, ema: bool | None) -> tuple[StateDict, bool]:
+    """Finds the mapping from names to tensors inside what a file holds, and says whether it is an average (EMA)."""
     if not isinstance(content, Mapping):
-        raise ValueError(f"holds an object of type {type(content).__name__}, not a mapping from names to tensors")
+        raise WeightsError(f"holds an object of type {type(content).__name__}, not a mapping from names to tensors")
     averaged = next((content[key] for key in _EMA_KEYS if isinstance(content.get(key), Mapping)), None)
     raw = next((content[key] for key in _RAW_KEYS if isinstance(content.get(key), Mapping)), None)
     if ema and averaged is None:
-        raise ValueError(f"holds no EMA weights ({' or '.join(_EMA_KEYS)}), and ema=True asks for them")
+        raise WeightsError(f"holds no EMA weights ({' or '.join(_EMA_KEYS)}), and ema=True asks for them")
     if ema is False and raw is None and averaged is not None:
-        raise ValueError("holds EMA weights alone, and ema=False asks for others")
+        raise WeightsError("holds only EMA weights, and ema=False asks for others")
     is_ema = averaged is not None and ema is not False
     chosen = averaged if is_ema else content if raw is None else raw
     assert chosen is not None
 
-    others = [name for name, value in chosen.items() if not isinstance(value, Tensor | TensorRecord)]
+    others = [name for name, value in chosen.items() if not isinstance(value, Tensor)]
     if len(others) == len(chosen):
-        raise ValueError(f"holds no tensors{_listed(others)}")
+        raise WeightsError(f"holds no tensors{_listed(others)}")
     if others:
-        raise ValueError(f"holds more than tensors where weights should be{_listed(others)}")
+        raise WeightsError(f"holds more than tensors where weights should be{_listed(others)}")
+    if unnamed := [name for name in chosen if not isinstance(name, str)]:
+        raise WeightsError(f"holds tensors whose names are not strings{_listed(unnamed)}")
     # A compiled model may be inside DistributedDataParallel or around it: the prefixes come in both orders.
     return clean_state_dict(clean_state_dict(dict(chosen))), is_ema
 
 
 def _listed(keys: list[Any]) -> str:
-    shown = ", ".join(str(key)[:40] for key in keys[:8])
+    shown = ", ".join(one_line(key)[:40] for key in keys[:8])
     return f" (entries: {shown}{', …' if len(keys) > 8 else ''})" if keys else ""
+
+
+def one_line(text: object) -> str:
+    """Text of a file for a message: without line breaks and control characters."""
+    return "".join(c if c.isprintable() else "�" for c in " ".join(str(text).split()))
 
 
 @contextmanager
 def errors_name(subject: object) -> Iterator[None]:
-    """Turns the predicate that a ValueError holds ("is empty") into a sentence about the subject."""
+    """Turns the predicate of a ValueError ("is empty") into a WeightsError about the subject."""
     try:
         yield
     except ValueError as error:
-        raise (RefusedFile if isinstance(error, RefusedFile) else ValueError)(f"{subject} {error}") from error
+        raise WeightsError(f"{subject} {one_line(error)}") from error
 
 
 def _is_safetensors(path: Path) -> bool:
-    """True for safetensors, False for torch.save; ValueError says what any other file is."""
+    """True for safetensors, False for torch.save. Any other file is an error that says what it is."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if path.is_dir():
-        raise ValueError("is a folder, not a file of weights")
+        raise WeightsError("is a folder, not a file of weights")
+    if not path.is_file():
+        raise WeightsError("is not a regular file")
     with path.open("rb") as file:
         head = file.read(512)
     if not head:
-        raise ValueError("is empty")
+        raise WeightsError("is empty")
     # A safetensors file is the length of a JSON header, that header, the data.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000:
         return True
-    if head.startswith((ZIP_SIGNATURE, b"\x80")):  # a zip archive, a pickle
+    if head.startswith((_ZIP_SIGNATURE, b"\x80")):  # a zip archive, a pickle
         return False
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
-        raise ValueError("is not weights: a web page was saved instead")
+        raise WeightsError("is not weights: a web page was saved instead")
     if head.startswith(b"version https://git-lfs"):
-        raise ValueError("is not weights but a Git LFS pointer to them: run `git lfs pull`")
+        raise WeightsError("is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
     if head[257:262] == b"ustar":
-        raise ValueError("is a tar archive, the format of PyTorch before 0.1.10: load it with PyTorch and save it anew")
-    raise ValueError("is neither a safetensors file nor one that torch.save wrote")
+        raise WeightsError("is a tar archive, the format before PyTorch 0.1.10: load it with PyTorch and save it anew")
+    raise WeightsError("is neither a safetensors file nor one that torch.save wrote")
 
 
 @contextmanager
@@ -150,5 +162,155 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except SafetensorError as error:
-        raise ValueError(f"is damaged or truncated: {error}") from error
+    except (SafetensorError, RuntimeError, OverflowError) as error:
+        raise WeightsError(f"is damaged or truncated: {error}") from error
+
+
+# Files of torch.save. `torch.load(weights_only=True)` reads them; before it does, `_check_pickle` looks at what they
+# ask for.
+
+_ZIP_SIGNATURE = b"PK\x03\x04"
+# Configurations of training scripts: the official code saves yacs', timm's script argparse's. An OrderedDict takes
+# their place, so neither package is imported and no attribute of theirs is set.
+_STAND_INS = ("yacs.config.CfgNode", "argparse.Namespace")
+_MAPPINGS = ("collections.OrderedDict", *_STAND_INS)
+_FUNCTIONS = (
+    "collections.OrderedDict",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+    "torch.Size",
+    "builtins.set",
+    "__builtin__.set",
+)
+_OTHER_NAMES = re.compile(
+    r"torch\.([A-Z][A-Za-z0-9]*Storage|storage\.UntypedStorage|(u?int|float|complex|bfloat|bool)[a-z0-9_]*)"
+)
+_MAX_TUPLE_DEPTH = 100
+
+
+def _load_torch_file(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings(), safe_globals([(OrderedDict, name) for name in _STAND_INS]):
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            with path.open("rb") as file:
+                is_zip = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
+            if is_zip:
+                _check_zip(path)
+                if path.suffix == ".safetensors":  # newer releases of torch would read it as what its name says
+                    return torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
+                # Mapped, storages lie inside the file whatever the pickle says, and only what is used is read.
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            # Not the open file: asked for more bytes than it has, it would allocate them before it looks.
+            content = io.BytesIO(path.read_bytes())
+            _check_legacy(content)
+            content.seek(0)
+            return torch.load(content, map_location="cpu", weights_only=True)
+    except (WeightsError, PermissionError):
+        raise
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+        raise WeightsError(f"{_REFUSED}: {reason.strip().splitlines()[0][:200]}") from error
+    except Exception as error:  # a damaged file can make torch, zipfile and pickletools raise nearly anything
+        raise WeightsError(f"is damaged or truncated: {str(error)[:200] or type(error).__name__}") from error
+
+
+_REFUSED = "is refused, and nothing in it was executed"
+
+
+def _refuse(reason: str) -> WeightsError:
+    return WeightsError(
+        f"{_REFUSED}: it contains {reason} (only tensors, plain containers and the configurations of "
+        f"{' and '.join(name.partition('.')[0] for name in _STAND_INS)} are read)"
+    )
+
+
+def _check_zip(path: Path) -> None:
+    """The archive is <name>/data.pkl and the storages <name>/data/<key>, all stored uncompressed."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        names = {entry.filename for entry in entries}
+        if len(names) < len(entries):
+            raise _refuse("two zip entries of one name")
+        pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise _refuse("no data.pkl: it is a zip archive, but torch.save did not write it")
+        if pickles[0].replace("data.pkl", "constants.pkl") in names:
+            raise _refuse("TorchScript, which is a program (save the model's state dict instead)")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise _refuse("compressed zip entries, which torch.save does not write")
+        _check_pickle(io.BytesIO(archive.read(pickles[0])))
+
+
+def _check_legacy(file: io.BytesIO) -> None:
+    """The format before PyTorch 1.6: magic number, version, system, the object, storage keys; then the storages."""
+    if MAGIC_NUMBER not in [argument for _, argument, _ in pickletools.genops(file)]:
+        raise _refuse("a plain pickle, which torch.save did not write")
+    for _ in range(4):
+        _check_pickle(file)
+
+
+class _Item(NamedTuple):
+    """What the check knows of an object that a pickle would build."""
+
+    name: str = ""  # of a class or function
+    is_mapping: bool = False
+    depth: int = 0  # of nested tuples
+
+
+_MARK = _Item("(")
+
+
+def _check_pickle(file: io.BytesIO) -> None:
+    """Refuses a pickle that asks for more than weights, before torch.load runs it.
+
+    torch's own list of allowed names is longer: it has bytearray and the storage classes, which allocate whatever size
+    a file gives. Before 2.10 torch also let a pickle set items of objects that are not mappings. Deeply nested tuples
+    overflow the stack when they are hashed.
+    """
+    stack: list[_Item] = []
+    memo: dict[int, _Item] = {}
+    texts: list[str] = []  # the last two strings
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(file):
+        name = opcode.name
+        if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if argument is None else argument] = stack[-1]
+            continue
+        if name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+            continue
+        if name == "MARK":
+            stack.append(_MARK)
+            continue
+        before = opcode.stack_before
+        items: list[_Item] = []
+        if pickletools.stackslice in before:
+            while (item := stack.pop()) is not _MARK:
+                items.append(item)
+            before = before[: before.index(pickletools.markobject)]
+        operands = [stack.pop() for _ in before][::-1]
+        target = operands[0] if operands else _Item()
+        result = _Item()
+        if name == "GLOBAL":
+            result = _Item(argument.replace(" ", ".", 1))
+            if result.name not in (*_MAPPINGS, *_FUNCTIONS) and not _OTHER_NAMES.fullmatch(result.name):
+                raise _refuse(f"the name {one_line(result.name)[:200]}")
+        elif name == "STACK_GLOBAL":  # of protocol 4, which torch.save does not use by itself
+            raise _refuse(f"the name {one_line('.'.join(texts[-2:]))[:200]} in pickle protocol 4")
+        elif isinstance(argument, str):
+            texts = [*texts[-1:], argument]
+        elif name in ("REDUCE", "NEWOBJ"):
+            if target.name not in (_FUNCTIONS if name == "REDUCE" else _MAPPINGS):
+                raise _refuse(f"a call of {target.name or 'an object'}")
+            result = _Item(is_mapping=target.name in _MAPPINGS)
+        elif name in ("BUILD", "SETITEM", "SETITEMS"):
+            if not target.is_mapping:
+                raise _refuse(f"the pickle instruction {name} for an object that is not a mapping")
+            result = target
+        elif name == "EMPTY_DICT":
+            result = _Item(is_mapping=True)
+        elif name.startswith("TUPLE"):
+            result = _Item(depth=1 + max((item.depth for item in (*operands, *items)), default=0))
+            if result.depth > _MAX_TUPLE_DEPTH:
+                raise _refuse(f"more than {_MAX_TUPLE_DEPTH} tuples inside each other")
+        stack.extend(result for _ in opcode.stack_after)

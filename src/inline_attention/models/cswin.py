@@ -7,6 +7,7 @@ arXiv 2107.00652.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,24 +18,28 @@ from inline_attention.layers import Block, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     masked_mean,
     parse_attention,
     softmax_feature_map,
-    unstack,
 )
 from inline_attention.layers.embed import pad_image
+from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
+from inline_attention.layers.written_out import WrittenOut
+from inline_attention.ops import Grid
+from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import zero_absent
 
 from . import registry
-from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .published import PUBLISHED, Published, share_link
 
 
 class StripeAttention(SoftmaxAttention):
-    """Softmax attention in stripes: half of the heads in vertical ones, half in horizontal ones; or over the whole map.
+    """Softmax attention in stripes, vertical ones for half of the heads and horizontal ones for the other half.
 
     Each branch adds a depthwise convolution of v, computed inside its stripes, as a positional term.
 
@@ -64,8 +69,7 @@ class StripeAttention(SoftmaxAttention):
         if self.stripe is not None:
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
         q, k, v = unstack(projections)
-        if token_mask is not None:
-            v = v.masked_fill(~token_mask[:, :, None, None], 0)  # the positional convolution reads beyond the border
+        v = zero_absent(v, token_mask)  # the positional convolution reads beyond the border
         branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
         out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]
         return torch.cat(out, dim=2)
@@ -91,10 +95,28 @@ class StripeAttention(SoftmaxAttention):
         rows = (x.tokens.unflatten(2, heads) for x in stripes)
         mask = None if present is None else keys_to_attend(present)[:, None, None, :]
         out = self.softmax_rows(*rows, mask=mask).flatten(2)
-        # Padding was added behind the projection, so it is zero here, as beyond a border.
+        # The padding was added after the projection, so v is zero there, as beyond a border.
         v_map = stripes[2].tokens.unflatten(1, plan.window).permute(0, 3, 1, 2)
         out = out + position(v_map).permute(0, 2, 3, 1).flatten(1, 2)
         return plan.merge(out, batch=q.shape[0]).flatten(1, 2).unflatten(2, heads)
+
+    def write_out(self, x: Tensor, grid: Grid, **options: Any) -> WrittenOut:
+        found = super().write_out(x, grid, **options)
+        place = torch.arange(grid[0] * grid[1], device=x.device)
+        stripes = torch.zeros_like(place)[None]  # (branches, N): which stripe a token is in
+        if self.stripe is not None:
+            stripes = torch.stack([place % grid[1] // self.stripe, place // grid[1] // self.stripe])
+        by_head = stripes.repeat_interleave(self.num_heads // len(stripes), 0)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            together = by_head[None, heads, rows, None] == by_head[None, heads, None, :]
+            return found.matrix(rows, samples, heads, together if mask is None else together & mask)
+
+        convolutions = [conv for conv in self.positions if isinstance(conv, nn.Conv2d)]
+        weight = torch.cat([conv.weight for conv in convolutions])[:, 0][None]
+        bias = torch.cat([conv.bias for conv in convolutions if conv.bias is not None])
+        local = (*found.local, LocalTerm(weight, bias, regions=stripes))
+        return replace(found, matrix=matrix, local=local, stripes=self.stripe is not None)
 
 
 class MappedStripeAttention(StripeAttention):
@@ -104,9 +126,9 @@ class MappedStripeAttention(StripeAttention):
 
 
 class CSwinBlock(Block):
-    """A block whose local kernels are made from its input, before the norm."""
+    """A block whose local weight is made from the block's input, before the norm."""
 
-    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         token_mask = None if padding is None else padding.token_mask
         return self.attn(self.norm1(x), grid, token_mean=masked_mean(x, token_mask), token_mask=token_mask)
 
@@ -147,16 +169,17 @@ class CSwin(PyramidModel):
         depths: blocks, by stage.
         num_heads: heads, by stage.
         mlp_ratio: hidden channels of every block's MLP, as a multiple of its channels.
-        stripes: by stage, the width of softmax attention's stripes. The last stage, and a stage whose map at img_size
-            is no larger than its stripe, attends over everything in one branch instead.
-        attention: what each stage attends with; see `parse_attention`.
-        feature_map: φ of InLine and linear attention; None for each one's default.
-        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
+        stripes: by stage, the width of softmax attention's stripes. The last stage attends over the whole map in one
+            branch, and so does a stage whose map at img_size is not larger than its stripe.
+        attention: the attention of each stage; see `parse_attention`.
+        feature_map: φ of InLine and linear attention; None for the default of each.
+        local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
+        drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
     """
 
+    checkpoint_names = r"stage1\.0\.|stages\.1\.downsample\.conv\."
     norm_eps = 1e-5
 
     def __init__(
@@ -215,8 +238,18 @@ class CSwin(PyramidModel):
     def no_weight_decay(self) -> set[str]:
         return set()
 
+    def minimum_size(self) -> int:
+        """A map with more than one stripe on each side is cut and padded; a smaller one is a single stripe."""
+        sides = [
+            module.stripe * 4 * 2**i + 1
+            for i, stage in enumerate(self.stages)
+            for module in stage.modules()
+            if isinstance(module, StripeAttention) and module.stripe is not None
+        ]
+        return max([super().minimum_size(), *sides])
+
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Fits what an attention has learned of positions; stripes keep the widths they were built with."""
+        """Resizes learned positions. Stripes keep the widths that the model was built with."""
         self.img_size = to_pair(img_size)
         for i, stage in enumerate(self.stages):
             assert isinstance(stage, Stage)
@@ -245,7 +278,20 @@ class CSwin(PyramidModel):
         return out
 
 
+PUBLISHED.update(
+    {
+        "inline_cswin_tiny": Published(83.2, share_link("49fa2ecc543647c4b970")),
+        "inline_cswin_small": Published(83.8, share_link("59f4e65f776f4052b93c")),
+        "inline_cswin_base": Published(84.5, share_link("91e17121df284ae38521")),
+        "inline_cswin_base_384": Published(85.7),
+        "softmax_cswin_tiny": Published(82.7),
+        "softmax_cswin_small": Published(83.6),
+        "softmax_cswin_base": Published(84.2),
+    }
+)
+
 default_cfgs = registry.default_cfgs(
+    CSwin,
     *(f"{kind}_cswin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_cswin_base_384",
     first_conv="patch_embed.conv",

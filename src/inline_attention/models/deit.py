@@ -4,7 +4,7 @@ InLine attention: "Bridging the Divide: Reconsidering Softmax and Linear Attenti
 DeiT: "Training data-efficient image transformers & distillation through attention", ICML 2021, arXiv 2012.12877.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,10 +16,11 @@ from inline_attention.layers import Block, PatchEmbed
 from inline_attention.layers.attention import AttentionSpec, build_attention, parse_attention
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import own_tokens, resize_map_for_each, sizes_on_map
+from inline_attention.ops import Grid
 
 from . import registry
-from ._base import (
-    Grid,
+from .base import (
+    Part,
     StateDict,
     VisionModel,
     adapt_attention,
@@ -28,6 +29,7 @@ from ._base import (
     to_pair,
     unflatten_positions,
 )
+from .published import PUBLISHED, Published, share_link
 from .shipped import SHIPPED
 
 
@@ -44,14 +46,16 @@ class DeiT(VisionModel):
         depth: blocks.
         num_heads: heads.
         mlp_ratio: hidden channels of every block's MLP, as a multiple of embed_dim.
-        attention: what the blocks attend with; see `parse_attention`. The model is one stage.
-        feature_map: φ of InLine and linear attention; None for each one's default.
-        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
+        attention: the attention of the blocks; see `parse_attention`. The model is one stage.
+        feature_map: φ of InLine and linear attention; None for the default of each.
+        local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
+        drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
     """
 
+    checkpoint_names = r"cls_token|blocks\.0\."
+    layers_name = "blocks"
     num_prefix_tokens = 1
     norm_eps = 1e-6
 
@@ -120,7 +124,7 @@ class DeiT(VisionModel):
         )
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Resizes position embeddings for good; other sizes run without it, resized at every call."""
+        """Resizes the position embeddings once. Without this call they are resized at every other size."""
         self.img_size = to_pair(img_size)
         grid = ceil_grid(self.img_size, self.patch_size)
         with torch.no_grad():
@@ -135,7 +139,7 @@ class DeiT(VisionModel):
         return torch.cat([prefix, resize_map(rest.unflatten(1, old), new, mode="bicubic").flatten(1, 2)], dim=1)
 
     def _own_pos_embed(self, sizes: Tensor, grid: Grid) -> Tensor:
-        """Of padded images (B, 1 + H·W, C): each has its own size"""
+        """Position embeddings of padded images (B, 1 + H·W, C), each at the size of its image"""
         prefix, rest = self.pos_embed.split([self.num_prefix_tokens, self.grid[0] * self.grid[1]], dim=1)
         own = resize_map_for_each(rest.unflatten(1, self.grid), sizes, grid, mode="bicubic").flatten(1, 2)
         return torch.cat([prefix.expand(len(sizes), -1, -1), own], dim=1)
@@ -148,6 +152,23 @@ class DeiT(VisionModel):
         if sizes is not None:
             return x + self._own_pos_embed(sizes_on_map(sizes, self.patch_size), grid), grid
         return x + self._resized_pos_embed(self.pos_embed, self.grid, grid), grid
+
+    def parts(self) -> Iterator[Part]:
+        grid: Grid = (0, 0)
+
+        def embed(x: Tensor) -> Tensor:
+            nonlocal grid
+            x, grid = self.embed(x)
+            return x
+
+        def run_blocks(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.run_block(block, x, grid)
+            return x
+
+        yield "stem", [self.patch_embed, self.cls_token, self.pos_embed], embed
+        yield "blocks", [self.blocks], run_blocks
+        yield "head", [self.norm, self.head], lambda x: self.forward_head(self.norm(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) → normed tokens (B, 1 + H·W / patch², C)"""
@@ -167,7 +188,7 @@ class DeiT(VisionModel):
         intermediates_only: bool = False,
         sizes: Tensor | None = None,
     ) -> Any:
-        """Features behind chosen blocks (all, the last n, or the given indices), and the final ones unless told not to.
+        """Returns the features after chosen blocks (all, the last n, or by index) and, by default, the final ones.
 
         With `return_prefix_tokens` each is a pair (map, prefix tokens). `sizes` (B, 2) are the true heights and widths
         of images that were padded at the bottom and right: each then gets the features that it would get alone. What
@@ -193,18 +214,6 @@ class DeiT(VisionModel):
             features = [(y, z[:, : self.num_prefix_tokens]) for y, z in zip(features, taken, strict=True)]
         return features if intermediates_only else (self.norm(x), features)
 
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drops the blocks behind the last one wanted, and the norm and head where told to."""
-        take, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
-
     def pool(self, x: Tensor) -> Tensor:
         if self.global_pool == "token":
             return x[:, 0]
@@ -228,14 +237,28 @@ class DeiT(VisionModel):
         return out
 
 
-default_cfgs = registry.default_cfgs("inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base")
-default_cfgs |= registry.default_cfgs("inline_deit_small", input_size=288)
-default_cfgs |= registry.default_cfgs("inline_deit_base", input_size=448)
+PUBLISHED.update(
+    {
+        "inline_deit_tiny": Published(74.5, share_link("1d6b8191ad6d4114b291")),
+        "inline_deit_small": Published(80.2, share_link("2f3898b07e9247f3beb3")),
+        "inline_deit_base": Published(82.3, share_link("10bdd726d4b0435eb34e")),
+        "softmax_deit_tiny": Published(72.2),
+        "softmax_deit_small": Published(79.8),
+        "softmax_deit_base": Published(81.8),
+    }
+)
 
-# The small models whose weights come with the package; what they are is said here alone. Their MLP ratios make up for
-# the parameters of the local residual.
+default_cfgs = registry.default_cfgs(
+    DeiT, "inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base"
+)
+default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_small", input_size=288)
+default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_base", input_size=448)
+
+# The small models whose weights come with the package. Their MLP ratios differ so that all have the same number of
+# parameters with and without the local residual.
 STUDY: dict[str, Any] = dict(img_size=64, num_classes=100, patch_size=4, embed_dim=160, depth=7, num_heads=5)
 default_cfgs |= registry.default_cfgs(
+    DeiT,
     *SHIPPED,
     tag="tiny_imagenet_100c",
     input_size=STUDY["img_size"],
@@ -289,7 +312,7 @@ def softmax_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
 
 
 def _study(variant: str, pretrained: bool, kwargs: dict[str, Any], *, attention: str, mlp_ratio: float) -> DeiT:
-    # Image size and class count are in the configuration, where timm's own ways of setting them find them.
+    # Image size and class count are part of the configuration, from which timm passes them on.
     architecture = {key: value for key, value in STUDY.items() if key not in ("img_size", "num_classes")}
     return _deit(variant, pretrained, kwargs, **architecture, attention=attention, mlp_ratio=mlp_ratio)
 

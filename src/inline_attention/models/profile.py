@@ -1,7 +1,6 @@
-"""What a model costs: parameters, multiply-accumulates and activation memory by stage, counted without computing."""
+"""The cost of a model by stage: parameters, multiply-accumulates and activation memory, counted from shapes."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from inline_attention.layers import Attention
-from inline_attention.layers.local import TAPS
+from inline_attention.ops import Grid
+from inline_attention.ops.local import TAPS
 
-from ._base import Grid, PyramidModel, VisionModel
-from .deit import DeiT
+from .base import VisionModel
 
 
 class StageCost(NamedTuple):
@@ -31,10 +30,13 @@ class StageCost(NamedTuple):
 def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCost]:
     """The cost of each stage for one image.
 
-    The model must be on the meta device (build it under `torch.device("meta")`): shapes alone are run. MACs are half of
-    what `torch.utils.flop_counter` counts, matrix products and convolutions, plus nine per channel and position for the
-    3×3 local residual, which is elementwise and so unseen by that counter. Norms, softmax and activations count
-    nothing. Activation memory is what autograd keeps of plain PyTorch, parameters apart, without checkpointing. Softmax
+    The model must be on the meta device (build it under `torch.device("meta")`), where only shapes are computed.
+
+    MACs are half of what `torch.utils.flop_counter` counts for matrix products and convolutions. The 3×3 local residual
+    is elementwise, which that counter does not see; nine MACs per channel and position are added for it. Norms, softmax
+    and activations are not counted.
+
+    Activation memory is what autograd keeps for the backward pass without checkpointing, parameters excluded. Softmax
     attention keeps no N×N weights, because PyTorch's scaled_dot_product_attention does not on any device.
     """
     if next(model.parameters()).device.type != "meta":
@@ -42,7 +44,7 @@ def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCo
     height, width = img_size or model.img_size
     x = torch.empty(1, model.in_chans, height, width, device="meta")
     costs = []
-    for name, modules, run in _parts(model):
+    for name, modules, run in model.parts():
         with _counted(model) as counts:
             x = run(x)
         parameters = {p for m in modules for p in ([m] if isinstance(m, nn.Parameter) else m.parameters())}
@@ -60,7 +62,7 @@ def count_macs(model: VisionModel, *, img_size: Grid | None = None) -> int:
 
 
 def count_module_macs(module: nn.Module, *inputs: Any) -> int:
-    """Multiply-accumulates of one call of any module that holds models of this library, counted as in `profile`.
+    """Multiply-accumulates of one call of a module that contains models of this library, counted as in `profile`.
 
     Module and inputs must be on the meta device.
     """
@@ -69,42 +71,16 @@ def count_module_macs(module: nn.Module, *inputs: Any) -> int:
     return counts.macs
 
 
-Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
-
-
-def _parts(model: VisionModel) -> Iterator[Part]:
-    """A model as steps, each with the modules that it runs."""
-    if isinstance(model, PyramidModel):
-        yield "stem", [model.patch_embed], model.patch_embed
-        for i, stage in enumerate(model.stages):
-            yield f"stage {i + 1}", [stage], functools.partial(model.forward_stage, i)
-    else:
-        assert isinstance(model, DeiT)
-        grid: Grid = (0, 0)
-
-        def embed(x: Tensor) -> Tensor:
-            nonlocal grid
-            x, grid = model.embed(x)
-            return x
-
-        def blocks(x: Tensor) -> Tensor:
-            for block in model.blocks:
-                x = model.run_block(block, x, grid)
-            return x
-
-        yield "stem", [model.patch_embed, model.cls_token, model.pos_embed], embed
-        yield "blocks", [model.blocks], blocks
-    yield "head", [model.norm, model.head], lambda x: model.forward_head(model.norm(x))
-
-
 class _FusedSoftmax(TorchFunctionMode):
-    """Softmax attention as devices run it: on the meta device PyTorch takes it apart and keeps the N×N weights."""
+    """Runs softmax attention as devices do. On the meta device PyTorch decomposes it and would keep the N×N weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        options = {key: kwargs[key] for key in ("attn_mask", "scale") if key in kwargs}
+        options = {key: kwargs[key] for key in ("attn_mask", "scale") if kwargs.get(key) is not None}
+        if "attn_mask" in options:  # Swin's is learned, and this operator has no gradient of it
+            options["attn_mask"] = options["attn_mask"].detach()
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], **options)[0]
 
 
@@ -122,7 +98,7 @@ def _counted(model: nn.Module) -> Iterator[_Counts]:
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in own:
-            kept[storage._cdata] = storage  # held, so that no later storage takes its place
+            kept[storage._cdata] = storage  # keeps it alive, so that no later storage gets its address
         return x
 
     def count_local(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

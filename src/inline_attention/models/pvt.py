@@ -7,6 +7,7 @@ arXiv 2102.12122.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
@@ -25,9 +25,11 @@ from inline_attention.layers.attention import (
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import resize_map_for_each
+from inline_attention.layers.written_out import WrittenOut
+from inline_attention.ops import Grid
 
 from . import registry
-from ._base import (
+from .base import (
     PyramidModel,
     Stage,
     StateDict,
@@ -37,12 +39,13 @@ from ._base import (
     to_pair,
     unflatten_positions,
 )
+from .published import PUBLISHED, Published, share_link
 
 
 class ReducedSoftmaxAttention(SoftmaxAttention):
     """Softmax attention whose keys and values come from a map reduced by a strided convolution.
 
-    A border that is no whole stride is dropped, as a strided convolution does.
+    Rows and columns that do not fill a whole stride are dropped, as in any strided convolution.
     """
 
     def __init__(self, dim: int, num_heads: int, *, reduction: int, **kwargs: Any) -> None:
@@ -53,13 +56,6 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
         if reduction > 1:
             self.sr = nn.Conv2d(dim, dim, reduction, stride=reduction)
             self.norm = nn.LayerNorm(dim, eps=1e-5)
-
-    def forward(
-        self, x: Tensor, grid: Grid, *, token_mean: Tensor | None = None, token_mask: Tensor | None = None
-    ) -> Tensor:
-        if token_mask is not None:
-            x = x.masked_fill(~token_mask[:, :, None], 0)
-        return super().forward(x, grid, token_mean=token_mean, token_mask=token_mask)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         heads = (self.num_heads, self.head_dim)
@@ -73,15 +69,21 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
             x = self.norm(self.sr(x.unflatten(1, grid).permute(0, 3, 1, 2)).flatten(2).mT)
         return q, self.kv(x).unflatten(-1, (2, *heads))
 
-    def attend_globally(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         if token_mask is None or self.reduction == 1:
-            return super().attend_globally(q, k, v, grid=grid, token_mask=token_mask)
-        # A border that is no whole stride is dropped: a key is there where the last token of its patch is. An image
-        # smaller than one patch has the first key, completed with zeros.
+            return super().global_attention(q, k, v, grid=grid, token_mask=token_mask)
+        # The convolution drops an incomplete patch at the border, so a key belongs to the image if the last token of
+        # its patch does. An image smaller than one patch keeps the first key, which is completed with zeros.
         last = self.reduction - 1
         keys = token_mask.unflatten(1, grid)[:, last :: self.reduction, last :: self.reduction].flatten(1)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)
         return self.softmax_rows(q, k, v, mask=keys[:, None, None, :])
+
+    def write_out(self, x: Tensor, grid: Grid, **options: Any) -> WrittenOut:
+        found = super().write_out(x, grid, **options)
+        if self.reduction == 1:
+            return found
+        return replace(found, key_grid=(grid[0] // self.reduction, grid[1] // self.reduction))
 
 
 class MappedReducedSoftmaxAttention(ReducedSoftmaxAttention):
@@ -91,7 +93,7 @@ class MappedReducedSoftmaxAttention(ReducedSoftmaxAttention):
 
 
 class PatchDownsample(nn.Module):
-    """Patches of the map of the stage before: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), C')"""
+    """Embeds patches of the previous stage's map: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), C')"""
 
     def __init__(self, in_dim: int, dim: int) -> None:
         super().__init__()
@@ -128,15 +130,16 @@ class PVT(PyramidModel):
         depths: blocks, by stage.
         num_heads: heads, by stage.
         mlp_ratios: hidden channels of the MLPs, as multiples of the stage's channels.
-        reductions: by stage, how far softmax attention reduces the map of its keys. The other attentions take it whole.
-        attention: what each stage attends with; see `parse_attention`.
-        feature_map: φ of InLine and linear attention; None for each one's default.
-        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
+        reductions: by stage, the stride with which softmax attention reduces its keys. Other attentions use all keys.
+        attention: the attention of each stage; see `parse_attention`.
+        feature_map: φ of InLine and linear attention; None for the default of each.
+        local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
+        drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
     """
 
+    checkpoint_names = r"block1\.0\.|stages\.0\.pos_embed"
     norm_eps = 1e-6
 
     def __init__(
@@ -194,8 +197,18 @@ class PVT(PyramidModel):
     def no_weight_decay(self) -> set[str]:
         return set()
 
+    def minimum_size(self) -> int:
+        """Softmax attention with reduced keys needs a map with at least one key."""
+        reduced = [
+            module.reduction * 4 * 2**i
+            for i, stage in enumerate(self.stages)
+            for module in stage.modules()
+            if isinstance(module, ReducedSoftmaxAttention)
+        ]
+        return max([super().minimum_size(), *reduced])
+
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Resizes the position embeddings for good; other sizes run without it, resized at every call."""
+        """Resizes the position embeddings once. Without this call they are resized at every other size."""
         self.img_size = to_pair(img_size)
         for i, stage in enumerate(self.stages):
             assert isinstance(stage, PVTStage)
@@ -229,8 +242,21 @@ class PVT(PyramidModel):
         return out
 
 
+PUBLISHED.update(
+    {
+        "inline_pvt_tiny": Published(78.2, share_link("90ac52b1555b401eb5e6")),
+        "inline_pvt_small": Published(82.0, share_link("1ab953b2479d433080a3")),
+        "inline_pvt_medium": Published(83.2, share_link("a72aec31e6084bc0a280")),
+        "inline_pvt_large": Published(83.6, share_link("efd91318ba964f01b288")),
+        "softmax_pvt_tiny": Published(75.1),
+        "softmax_pvt_small": Published(79.8),
+        "softmax_pvt_medium": Published(81.2),
+        "softmax_pvt_large": Published(81.7),
+    }
+)
+
 default_cfgs = registry.default_cfgs(
-    *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
+    PVT, *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
 )
 
 _SOFTMAX = dict(attention="softmax", num_heads=(1, 2, 5, 8))

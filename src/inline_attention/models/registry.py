@@ -1,4 +1,4 @@
-"""How a model is built: timm's builder and registry, with the published weights behind our own reader."""
+"""How a model is built: timm's builder and registry, with published weights read by our own loader."""
 
 import difflib
 import fnmatch
@@ -12,17 +12,23 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models._builder import resolve_pretrained_cfg
 from torch import nn
 
-from ._base import VisionModel
+from ._checkpoint import read_checkpoint
+from ._download import local_path
+from .base import VisionModel
 from .published import PUBLISHED
 from .shipped import SHIPPED, shipped_weights
 
 ModelT = TypeVar("ModelT", bound=VisionModel)
 
+_FAMILIES: dict[str, type[VisionModel]] = {}  # of every registered name
+
 
 def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_embed.proj", **kwargs: Any) -> dict:
     """timm's description of a model: input, preprocessing as published, where its weights are."""
+    file = shipped_weights(name)
     return {
         "url": PUBLISHED[name].url if name in PUBLISHED else "",
+        "file": None if file is None else str(file),
         "num_classes": 1000,
         "input_size": (3, input_size, input_size),
         "fixed_input_size": True,  # the builder passes it on as img_size; every model runs at other sizes all the same
@@ -41,18 +47,33 @@ def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_em
     }
 
 
-def default_cfgs(*names: str, tag: str = "in1k", **kwargs: Any) -> Any:
-    """timm's table of configurations for models at 224, or at the size their name ends in; `tag` names the data."""
+def default_cfgs(family: type[VisionModel], *names: str, tag: str = "in1k", **kwargs: Any) -> Any:
+    """Registers the names of a family, and returns timm's table of their configurations.
+
+    Models take images of 224 pixels, or of the size that their name ends in. `tag` names the training data.
+    """
+    _FAMILIES.update(dict.fromkeys(names, family))
     sizes = {name: int(name[-3:]) if name[-3:].isdecimal() else 224 for name in names}
     return generate_default_cfgs({f"{n}.{tag}": default_cfg(n, **{"input_size": sizes[n], **kwargs}) for n in names})
+
+
+def find_family(name: str) -> type[VisionModel] | None:
+    """The class of one of this library's models; None for any other name."""
+    return _FAMILIES.get(name)
+
+
+def families() -> list[type[VisionModel]]:
+    """All families, in the order in which they were registered."""
+    return list(dict.fromkeys(_FAMILIES.values()))
 
 
 def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any, **kwargs: Any) -> ModelT:
     """A model of a registered variant, as timm's `create_model` asks for it.
 
-    The published weights are pickles behind links without a file name, and some weights are files of the package: both
-    are read by `weights` and handed to timm's builder, which adapts class count and input channels as its users expect.
-    Its own sources (`hf-hub:`, `local-dir:`, a file or state dict in the configuration) stay its own.
+    Published weights are pickles behind links without a file name. They are downloaded and read here, and handed to
+    timm's builder, which adapts class count and input channels as its users expect. Weights in the package are the
+    `file` of timm's configuration. All other sources of timm (`hf-hub:`, `local-dir:`, a file or state dict in the
+    configuration) work as everywhere in timm.
     """
 
     def create(**options: Any) -> ModelT:
@@ -61,19 +82,13 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
         model.config = options
         return model
 
-    overlay = kwargs.pop("pretrained_cfg_overlay", None) or {}
+    overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
-    own_source = not (cfg.source or cfg.hf_hub_id or cfg.file or cfg.state_dict)
-    if pretrained and own_source:
-        from .weights import download, read_checkpoint
-
-        file = download(str(cfg.url), filename=f"{variant}.pth") if cfg.url else shipped_weights(variant)
-        if file is None:
-            raise ValueError(
-                f"there are no weights of {variant} to be had: build it with pretrained=False, "
-                "and load a file of your own with load_weights"
-            )
-        overlay = {**overlay, "state_dict": read_checkpoint(file)}
+    if pretrained and not (cfg.source or cfg.hf_hub_id or cfg.state_dict or overlay.get("file")):
+        if cfg.url:
+            overlay["state_dict"] = read_checkpoint(local_path(str(cfg.url)))
+        elif isinstance(kwargs.get("pretrained_cfg"), str | None):  # else the user's own configuration says
+            overlay["file"] = _shipped_file(variant)
     model: Any = build_model_with_cfg(
         create,
         variant,
@@ -83,9 +98,21 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )
-    # The state dict has done its work; as part of the configuration it would be kept, and saved, with the model.
-    model.pretrained_cfg.pop("state_dict", None)
+    # The configuration would keep a second copy of the weights, and save it with the model.
+    for module in model.modules():
+        if isinstance(found := getattr(module, "pretrained_cfg", None), dict):
+            found.pop("state_dict", None)
     return model
+
+
+def _shipped_file(name: str) -> str:
+    file = shipped_weights(name)
+    if file is None:
+        raise ValueError(
+            f"there are no weights of {name} to load: build it with pretrained=False, "
+            "and load a file of your own with load_weights"
+        )
+    return str(file)
 
 
 def check_arguments(build: Callable[..., object], names: Iterable[str]) -> None:
@@ -98,9 +125,14 @@ def check_arguments(build: Callable[..., object], names: Iterable[str]) -> None:
 
 def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """A registered model by name: timm's `create_model`, with the nearest names where there is none such."""
+    check_name(name)
+    return timm.create_model(name, pretrained=pretrained, **kwargs)
+
+
+def check_name(name: str) -> None:
+    """ValueError for a name that timm does not know, with the nearest ones."""
     if ":" not in name and not timm.is_model(name):
         raise ValueError(f"there is no model {name!r}; {_suggestion(name)}")
-    return timm.create_model(name, pretrained=pretrained, **kwargs)
 
 
 def _suggestion(name: str) -> str:
@@ -109,13 +141,15 @@ def _suggestion(name: str) -> str:
 
 
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
-    """Names of this library's models: the published ones in the order of the paper's tables, then `SHIPPED`.
+    """Names of this library's models: InLine models, then their baselines, then the small ones of the package.
 
     Args:
         pattern: which, with the wildcards of a shell: "inline_swin*".
         pretrained: only those with weights, to be downloaded or in the package.
     """
-    names = [name for name in (*PUBLISHED, *SHIPPED) if fnmatch.fnmatch(name, pattern)]
+    published = sorted(PUBLISHED, key=lambda name: not name.startswith("inline_"))
+    known = dict.fromkeys((*published, *SHIPPED, *_FAMILIES))
+    names = [name for name in known if name in _FAMILIES and fnmatch.fnmatch(name, pattern)]
     return [name for name in names if has_weights(name)] if pretrained else names
 
 

@@ -6,6 +6,7 @@ Swin: "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows",
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,10 @@ from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.attention import (
     Attention,
     AttentionSpec,
-    Grid,
     MappedSoftmaxAttention,
     build_attention,
     parse_attention,
     softmax_feature_map,
-    unstack,
 )
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import Padding
@@ -33,20 +32,25 @@ from inline_attention.layers.windows import (
     to_windows,
     window_regions,
 )
+from inline_attention.layers.written_out import WrittenOut, samples_of
+from inline_attention.ops import Grid
+from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
 from . import registry
-from ._base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .published import PUBLISHED, Published, share_link
 
-# What is added to the score of tokens that a cyclic shift brought into one window.
+# Added to the score of two tokens that only a cyclic shift has brought into one window.
 OTHER_REGION = -100.0
+PUBLISHED_WINDOW = 7  # the side of softmax attention's windows
 
 
 class WindowSoftmaxAttention(SoftmaxAttention):
     """Softmax attention inside windows, with a learned bias for every relative position.
 
     Args:
-        window: the largest window; the table has a row for every offset inside it. Smaller windows use its middle.
+        window: the largest window. The table has a row for every offset in it; smaller windows use its middle rows.
     """
 
     def __init__(self, dim: int, num_heads: int, *, window: Grid, **kwargs: Any) -> None:
@@ -80,13 +84,28 @@ class WindowSoftmaxAttention(SoftmaxAttention):
     ) -> Tensor:
         """Windows x (B·windows, N, C); regions (B·windows, N): different ones do not attend to each other."""
         q, k, v = unstack(self.project(zero_absent(x, token_mask), grid))
-        mask = self.position_bias(grid)[None]  # (1, heads, N, N)
-        if regions is not None:
-            mask = mask + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
+        mask = self.score_bias(grid, regions)
         if token_mask is not None:
             mask = mask.masked_fill(~keys_to_attend(token_mask)[:, None, None, :], -torch.inf)
         out = self.softmax_rows(q, k, v, mask=mask.to(q.dtype))
         return self.proj_drop(self.proj(out.flatten(2)))
+
+    def score_bias(self, window: Grid, regions: Tensor | None) -> Tensor:
+        """What is added to the scores of each pair of tokens → (B·windows or 1, heads, N, N)"""
+        bias = self.position_bias(window)[None]
+        if regions is None:
+            return bias
+        return bias + OTHER_REGION * (regions[:, None, :, None] != regions[:, None, None, :])
+
+    def write_out(self, x: Tensor, grid: Grid, *, regions: Tensor | None = None, **options: Any) -> WrittenOut:
+        found = super().write_out(x, grid, **options)
+        bias = self.score_bias(grid, regions)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            q, k = (y[samples, :, heads] for y in (found.q, found.k))
+            return self.weights(q, k, rows=rows, mask=mask, bias=samples_of(bias, samples)[:, heads, rows])
+
+        return replace(found, matrix=matrix)
 
 
 class MappedWindowSoftmaxAttention(WindowSoftmaxAttention):
@@ -96,12 +115,12 @@ class MappedWindowSoftmaxAttention(WindowSoftmaxAttention):
 
 
 def offsets(window: Grid) -> int:
-    """Different offsets between two tokens of a window."""
+    """The number of different offsets between two tokens of a window."""
     return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
 def resize_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
-    """A bias table (offsets, heads) of one window at another."""
+    """Resizes a bias table (offsets, heads) from one window to another."""
     (oh, ow), (nh, nw) = old, new
     grid = table.unflatten(0, (2 * oh - 1, 2 * ow - 1))[None]
     return resize_map(grid, (2 * nh - 1, 2 * nw - 1), mode="bicubic")[0].flatten(0, 1)
@@ -120,12 +139,15 @@ class SwinBlock(Block):
         self.window = window
         self.shifted = shifted
 
-    def attend(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        plan = WindowPlan.fit(grid, self.window, shifted=self.shifted)
+    def window_plan(self, grid: Grid) -> WindowPlan:
+        return WindowPlan.fit(grid, self.window, shifted=self.shifted)
+
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        plan = self.window_plan(grid)
         windows = to_windows(self.norm1(x).unflatten(1, grid), plan, padding)
         sizes = None if padding is None else padding.sizes
         options = {}
-        # Linear attentions share one state a window and cannot keep regions apart; the published models do not either.
+        # Linear attention sums over a whole window and cannot keep regions apart. The published models do not either.
         if plan.shift != (0, 0) and isinstance(self.attn, WindowSoftmaxAttention):
             regions = window_regions(plan, x.device, sizes)
             options["regions"] = regions if sizes is not None else regions.repeat(x.shape[0], 1)
@@ -134,7 +156,7 @@ class SwinBlock(Block):
 
 
 class PatchMerging(nn.Module):
-    """Four neighbours side by side, normed and reduced: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), 2C)"""
+    """Concatenates four neighbours, norms and projects: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), 2C)"""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -144,7 +166,7 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = (ceil_div(size, 2) for size in x.shape[1:3])
         x = pad_to_multiple(x, (2, 2)).reshape(x.shape[0], rows, 2, columns, 2, x.shape[3])
-        # The checkpoints' order: columns vary slowest.
+        # The order of the official checkpoints: the column offset varies slowest.
         return self.reduction(self.norm(x.permute(0, 1, 3, 4, 2, 5).flatten(3)))
 
 
@@ -160,16 +182,17 @@ class Swin(PyramidModel):
         depths: blocks, by stage.
         num_heads: heads, by stage.
         mlp_ratio: hidden channels of every block's MLP, as a multiple of its channels.
-        attention: what each stage attends with; see `parse_attention`.
-        feature_map: φ of InLine and linear attention; None for each one's default.
-        local_residual: the 3×3 residual of InLine and linear attention; None for each one's default.
-        window_size: of all attentions but softmax; None for the whole map, at any size.
-        softmax_window_size: of softmax attention. Default: max(7, window_size // 8), 7 where window_size is None.
+        attention: the attention of each stage; see `parse_attention`.
+        feature_map: φ of InLine and linear attention; None for the default of each.
+        local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
+        window_size: the window of all attentions but softmax; None for the whole map at every input size.
+        softmax_window_size: the window of softmax attention. Default: max(7, window_size // 8), or 7 without one.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from the first one's 0.
+        drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
     """
 
+    checkpoint_names = r"layers\.0\.blocks\.0\.|stages\.1\.downsample\.reduction\."
     norm_eps = 1e-5
 
     def __init__(
@@ -203,12 +226,18 @@ class Swin(PyramidModel):
         if softmax_window_size is not None:
             self.softmax_window = to_pair(softmax_window_size, name="softmax_window_size")
         else:
-            side = max(7, min(window) // 8) if window else 7
+            side = max(PUBLISHED_WINDOW, min(window) // 8) if window else PUBLISHED_WINDOW
             self.softmax_window = (side, side)
 
         norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
         self.patch_embed = PatchEmbed(4, in_chans, embed_dim, norm=norm)
         self.attention = parse_attention(attention, depths)
+        is_all_softmax = all(softmax_feature_map(name, feature_map) for stage in self.attention for name in stage)
+        if is_all_softmax and window and softmax_window_size is None and min(window) // 8 < PUBLISHED_WINDOW:
+            raise ValueError(
+                f"window_size={window_size} has no effect, because every block attends with softmax; "
+                f"set softmax_window_size={window_size} instead"
+            )
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(dims):
@@ -242,19 +271,29 @@ class Swin(PyramidModel):
         self.init_weights()
 
     def _clipped_softmax_window(self, stage: int) -> Grid:
-        """A window is no larger than the map of the input size the model is built for."""
+        """The softmax window, clipped to the map at the model's input size."""
         rows, columns = ceil_grid(self.img_size, 4 * 2**stage)
         return min(self.softmax_window[0], rows), min(self.softmax_window[1], columns)
 
     def _attended_grid(self, stage: int, window: Grid | None) -> Grid:
-        """Of one window at the input size the model is built for."""
+        """The size of one window at the model's input size."""
         return WindowPlan.fit(ceil_grid(self.img_size, 4 * 2**stage), window, shifted=False).window
 
     def no_weight_decay(self) -> set[str]:
         return {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}
 
+    def minimum_size(self) -> int:
+        """A map with more than one window on each side is cut and padded; a smaller one is a single window."""
+        sides = [
+            max(block.window) * 4 * 2**i + 1
+            for i, stage in enumerate(self.stages)
+            for block in stage.modules()
+            if isinstance(block, SwinBlock) and block.window is not None
+        ]
+        return max([super().minimum_size(), *sides])
+
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Fits softmax windows, their tables and learned positions for good; other sizes run without it, too."""
+        """Fits softmax windows, bias tables and learned positions to another size. All sizes run without it, too."""
         self.img_size = to_pair(img_size)
         for i, stage in enumerate(self.stages):
             assert isinstance(stage, Stage)
@@ -286,7 +325,7 @@ class Swin(PyramidModel):
 
 
 def square_window(name: str, table: Tensor) -> Grid:
-    """The window of a table (offsets, heads): published windows are square."""
+    """The window of a bias table (offsets, heads). Published windows are square."""
     for side in range(1, 129):
         if offsets((side, side)) == table.shape[0]:
             return side, side
@@ -296,7 +335,20 @@ def square_window(name: str, table: Tensor) -> Grid:
     )
 
 
+PUBLISHED.update(
+    {
+        "inline_swin_tiny": Published(82.4, share_link("32810869fcc34410966b")),
+        "inline_swin_small": Published(83.6, share_link("e9657fd247c04c7cb1a1")),
+        "inline_swin_base": Published(84.1, share_link("bf23564bb64c420aafe1")),
+        "inline_swin_base_384": Published(),
+        "softmax_swin_tiny": Published(81.3),
+        "softmax_swin_small": Published(83.0),
+        "softmax_swin_base": Published(83.5),
+    }
+)
+
 default_cfgs = registry.default_cfgs(
+    Swin,
     *(f"{kind}_swin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_swin_base_384",
 )

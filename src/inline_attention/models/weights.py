@@ -1,57 +1,77 @@
 """Weights in and out of models: official checkpoints, safetensors, downloads.
 
-Files are read without executing anything in them and checked against the model as a whole before the first value
-is loaded; they are written under a temporary name first, so that no half file is left.
+A file is read without executing anything in it. It is checked against the model as a whole before the first value is
+loaded. Files are written under a temporary name first, so that no half file is left.
 """
 
-import hashlib
-import inspect
 import json
 import os
 import re
-import urllib.request
-from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any
-from urllib.parse import urlsplit
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import save_file
-from timm.models import adapt_input_conv
+from timm.models import adapt_input_conv, get_pretrained_cfg
 from timm.utils import unwrap_model
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from inline_attention._version import __version__
 
-from ._base import Grid, StateDict, VisionModel, to_pair
+from . import schema
 from ._checkpoint import (
     Checkpoint,
+    WeightsError,
     errors_name,
+    one_line,
     open_checkpoint,
     read_checkpoint,
     read_metadata,
     select_weights,
 )
-from ._download import atomic_path, download
-from .cswin import CSwin
-from .deit import DeiT
-from .published import PUBLISHED
-from .pvt import PVT
-from .registry import create_model, list_models
-from .swin import Swin
+from ._download import atomic_path, download, local_path
+from .base import Grid, StateDict, VisionModel, to_pair
+from .registry import check_name, create_model, families, find_family, list_models
 
-__all__ = ["download", "load_model", "load_weights", "read_checkpoint", "read_metadata", "save_weights"]
+__all__ = [
+    "WeightsError",
+    "download",
+    "load_model",
+    "load_weights",
+    "read_checkpoint",
+    "read_metadata",
+    "save_weights",
+]
 
-# A name that only one family has, under official or own names.
-_FAMILY_NAMES = {
-    "DeiT": r"cls_token|blocks\.0\.",
-    "PVT": r"block1\.0\.|stages\.0\.pos_embed",
-    "Swin": r"layers\.0\.blocks\.0\.|stages\.1\.downsample\.reduction\.",
-    "CSwin": r"stage1\.0\.|stages\.1\.downsample\.conv\.",
-}
 HEAD_NAMES = ("head.weight", "head.bias")
 _MAX_LISTED = 8
+_MISFITS = (ValueError, IndexError, RuntimeError)  # what adapting weights of another model may raise
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def load_model(source: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """Returns the model of a weights file, with its weights.
+
+    A file that `save_weights` or `inline train` wrote says which model it is for. An official checkpoint is recognised
+    by its names and shapes. For any other file build the model and pass it.
+
+    Args:
+        source: a weights file, or the http(s) URL of one.
+        model: a model to load the weights into. It must have exactly the file's tensors; models of this library also
+            take official names and other input sizes, see `load_weights`.
+    """
+    path = local_path(source)
+    checkpoint = open_checkpoint(path)
+    if model is None:
+        return restore(checkpoint, origin=str(path))
+    load_checkpoint(model, checkpoint, origin=str(path))
+    return model
 
 
 def load_weights(
@@ -61,62 +81,127 @@ def load_weights(
     ema: bool | None = None,
     reset_head: bool = False,
 ) -> nn.Module:
-    """Loads weights into a model of this library and returns it. An error leaves the model as it was.
+    """Loads weights into a model and returns it. An error leaves the model as it was.
 
-    Position embeddings and bias tables are resized to the model's, and the first convolution is adapted to its
-    number of input channels (timm's `adapt_input_conv`). Whatever else does not fit is an error.
+    For models of this library, position embeddings and bias tables are resized to the model's, and the first
+    convolution is adapted to its number of input channels (timm's `adapt_input_conv`). Any other difference is an
+    error.
 
     Args:
         source: a safetensors file, an official checkpoint, an http(s) or file URL of either, or a mapping from
             official or own names to tensors.
-        ema: None takes averaged (EMA) weights where there are some, True demands them, False takes the others.
-        reset_head: leave the head as the model has it, whatever the source has. Without it, another class count is
-            an error.
+        ema: None takes averaged (EMA) weights if there are any, True requires them, False takes the others.
+        reset_head: keep the model's head, whatever the source has. Without it, another class count is an error.
     """
     checkpoint, origin = _open_source(source, ema=ema)
     load_checkpoint(model, checkpoint, origin=origin, reset_head=reset_head)
     return model
 
 
-def load_model(source: str | os.PathLike[str]) -> nn.Module:
-    """Builds the model that a file (or URL) of `save_weights` describes, and loads its weights."""
-    path = local_path(source)
-    checkpoint = open_checkpoint(path)
-    with errors_name(path):
-        model = build_as_saved(checkpoint)
-    load_checkpoint(model, checkpoint, origin=str(path))
+def restore(
+    checkpoint: Checkpoint, *, origin: str, name: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Builds the model of an open checkpoint and loads it. Every command that opens weights comes through here.
+
+    Args:
+        origin: what errors call the checkpoint.
+        name: the model, if the user named it; it may be one of timm. None: the checkpoint says, or its shapes do.
+        arguments: of the model, given by the user; they replace the checkpoint's.
+    """
+    if name is not None:
+        check_name(name)
+        base, _, _ = name.partition(".")
+        name = base if find_family(base) else name  # without timm's tag of the weights
+    with errors_name(origin):
+        said = schema.read_description(checkpoint.info)
+        if said is not None and said.task != schema.CLASSIFICATION:
+            raise WeightsError(f"holds a model for {one_line(said.task)}, not a classifier")
+        if said is not None and name not in (None, said.architecture):
+            raise WeightsError(f"holds weights of {one_line(said.architecture)}, not of {name}")
+        if said is None:
+            name = name or identify(checkpoint, filename=Path(origin).name)
+            options = _fitting_options(name, checkpoint)
+        elif name is not None and find_family(name) is None:  # a model of timm, which the user named
+            schema.check_foreign_arguments(said.arguments)
+            options = dict(said.arguments)
+        else:
+            name, options = said.architecture, dict(said.arguments)
+            schema.check_model(name, options)
+    changes = dict(said.changes) if said else {}
+    for key, value in (arguments or {}).items():
+        options[key] = value
+        if key in changes:
+            changes[key] = value
+
+    def build() -> nn.Module:
+        model = create_model(name, **options)
+        if changes:
+            assert isinstance(model, VisionModel)
+            schema.check_arguments(VisionModel.apply_changes, changes)
+            model.apply_changes(**changes)
+        return model
+
+    model = build_fitting(build, checkpoint, origin=origin)
+    load_checkpoint(model, checkpoint, origin=origin)
     return model
 
 
-def build_as_saved(checkpoint: Checkpoint) -> nn.Module:
-    """A new model of the configuration in the metadata."""
-    config = saved_config(checkpoint)
-    if config is None:
-        raise ValueError("does not say how to build its model: build it with create_model, then call load_weights")
-    # A file is not trusted: of all that timm can be asked for, it may name our models and arguments of theirs alone.
-    arguments = {name for cls in (CSwin, DeiT, PVT, Swin) for name in inspect.signature(cls).parameters}
-    name = checkpoint.info["architecture"]
-    if name not in list_models() or not arguments.issuperset(config):
-        raise ValueError(f"asks for a model that is not known here: {name} with {', '.join(sorted(config))}")
-    return create_model(name, **config)
+def build_fitting(build: Callable[[], ModuleT], checkpoint: Checkpoint, *, origin: str) -> ModuleT:
+    """Builds a model as a checkpoint describes it. Its parameters have no values yet.
+
+    It is built on the meta device and compared with the checkpoint there, so that a file cannot ask for more memory
+    than its own weights take.
+    """
+    with torch.device("meta"), _limited_parameters():
+        try:
+            model = build()
+        except Exception as error:  # a constructor may raise anything for arguments that nobody would write
+            raise WeightsError(f"{origin} asks for a model that cannot be built: {one_line(error)}") from error
+    on_meta = {name: tensor.to("meta") for name, tensor in checkpoint.state_dict.items()}
+    state_dict = fit(model, Checkpoint(on_meta, checkpoint.is_ema, checkpoint.info), origin=origin)
+    if all(name in state_dict for name, _ in model.named_buffers()):
+        return model.to_empty(device="cpu")
+    return build()  # for the buffers that a constructor computes and no file holds
+
+
+@contextmanager
+def _limited_parameters(limit: int = 5_000) -> Iterator[None]:
+    """Stops a constructor in this thread that makes more parameters: ten million blocks take hours, even on meta."""
+    thread, count = threading.get_ident(), 0
+
+    def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        if threading.get_ident() == thread:
+            count += 1
+            if count > limit:
+                raise WeightsError(f"it has more than {limit} parameters")
+
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: bool = False) -> None:
     """`load_weights` of an open checkpoint; errors call it by its origin."""
     target = unwrap_model(model)
-    if not isinstance(target, VisionModel):
-        raise ValueError(f"weights are loaded into a model of inline_attention, not into a {type(target).__name__}")
-    own = target.state_dict()
-    if any(tensor.is_meta for tensor in own.values()):
+    if any(tensor.is_meta for tensor in target.state_dict().values()):
         raise ValueError("the model is on the meta device, which holds no values: build it on the CPU or a GPU")
+    target.load_state_dict(fit(target, checkpoint, origin=origin, reset_head=reset_head))
 
-    state_dict = checkpoint.state_dict
-    family, source_family = find_family(own), find_family(state_dict)
-    if source_family in (None, family):
+
+def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: bool = False) -> StateDict:
+    """The weights as the model takes them; WeightsError if they do not fit. Works on the meta device, too."""
+    own, state_dict = target.state_dict(), checkpoint.state_dict
+    family = source_family = None
+    if isinstance(target, VisionModel):
+        family, source_family = type(target).__name__, family_of_weights(state_dict)
+    if isinstance(target, VisionModel) and source_family in (None, family):
         try:
             state_dict = target.adapt_state_dict(state_dict, img_size=source_size(checkpoint))
-        except (ValueError, IndexError, RuntimeError) as error:  # also of shapes that nothing can be made of
-            raise ValueError(f"{origin} does not fit the model: {error}") from error
+        except _MISFITS as error:  # also for shapes that nothing can be made of
+            raise WeightsError(f"{origin} does not fit the model: {one_line(error)}") from error
         if reset_head:
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in HEAD_NAMES}
             state_dict.update({name: own[name] for name in HEAD_NAMES if name in own})
@@ -124,7 +209,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Checkpoint, *, origin: str, re
             _check_class_count(own, state_dict)
         _adapt_input_channels(own, state_dict, name=first_conv_name(target))
     _check_fit(own, state_dict, origin=origin, family=family, source_family=source_family)
-    target.load_state_dict(state_dict)
+    return state_dict
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> Path:
@@ -133,11 +218,11 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
     `load_model` builds the model again from such a file; `read_metadata` shows what it says.
     """
     target = unwrap_model(model)
-    entries = {"format": "pt", "library": f"inline_attention {__version__}"}
+    entries = {"format": "pt", schema.LIBRARY: f"inline_attention {__version__}"}
     if isinstance(target, VisionModel) and hasattr(target, "config"):  # built by create_model, which can do it again
-        now = {"img_size": target.img_size, "num_classes": target.num_classes, "global_pool": target.global_pool}
-        entries["architecture"] = architecture(target)
-        entries["config"] = json.dumps({**target.config, **now})
+        entries[schema.ARCHITECTURE] = architecture(target)
+        entries[schema.ARGUMENTS] = json.dumps(target.config)
+        entries[schema.CHANGES] = json.dumps(target.changes())
     for key, value in (metadata or {}).items():
         if key in entries or not isinstance(value, str):
             raise ValueError(f"metadata {key!r}: {value!r}; expected a string, under none of the keys {list(entries)}")
@@ -175,35 +260,17 @@ def _open_source(source: Source, *, ema: bool | None) -> tuple[Checkpoint, str]:
     return open_checkpoint(path, ema=ema), str(path)
 
 
-def local_path(source: str | os.PathLike[str]) -> Path:
-    """Where a path or URL is on this machine; what an http(s) URL names is downloaded."""
-    text = os.fspath(source)
-    url = urlsplit(text)
-    if url.scheme in ("http", "https"):
-        return download(text, filename=_cache_name(text))
-    return Path(urllib.request.url2pathname(url.path) if url.scheme == "file" else text).expanduser()
-
-
-def _cache_name(url: str) -> str:
-    """The file's name in the cache; a digest of the address keeps apart the many files called model.safetensors."""
-    for name, facts in PUBLISHED.items():
-        if url == facts.url:
-            return f"{name}.pth"
-    file = PurePosixPath(urlsplit(url).path)
-    return f"{file.stem or 'weights'}-{hashlib.sha256(url.encode()).hexdigest()[:16]}{file.suffix}"
-
-
 def architecture(model: VisionModel) -> str:
     """The name that the model is registered under."""
     cfg: Any = model.pretrained_cfg  # timm's builder sets it
     return cfg["architecture"]
 
 
-def find_family(names: Iterable[str]) -> str | None:
-    """The family that weights with these names, official or own, belong to; None where that is not clear."""
+def family_of_weights(names: Iterable[str]) -> str | None:
+    """The family that weights with these names, official or own, belong to; None if that is not clear."""
     names = list(names)
-    found = [family for family, pattern in _FAMILY_NAMES.items() if any(re.match(pattern, name) for name in names)]
-    return found[0] if len(found) == 1 else None
+    found = [cls for cls in families() if any(re.match(cls.checkpoint_names, name) for name in names)]
+    return found[0].__name__ if len(found) == 1 else None
 
 
 def first_conv_name(model: nn.Module) -> str:
@@ -211,26 +278,118 @@ def first_conv_name(model: nn.Module) -> str:
     return next(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
 
 
-def saved_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The arguments of create_model in a file of `save_weights`; None for any other file."""
-    info = checkpoint.info
-    if not str(info.get("library", "")).startswith("inline_attention") or "architecture" not in info:
-        return None
-    config = json.loads(info["config"])
-    if not isinstance(config, dict):
-        raise ValueError(f"holds a configuration that is no mapping: {info['config']}")
-    return config
-
-
 def source_size(checkpoint: Checkpoint) -> Grid | None:
-    """The image size that weights were made at, where the file says so: our metadata or the official configuration."""
-    saved, official = saved_config(checkpoint), checkpoint.info.get("config")
+    """The image size that weights were made at, if the file says so: our metadata or a training configuration."""
+    said = schema.read_description(checkpoint.info)
+    official = checkpoint.info.get("config")
+    args = _training_arguments(checkpoint)
     size: Any = None
-    if saved is not None:
-        size = saved.get("img_size")
-    elif isinstance(official, Mapping) and isinstance(official.get("DATA"), Mapping):
-        size = official["DATA"].get("IMG_SIZE")
-    return None if size is None else to_pair(size)
+    try:
+        if said is not None:
+            size = said.changes.get("img_size", said.arguments.get("img_size"))
+        elif isinstance(official, Mapping):
+            size = official.get("DATA", {}).get("IMG_SIZE")
+        elif args.get("img_size") is not None:
+            size = args["img_size"]
+        elif args.get("input_size") is not None:
+            size = args["input_size"][1:]  # (channels, height, width)
+        return None if size is None else to_pair(size)
+    except (TypeError, AttributeError) as error:
+        raise WeightsError(f"has no usable image size in its configuration: {one_line(size)}") from error
+
+
+def _training_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The command line of timm's training script, which its checkpoints hold."""
+    args = checkpoint.info.get("args")
+    return vars(args) if hasattr(args, "__dict__") else {}
+
+
+# Which model a checkpoint without our metadata is of: found by names and shapes.
+
+
+def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
+    """The one registered model that the weights fit without resizing anything; ValueError if there is none such.
+
+    Models that differ only in their input size are told apart by the size in the file's configuration or name.
+    """
+    family = family_of_weights(checkpoint.state_dict)
+    fitting = [name for name in list_models() if _is_of(name, family) and _fits(name, checkpoint)]
+    if (trained := _training_arguments(checkpoint).get("model")) in fitting:
+        return trained
+    if len(fitting) > 1:
+        size = source_size(checkpoint)
+        sides = {size[0]} if size else {int(number) for number in re.findall(r"\d+", filename)}
+        fitting = [name for name in fitting if _input_side(name) in sides] or fitting
+    if len(fitting) != 1:
+        found = " and ".join(fitting) if fitting else "none of the registered models"
+        raise WeightsError(f"does not say which model it is for, and its weights fit {found}: name the model")
+    return fitting[0]
+
+
+def _is_of(name: str, family: str | None) -> bool:
+    cls = find_family(name)
+    return cls is not None and cls.__name__ == family
+
+
+def _input_side(name: str) -> int:
+    cfg = get_pretrained_cfg(name)
+    assert cfg is not None
+    return cfg.input_size[1]
+
+
+def _adapted_shapes(name: str, checkpoint: Checkpoint) -> tuple[VisionModel, StateDict]:
+    """The model without a head, and the weights as it would take them, both on the meta device."""
+    size = source_size(checkpoint)
+    options: dict[str, Any] = {"img_size": size} if size else {}
+    with torch.device("meta"):
+        model = create_model(name, num_classes=0, **options)
+    assert isinstance(model, VisionModel)
+    on_meta = {key: tensor.to("meta") for key, tensor in checkpoint.state_dict.items()}
+    return model, model.adapt_state_dict(on_meta, img_size=size)
+
+
+def _fits(name: str, checkpoint: Checkpoint) -> bool:
+    try:
+        model, theirs = _adapted_shapes(name, checkpoint)
+    except _MISFITS:
+        return False
+    resized = num_elements(theirs) != num_elements(kept_weights(checkpoint))
+    return not resized and _shapes(theirs, model) == _shapes(model.state_dict(), model)
+
+
+def _shapes(state_dict: StateDict, model: VisionModel) -> dict[str, torch.Size]:
+    """Shapes that tell models apart: not the head's, not the number of input channels."""
+    shapes = {name: tensor.shape for name, tensor in state_dict.items() if name not in HEAD_NAMES}
+    conv = first_conv_name(model)
+    if conv in shapes:
+        shapes[conv] = shapes[conv][:1] + shapes[conv][2:]
+    return shapes
+
+
+def _fitting_options(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Arguments that make a model of this library as large as the weights: class count, input channels and size."""
+    if find_family(name) is None:
+        return {}
+    try:
+        model, theirs = _adapted_shapes(name, checkpoint)
+    except _MISFITS:
+        return {}  # the load will fail, and say why
+    head, conv = theirs.get(HEAD_NAMES[0]), theirs.get(first_conv_name(model))
+    return {
+        "num_classes": 0 if head is None else head.shape[0],
+        "in_chans": model.in_chans if conv is None else conv.shape[1],
+        "img_size": model.img_size,
+    }
+
+
+def kept_weights(checkpoint: Checkpoint) -> StateDict:
+    """The weights without what the models compute themselves."""
+    computed = ("relative_position_index", "attn_mask")
+    return {name: tensor for name, tensor in checkpoint.state_dict.items() if not name.endswith(computed)}
+
+
+def num_elements(state_dict: StateDict) -> int:
+    return sum(tensor.numel() for tensor in state_dict.values())
 
 
 def _adapt_input_channels(own: StateDict, state_dict: StateDict, *, name: str) -> None:
@@ -269,7 +428,7 @@ def _check_fit(
     if problems:
         hint = f"it looks like the weights of a {source_family} model, and this is a {family}; "
         other_family = source_family is not None and source_family != family
-        raise ValueError(f"{origin} does not fit the model: {hint if other_family else ''}{'; '.join(problems)}")
+        raise WeightsError(f"{origin} does not fit the model: {hint if other_family else ''}{'; '.join(problems)}")
 
 
 def _kind(tensor: Tensor) -> str:

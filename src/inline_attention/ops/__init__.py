@@ -8,7 +8,7 @@ from .attention import (
     linear_attention,
     local_residual,
 )
-from .backends import Backend
+from .backends import Backend, get_backend, set_backend, use_backend
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .local import Grid
 from .local_weight import make_local_weight
@@ -19,10 +19,13 @@ __all__ = [
     "FeatureMap",
     "Grid",
     "attention_matrix",
+    "get_backend",
     "inline_attention",
     "inline_attention_packed",
     "inline_attention_projected",
     "linear_attention",
     "local_residual",
     "make_local_weight",
+    "set_backend",
+    "use_backend",
 ]

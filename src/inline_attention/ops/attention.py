@@ -17,6 +17,7 @@ from . import backends, reference
 from .backends import Backend, fused
 from .feature_maps import get_feature_map
 from .local import TAPS, Grid, local_sum
+from .projections import unstack
 from .reference import LINEAR_EPS, zero_absent
 from .tracing import is_exporting
 
@@ -28,14 +29,18 @@ def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def _check_rows(name: str, x: Tensor, *, layout: str) -> None:
+    if x.ndim != layout.count(",") + 1:
+        raise ValueError(f"{name} has shape {_shape(x)}; expected {layout}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} is {x.dtype}; expected a floating-point tensor")
+
+
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
-    tensors = {"q": q, "k": k} | ({} if v is None else {"v": v})
-    ndim = layout.count(",") + 1
-    for name, x in tensors.items():
-        if x.ndim != ndim:
-            raise ValueError(f"{name} has shape {_shape(x)}; expected {layout}")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype}; expected a floating-point tensor")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is None:
+            continue
+        _check_rows(name, x, layout=layout)
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; "
@@ -48,9 +53,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
             f"q has (heads, d) = {_shape(q)[-2:]} but k has {_shape(k)[-2:]}; they must be equal. Rows are {layout}: "
             "use x.transpose(1, 2) for tensors in the order (B, heads, N, d) of scaled_dot_product_attention"
         )
-    if ndim == 4 and q.shape[0] != k.shape[0]:
+    if k.ndim == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q is a batch of {q.shape[0]} but k of {k.shape[0]}; they must be equal")
-    if k.shape[ndim - 3] == 0:
+    if k.shape[-3] == 0:
         raise ValueError(f"k has shape {_shape(k)}: no token to attend to")
     if k.shape[-1] == 0:
         raise ValueError(f"k has shape {_shape(k)}: heads of no channels; expected {layout} with d of 1 or more")
@@ -76,11 +81,11 @@ def _warn_of_order() -> None:
 
 def _check_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(f"{name} is on {x.device} but q, k and v are on {device}; move it there")
+        raise ValueError(f"{name} is on {x.device} but the tokens are on {device}; move it there")
 
 
-def _check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
-    """A mask over the tokens of x (B, N, heads, d)"""
+def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
+    """Raises if a mask is not one over the tokens of x (B, N, …)."""
     if mask is None:
         return
     _check_device(name, mask, x.device)
@@ -180,8 +185,9 @@ def inline_attention(
             the local residual. Default: all are present.
         query_mask: (B, Nq) bool, True for a query that is present. The output of an absent query is zero. Default: all
             are present. In self-attention, where queries and keys are the same tokens, pass the token mask here too.
-        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", the kernels where they can run
-            (an NVIDIA GPU with Triton, bfloat16, float16 or float32, heads of up to 128 channels), else the reference.
+        backend: "reference", plain PyTorch; "triton", fused kernels on a GPU; "auto", what `set_backend` says, and by
+            default the kernels where they can run (an NVIDIA GPU with Triton, bfloat16, float16 or float32, heads of up
+            to 128 channels), else the reference.
 
     Returns:
         (B, Nq, heads, d) in q's dtype.
@@ -227,8 +233,7 @@ def inline_attention_projected(
     if any(x.ndim != 5 for x in projections) or sum(x.shape[2] for x in projections) != 3:
         shapes = ", ".join(str(_shape(x)) for x in projections)
         raise ValueError(f"the projections have shapes {shapes}; expected (B, N, m, heads, d), three m together")
-    # The gradient of unbind copies, that of squeeze does not.
-    q, k, v = [y for x in projections for y in (x.unbind(2) if x.shape[2] > 1 else (x.squeeze(2),))]
+    q, k, v = unstack(projections)
     _check_qkv(q, k, v, layout=ROWS)
     return _inline_attention(
         projections,
@@ -317,8 +322,8 @@ def _inline_attention(
         bounds: of a packed batch, the first token of each image and the number of all.
     """
     q, k, v = qkv
-    _check_mask("token_mask", token_mask, k)
-    _check_mask("query_mask", query_mask, q)
+    check_mask("token_mask", token_mask, k)
+    check_mask("query_mask", query_mask, q)
     _check_prefix(num_prefix_tokens)
     lengths = [k.shape[1]] if bounds is None else [end - start for start, end in pairwise(bounds)]
     if grids is not None:
@@ -365,14 +370,14 @@ def _inline_attention(
         )
     options: dict[str, Any] = dict(feature_map=phi, scale=scale, num_prefix_tokens=num_prefix_tokens)
     if bounds is None:
-        grid = None if grids is None else grids[0]
-        return reference.inline_attention(q, k, v, local_weight, token_mask, query_mask, grid=grid, **options)
+        options["grid"] = None if grids is None else grids[0]
+        return reference.inline_attention(q, k, v, local_weight, token_mask, query_mask, **options)
     outs = []
     for i, (start, end) in enumerate(pairwise(bounds)):
-        image = (x[:, start:end] for x in (q, k, v))
+        own = slice(start, end)
         weight = None if local_weight is None else local_weight[i : i + 1]
-        grid = None if grids is None else grids[i]
-        outs.append(reference.inline_attention(*image, weight, None, None, grid=grid, **options))
+        options["grid"] = None if grids is None else grids[i]
+        outs.append(reference.inline_attention(q[:, own], k[:, own], v[:, own], weight, None, None, **options))
     return torch.cat(outs, dim=1)
 
 
@@ -415,11 +420,11 @@ def local_residual(
     v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens and, as
     queries and keys are the same tokens here, for absent ones
     """
-    _check_qkv(v, v, None, layout=ROWS)
+    _check_rows("v", v, layout=ROWS)
     _check_prefix(num_prefix_tokens)
     _check_grid(grid, tokens=v.shape[1], num_prefix_tokens=num_prefix_tokens)
     _check_local_weight(local_weight, v, images=v.shape[0])
-    _check_mask("token_mask", token_mask, v)
+    check_mask("token_mask", token_mask, v)
     dtype = reference.accumulation_dtype(v.dtype)
     v_map = zero_absent(v.to(dtype), token_mask)[:, num_prefix_tokens:].unflatten(1, grid).flatten(3)
     out = local_sum(v_map, local_weight.to(dtype).flatten(1, 2)).flatten(1, 2).unflatten(2, _shape(v)[2:])
@@ -442,8 +447,8 @@ def linear_attention(
     the order of dimensions are those of `inline_attention`.
     """
     _check_qkv(q, k, v, layout=ROWS)
-    _check_mask("token_mask", token_mask, k)
-    _check_mask("query_mask", query_mask, q)
+    check_mask("token_mask", token_mask, k)
+    check_mask("query_mask", query_mask, q)
     _hint_at_order(q, k)
     return reference.linear_attention(q, k, v, token_mask, query_mask, feature_map=get_feature_map(feature_map))
 
@@ -478,8 +483,8 @@ def attention_matrix(
         (B, heads, Nq, N), at least float32. InLine's weights may be negative.
     """
     _check_qkv(q, k, None, layout=ROWS)
-    _check_mask("token_mask", token_mask, k)
-    _check_mask("query_mask", query_mask, q)
+    check_mask("token_mask", token_mask, k)
+    check_mask("query_mask", query_mask, q)
     phi = get_feature_map(feature_map).apply
     s = _default_scale(q, scale)
     dtype = reference.accumulation_dtype(q.dtype)

@@ -1,13 +1,14 @@
-"""Which implementation runs, and why the kernels cannot where they cannot."""
+"""Which implementation of an operation runs, how a user chooses one, and why the kernels cannot run somewhere."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from .tracing import is_exporting
 
-# Imported here and not where it is used: torch.compile cannot trace an import that registers operators.
+# Imported here and not where they are used: torch.compile cannot trace an import that registers operators.
 fused: Any
 fused_local_weight: Any
 try:
@@ -17,34 +18,69 @@ except ImportError:  # no Triton
 
 HAS_TRITON = fused is not None
 Backend = Literal["auto", "reference", "triton"]
-BACKENDS = ("triton", "reference")
+BACKENDS = get_args(Backend)
+
+_default: Backend = "auto"  # what backend="auto" stands for
 
 
-def why_not_triton(x: Tensor) -> str | None:
-    """Why no kernel can run on tensors such as x (…, heads, d), or None if they can."""
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
+
+
+def get_backend() -> Backend:
+    """What `set_backend` or `use_backend` set, at first "auto"."""
+    return _default
+
+
+def set_backend(backend: Backend) -> None:
+    """Sets the backend of every call and module in this process whose own `backend` is "auto".
+
+    Args:
+        backend: "reference", plain PyTorch everywhere; "triton", the kernels, and an error where they cannot run;
+            "auto", the kernels where they can run and the reference elsewhere.
+    """
+    global _default
+    check_backend(backend)
+    _default = backend
+
+
+@contextmanager
+def use_backend(backend: Backend) -> Iterator[None]:
+    """`set_backend` for the calls inside a `with` block. Backward passes take the backend of their forward pass."""
+    before = get_backend()
+    set_backend(backend)
+    try:
+        yield
+    finally:
+        set_backend(before)
+
+
+def choose(backend: str, x: Tensor, *, why_not: Callable[[], str | None] = lambda: None) -> str:
+    """The backend to run, "reference" or "triton".
+
+    Args:
+        backend: what the caller asked for.
+        x: (…, heads, d), one of the inputs.
+        why_not: gives a reason of the operation's own why its kernels cannot run. It is asked last.
+    """
+    check_backend(backend)
+    if backend == "auto":
+        backend = _default
+    if backend == "reference" or (backend == "auto" and not x.is_cuda):
+        return "reference"
+    reason = _why_not_triton(x) or why_not()
+    if reason is None:
+        return "triton"
+    if backend == "auto":
+        return "reference"
+    raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'reference'")
+
+
+def _why_not_triton(x: Tensor) -> str | None:
     if is_exporting():
         return "exported and traced programs hold PyTorch's own operations only"
     if not HAS_TRITON:
         return "Triton is not installed"
     reason: str | None = fused.why_not(x)
     return reason
-
-
-def choose(backend: str, x: Tensor, *, why_not: Callable[[], str | None] = lambda: None) -> str:
-    """The backend to run. "auto" is the kernels where they can run on a GPU, else the reference.
-
-    Args:
-        backend: what the caller asked for.
-        x: (…, heads, d), one of the inputs.
-        why_not: a reason of the operation's own why its kernels cannot run; asked last.
-    """
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend={backend!r} is unknown; expected one of auto, {', '.join(BACKENDS)}")
-    if backend == "reference" or (backend == "auto" and not x.is_cuda):
-        return "reference"
-    reason = why_not_triton(x) or why_not()
-    if reason is None:
-        return "triton"
-    if backend == "auto":
-        return "reference"
-    raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'reference'")

@@ -58,7 +58,7 @@ if triton is not None:
     K_EXP_RATE = tl.constexpr(EXP_RATE)
 
     @triton.jit
-    def feature_map(b_x, MAP: tl.constexpr):
+    def feature_map(b_x, MAP: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's types
         """φ(x) − φ(0), element by element, of float32"""
         if MAP == "relu":
             b_x = tl.maximum(b_x, 0.0)
@@ -71,7 +71,7 @@ if triton is not None:
         return b_x
 
     @triton.jit
-    def feature_map_backward(b_x, b_grad, MAP: tl.constexpr):
+    def feature_map_backward(b_x, b_grad, MAP: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's types
         """φ'(x)·grad"""
         if MAP == "relu":
             b_grad = tl.where(b_x > 0, b_grad, 0.0)
@@ -84,7 +84,7 @@ if triton is not None:
         return b_grad
 
     @triton.jit
-    def add_map_at_zero(b_sum, b_x, MAP: tl.constexpr):
+    def add_map_at_zero(b_sum, b_x, MAP: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's types
         """b_sum + φ(0)·b_x"""
         if MAP == "exp":
             b_sum += b_x

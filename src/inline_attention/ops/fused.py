@@ -19,20 +19,24 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .feature_maps import NONZERO_AT_ZERO
 from .kernels import backward, forward
+from .local import Grid
+from .projections import unstack
 
 INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Config(NamedTuple):
-    """Launch parameters, one set for every length, resolution and batch: the fastest of those tried by hand on an H200,
-    in bfloat16 with heads of 32 channels (but for the last bounds on parts, which are for accuracy and compilation).
-    Other GPUs and widths run with them, but were not what they were tried on."""
+    """Launch parameters, one set for every length, resolution and batch.
 
-    tokens: int = 64  # a step over tokens
-    columns: int = 16  # of the map, a tile; half of them where the map is that narrow
-    output_columns: int = 8
-    tile: int = 128  # tokens, a tile of the map, at most
-    steps: int = 4  # over tokens, a tile where there is no map
+    They are the fastest of those tried by hand on an H200 in bfloat16 with heads of 32 channels. `part` is there for
+    accuracy and `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned.
+    """
+
+    tokens: int = 64  # tokens per step of a loop
+    columns: int = 16  # of a tile of the map; half as many for a map that narrow
+    output_columns: int = 8  # the same in output_kernel
+    tile: int = 128  # most tokens in a tile of the map
+    steps: int = 4  # steps over tokens in a tile where there is no map
     state_warps: int = 1
     state_stages: int = 2
     output_warps: int = 1
@@ -41,34 +45,34 @@ class Config(NamedTuple):
     fused_warps: int = 2
     forward_stages: int = 2
     backward_stages: int = 3
-    state_programs: int = 8  # a multiprocessor, where the tokens of a sample are split
-    most_parts: int = 128  # for that; powers of two
-    part: int = 2048  # tokens at most, whatever that takes: tensor cores, which sum a part, round towards zero
-    summed_parts: int = 128  # at once
-    fused_tokens: int = 256  # up to so many a sample is one program's,
-    fused_programs: int = 4  # unless they are fewer than so many a multiprocessor
+    state_programs: int = 8  # programs per multiprocessor that the tokens of a sample are split for
+    most_parts: int = 128  # most parts for that; a power of two
+    part: int = 2048  # most tokens in a part: tensor cores sum a part, and round towards zero
+    summed_parts: int = 128  # parts that are added at once
+    fused_tokens: int = 256  # most tokens of a sample that one program handles alone, if there are at least
+    fused_programs: int = 4  # this many programs per multiprocessor
 
 
 CONFIG = Config()
-# A step of the interpreter costs the same whatever its size: small ones make small test shapes go through every loop.
+# A step costs the same at any size in the interpreter. Small steps take small test shapes through every loop.
 if INTERPRETED:
     CONFIG = Config(
         tokens=16, tile=32, steps=1, state_programs=2, part=64, summed_parts=2, fused_tokens=40, fused_programs=0
     )
 
-# Of a head.
+# Most channels of a head.
 MOST_CHANNELS = 128
 
-# Channels of a program: whole heads, of at least a sector of half-precision numbers and a tensor core's tile.
+# Least channels of a program, if there are enough heads. They fill a memory sector and a tensor core's tile.
 LEAST_CHANNELS = 32
 
-# Of a GPU: below it tensor cores know no bfloat16 and no tf32.
+# Tensor cores of older GPUs have neither bfloat16 nor tf32.
 LEAST_CAPABILITY = (8, 0)
 
-# From a token to the next: offsets in a step of up to 64 tokens have 32 bits.
+# Most elements from one token to the next. Offsets in a step of up to 64 tokens have 32 bits.
 LONGEST_STRIDE = 2**31 // 64 - 1
 
-# Programs on an axis of the grid that is not the first.
+# Most programs on the second and third axis of a launch grid.
 MOST_ON_AN_AXIS = 65_535
 
 
@@ -77,19 +81,19 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class Plan(NamedTuple):
-    """What a launch is made of, from the shapes alone."""
+    """What a launch is made of. It depends on shapes alone."""
 
     batch: int
-    queries: int  # of a sample, or of the longest image of a packed batch
+    queries: int  # of a sample, or of the longest packed image
     tokens: int
     heads: int
     head_dim: int
     heads_per_block: int
     block_channels: int
-    blocks: int  # of channels
-    fused: bool  # one program a sample and block
+    blocks: int  # blocks of channels
+    fused: bool  # one program per sample and block
     packed: bool
-    grids: list[tuple[int, int]]  # one, or those of a packed batch
+    grids: list[Grid]  # one, or one for each packed image
 
     @property
     def programs(self) -> int:
@@ -120,15 +124,18 @@ def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, grids: Sequence[in
 
 
 class Parts(NamedTuple):
-    """Into how many parts the tokens of a sample are split."""
+    """How many parts the tokens of a sample are split into."""
 
     number: int
     most: int  # a power of two
 
 
 def split(plan: Plan, tokens: int, device: torch.device, *, rows: int = 0) -> Parts:
-    """For so many programs a multiprocessor, and so few tokens a part, as configured; but not more parts than there are
-    steps over tokens, or rows. Found by comparisons: torch.compile then knows the most, whatever it leaves open."""
+    """Enough parts for the configured programs per multiprocessor and tokens per part, but no more than there are steps
+    over tokens, or rows.
+
+    `most` is found by comparisons, so that it is a plain number for torch.compile when sizes are symbolic.
+    """
     programs = CONFIG.state_programs * _multiprocessors(device)
     most = CONFIG.most_parts
     while most > 1 and plan.programs * most > programs:
@@ -149,7 +156,7 @@ def _common(plan: Plan, token_mask: Tensor | None) -> dict[str, Any]:
 
 
 def dot_settings(dtype: torch.dtype) -> dict[str, Any]:
-    """In what matrices are multiplied: float16 numbers fit in tf32, and a state that is too large for float16 too."""
+    """The dtype of matrix products. float16 inputs use tf32, which also holds a state too large for float16."""
     if dtype == torch.bfloat16:
         return dict(DOT=tl.bfloat16, PRECISION="tf32")
     return dict(DOT=tl.float32, PRECISION="ieee" if dtype == torch.float32 else "tf32")
@@ -163,26 +170,20 @@ def _state_dtype(dtype: torch.dtype, feature_map: str) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and feature_map not in NONZERO_AT_ZERO else torch.float32
 
 
-def _views(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = [x for projection in projections for x in projection.unbind(2)]
-    return q, k, v
-
-
 def _layout(projections: Sequence[Tensor]) -> str:
-    """Which of q, k and v each tensor holds: "qkv", "q,kv", …"""
+    """Which of q, k and v each tensor holds, such as "qkv" or "q,kv" """
     names = iter("qkv")
     return ",".join("".join(islice(names, projection.shape[2])) for projection in projections)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x (B, N, …, heads, d) itself if the channels of a token lie next to each other and tokens not too far apart, else
-    a copy for which it is so."""
+    """x (B, N, …, heads, d) if a token's channels are contiguous and tokens not too far apart, else a copy"""
     together = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
     return x if together and x.stride(1) <= LONGEST_STRIDE else x.contiguous()
 
 
 def _strides(packed: bool, *tensors: Tensor) -> list[int]:
-    """Of the batch and of the tokens, in turn."""
+    """The strides of the batch and of the tokens, for each tensor in turn"""
     return [stride for x in tensors for stride in (0 if packed else x.stride(0), x.stride(1))]
 
 
@@ -191,21 +192,24 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Where Triton launches: on the current device, which need not be that of its arguments."""
+    """Makes a tensor's device the current one. Triton launches on the current device, whatever its arguments are on."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 class Tiles(NamedTuple):
-    """How the outputs of a sample are shared out: tiles of `rows` rows, `columns` of them side by side."""
+    """The tiles that the outputs of a sample are split into."""
 
     number: int
-    columns: int
-    rows: int
-    reach: int  # tokens from the first of a tile to its last one, at most
+    columns: int  # tiles side by side
+    rows: int  # rows of a tile
+    reach: int  # most tokens from the first of a tile to its last
 
     def wide(self, strides: Sequence[int]) -> bool:
-        """Whether they take the kernels for large maps: more of them than an axis of the grid holds, or a last token
-        2³¹ elements or more from the first. `strides` as of `_strides`"""
+        """Whether the kernels for large maps are needed.
+
+        They are if there are more tiles than an axis of the grid holds, or if a tile's last token is 2³¹ elements or
+        more from its first. `strides` are those of `_strides`.
+        """
         return self.number > MOST_ON_AN_AXIS or any(self.reach * stride >= 2**31 for stride in strides[1::2])
 
     def grid(self, plan: Plan) -> tuple[int, ...]:
@@ -216,14 +220,13 @@ class Tiles(NamedTuple):
 
 
 def tile_columns(width: int) -> int:
-    """Of the map, a tile. A width that torch.compile leaves open gets the usual number: half of it is no reason to
-    compile again."""
+    """Columns of a tile. A symbolic width gets the usual number, because narrower tiles are not worth a compilation."""
     half = CONFIG.columns // 2
     return half if isinstance(width, int) and width <= half else CONFIG.columns
 
 
 def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
-    """Of a packed batch as many as the image has that has the most; its kernels count the columns of each."""
+    """A packed batch has as many tiles as its image with the most. Its kernels count the columns of each image."""
     if not local:
         rows = CONFIG.tokens * CONFIG.steps
         return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows, rows)
@@ -254,7 +257,7 @@ def run_forward(
     num_prefix_tokens: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _views(projections)
+    q, k, v = unstack(projections)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     height, width = plan.height, plan.width
     local = local_weight is not None
@@ -309,9 +312,11 @@ def run_forward(
 
 
 def _pace(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, int]:
-    """Step over tokens, warps and stages: as configured for blocks of 32 channels, with more warps for 64. A state of
-    128² takes the registers of eight warps, and most of the shared memory: steps are short there, one at a time.
-    Products of float32 are unrolled over a step, which must be short for the registers to hold it."""
+    """Tokens per step, warps and stages: as configured for blocks of 32 channels, with more warps for 64.
+
+    A state of 128² takes the registers of eight warps and most of the shared memory, so steps are short and not
+    pipelined there. Float32 products are unrolled over a step, which must be short for registers to hold it.
+    """
     if plan.block_channels > 64:
         return dict(BN=16, num_warps=8, num_stages=1)
     tokens = CONFIG.tokens
@@ -321,9 +326,11 @@ def _pace(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, 
 
 
 def _summed(plan: Plan, parts: Parts) -> dict[str, int]:
-    """Parts, and rows of the state, that one program sums: all parts at once, if they are not very many, and of few
-    rows, so that the registers hold them and many programs share the work. Few warps, so that a thread sums most parts
-    by itself."""
+    """How many parts, and rows of the state, one program sums.
+
+    It sums all parts at once if there are not too many, and few rows, so that registers hold them and many programs
+    share the work. Warps are few, so that a thread sums most parts by itself.
+    """
     at_once = min(parts.most, CONFIG.summed_parts)
     rows = max(1, min(4, 16384 // (at_once * plan.block_channels)))
     warps = max(1, min(4, at_once * rows * plan.block_channels // 2048))
@@ -345,7 +352,7 @@ def run_backward(
     num_prefix_tokens: int,
     grad_of_local: bool,
 ) -> list[Tensor]:
-    q, k, v = _views(projections)
+    q, k, v = unstack(projections)
     g = _rows(grad_out)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     height, width = plan.height, plan.width
@@ -370,7 +377,7 @@ def run_backward(
         launch(backward.backward_kernel, (plan.programs,))(
             q, k, v, local_weight, g, *masks, count, sequences, state, means, *grad_tensors, grad_local,
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
-            **mapped, **products, LOCAL=local, GRAD_TAPS=grad_of_local, MASK_Q=mask_q, LAYOUT=layout,
+            **mapped, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, LAYOUT=layout,
             BW=tile_columns(width),
             **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
@@ -384,14 +391,14 @@ def run_backward(
         q, v, g, *masks, sequences, sums,
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(plan.packed, q, v, g),
-        **mapped, **products, GRAD_TAPS=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
+        **mapped, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
         **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _summed(plan, parts)
     launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
         sums, count, sequences, grad_state, grad_mean, grad_local,
         plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
-        **mapped, **block, GRAD_TAPS=grad_of_local,
+        **mapped, **block, GRAD_LOCAL=grad_of_local,
     )  # fmt: skip
     columns = tile_columns(width)
     tiles = make_tiles(plan, columns=columns, local=local)
@@ -405,8 +412,8 @@ def run_backward(
     return [*grads, grad_local]
 
 
-# As `triton_op` the launches are visible to torch.compile, which inlines them: no Python runs between the kernels. The
-# interpreter cannot trace them, and gets an operator that is opaque instead.
+# torch.compile sees the launches inside a `triton_op` and inlines them, so that no Python runs between kernels.
+# Launches in the interpreter cannot be traced, so the operator is opaque there.
 register: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
 
 
@@ -456,7 +463,7 @@ def _backward_op(
 @_forward_op.register_fake
 def _(projections, local_weight, token_mask, query_mask, sequences, *options):  # type: ignore[no-untyped-def]  # as the operator
     feature_map, _, grids, num_prefix_tokens, save = options
-    q, k, _ = _views(projections)
+    q, k, _ = unstack(projections)
     plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
     kept = plan.batch if save or not plan.fused else 0
     state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map))
@@ -513,7 +520,7 @@ def _backward_flops(grad_out: Any, projections: Any, local_weight: Any, *args: A
     return _flops(projections, local_weight, products=2, local=2 if grad_of_local else 1)
 
 
-# torch.compile asks once.
+# A constant for torch.compile.
 @torch.compiler.assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -552,7 +559,7 @@ def inline_attention(
     *,
     feature_map: str,
     scale: float,
-    grids: Sequence[tuple[int, int]],
+    grids: Sequence[Grid],
     num_prefix_tokens: int,
 ) -> Tensor:
     """The backend's entry. Inputs are checked and defaults filled in.

@@ -13,7 +13,7 @@ from .kernels.local_weight import local_weight_kernel
 from .local import TAPS
 from .precision import product_dtype
 
-# of a program
+# Samples and outputs of one program.
 SAMPLES = 16
 OUTPUTS = 32
 
@@ -42,7 +42,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Small products, which compilers know; the forward's intermediate values are computed again."""
+    """A few small products. The forward's hidden values are computed again."""
     mean, w1, b1, w2 = ctx.saved_tensors
     x = mean.to(grad.dtype).unflatten(1, b1.shape)
     first, second = w1.to(grad.dtype), w2.to(grad.dtype)

@@ -1,9 +1,9 @@
 """The local residual: a 3×3 neighbourhood sum of v with one kernel per channel and sample.
 
-It is written as nine shifted products rather than as a grouped convolution: the groups would number batch·channels,
-which no exporter can keep dynamic, and tokens stay rows of channels from end to end. A compiler fuses products of a
-padded map. Run one by one, they take in the parts of the map that overlap, and reuse memory: to get some from the
-system costs more than a product does.
+It is written as nine shifted products. A grouped convolution would have batch·channels groups, which exporters cannot
+keep dynamic, and would need channels first. A compiler fuses products of a zero-padded map. In eager mode each product
+covers only the overlap of the map with its shifted self, and memory is reused, because allocating costs more than the
+product.
 """
 
 import torch
@@ -19,7 +19,7 @@ Region = tuple[slice, slice, slice]  # of a map (B, H, W, C)
 
 
 def _shifted(x: Tensor) -> list[Tensor]:
-    """What each tap reads at every position of a map (B, H, W, C): views of it with a border of zeros."""
+    """What each tap reads at every position of a map (B, H, W, C): nine views of the zero-padded map"""
     height, width = x.shape[1:3]
     padded = F.pad(x, (0, 0, 1, 1, 1, 1))
     return [padded[:, ky : ky + height, kx : kx + width] for ky, kx in (divmod(tap, 3) for tap in range(TAPS))]
@@ -42,7 +42,7 @@ def local_sum(x: Tensor, weight: Tensor) -> Tensor:
 
     x (B, H, W, C), weight (B, C, 9) with taps row-major (ky, kx) → (B, H, W, C)
     """
-    # Nine of (B, 1, 1, C): a row for each tap, for weights nine apart make the products five times slower on a CPU.
+    # Nine rows (B, 1, 1, C), one for each tap. With weights nine apart the products are five times slower on a CPU.
     rows = weight.mT.contiguous()[:, :, None, None].unbind(1)
     out = x * rows[CENTRE]
     if torch.compiler.is_compiling():
@@ -58,7 +58,7 @@ def local_sum(x: Tensor, weight: Tensor) -> Tensor:
 
 def local_sum_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `local_sum` for x (B, H, W, C) and weight (B, C, 9)."""
-    # Tap t of position i reads i + offset_t, so j is read by j − offset_t: the same sum with the taps reversed.
+    # Tap t of position i reads i + offset_t, so position j is read by j − offset_t: the same sum with reversed taps.
     grad_x = local_sum(grad, weight.flip(-1))
     if torch.compiler.is_compiling():
         taps = [(term * grad).sum((1, 2)) for term in _shifted(x)]

@@ -1,9 +1,9 @@
-"""What autocast says."""
+"""Autocast: whether it is on, and the dtype it gives to products."""
 
 import torch
 from torch import Tensor
 
-# torch.amp.is_autocast_available says so too, but torch.compile cannot trace it in every supported version.
+# torch.amp.is_autocast_available knows them too, but torch.compile cannot trace it in every supported version.
 WITH_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -12,7 +12,7 @@ def is_autocast_on(device: torch.device) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """In what a linear layer takes x: autocast's dtype where it is on, which leaves float64 alone, else that of x."""
+    """The dtype that a linear layer computes in: autocast's where it is on, else x's. Autocast leaves float64 alone."""
     if is_autocast_on(x.device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

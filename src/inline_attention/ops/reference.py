@@ -192,12 +192,13 @@ class _InLineAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, token_mask, query_mask, covariance, k_mean, v_mean = ctx.saved_tensors
+        q, k, v, local_weight, token_mask, query_mask, *state = ctx.saved_tensors
+        inputs = (grad_out, q, k, v, local_weight, token_mask, query_mask)
+        grads: tuple[Tensor | None, ...]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _differentiable_backward(grad_out, *inputs, token_mask, query_mask, **ctx.options)
+            grads = _differentiable_backward(*inputs, **ctx.options)
         else:
-            state = State(covariance, k_mean, v_mean)
-            grads = backward(grad_out, *inputs, token_mask, query_mask, state, **ctx.options)
+            grads = backward(*inputs, State(*state), **ctx.options)
         return *grads, None, None, None
 
 

@@ -1,17 +1,17 @@
-"""Checkpoints that are there whole or not at all.
+"""Checkpoints: written as a whole or not at all, and verified before they are used.
 
     checkpoints/
-      step-00001200/            one checkpoint; its name appears with the rename that commits it
+      step-00001200/            the checkpoint after update 1200
         model.safetensors       weights
-        ema.safetensors         their moving average, where used
-        state.pt                position, gradient scaler and optimiser; loads with weights_only=True
-        optimizer/              of a sharded run, instead of in state.pt: one file a rank (torch.distributed.checkpoint)
-        manifest.json           what the checkpoint is of, and size and SHA-256 of every file above
-      last.safetensors          the newest checkpoint's weights (a hard link), ema.safetensors likewise
+        ema.safetensors         their moving average, if there is one
+        state.pt                progress, gradient scaler and optimizer; loads with weights_only=True
+        optimizer/              optimizer of a sharded run, one file per rank (torch.distributed.checkpoint)
+        manifest.json           model and classes, and the size and SHA-256 of every file above
+      last.safetensors          weights of the newest checkpoint (a hard link); ema.safetensors likewise
       best.safetensors          the best weights so far
 
-Files are written into a hidden folder and synced before the rename: a kill at any moment leaves the checkpoint before
-it. Random generators are not saved, since nothing random depends on their state (see docs/training.md).
+Files are written to a hidden folder and synced, then the folder is renamed: a kill at any moment leaves the previous
+checkpoint. Random generators are not saved because nothing depends on their state (see docs/training.md).
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class Progress:
 class Checkpoints:
     """The checkpoint folder of a run. Its methods are called on every rank; rank 0 writes.
 
-    `about` goes into every file: what the weights are of (architecture, classes, …), as `models.weights` stores it.
+    `about` is the metadata of every file (architecture, classes, …), as `models.weights` stores it.
     A folder that cannot be written to (a full disk) does not stop the training. `notify` gets a line when saving begins
     to fail, and another when it works again.
     """
@@ -157,7 +157,7 @@ class Checkpoints:
             self.saved_updates = progress.updates
 
     def save_best(self, model: nn.Module, *, about: Mapping[str, str]) -> None:
-        """The weights that the model holds now, as best.safetensors; `about` goes into the file too."""
+        """Write the model's current weights to best.safetensors, with `about` as further metadata."""
         weights = full_weights(model)
         unfinished = self.folder / ".best.saving"
 
@@ -170,21 +170,21 @@ class Checkpoints:
         self._report("best weights", self._try(write, first_rank_only=True), unfinished)
 
     def clear_unfinished(self) -> None:
-        """Remove what a killed process left behind. On rank 0 alone, while it holds the run folder's lock."""
+        """Remove the unfinished files of a killed process. Only rank 0 calls this, with the run folder locked."""
         for left_over in (*self.folder.glob(".*.saving"), *self.folder.glob(".*.removing")):
             _remove(left_over)
 
-    def set_aside_after(self, checkpoint: Path) -> None:
-        """Rename checkpoints newer than this one, so that no resume finds them: the run goes on from here instead.
+    def set_aside_after(self, checkpoint: Path, *, updates: int) -> None:
+        """Rename the checkpoints that are newer than this one: the run continues from here, not from them.
 
-        On rank 0 alone.
+        updates: those of `checkpoint`, which may itself be one that was set aside. Only rank 0 calls this.
         """
-        for newer in list_checkpoints(self.folder):
-            if _number(newer) > _number(checkpoint):
-                newer.rename(_unused(newer.with_name(f"aside-{newer.name}")))
+        for other in list_checkpoints(self.folder):
+            if _number(other) >= updates and other.name != checkpoint.name:
+                other.rename(_unused(other.with_name(f"aside-{other.name}")))
 
     def _make_folder(self) -> None:
-        # Not its parents: a run folder that was deleted while the run goes on must not come back as a fragment.
+        # Not its parents: a run folder that was deleted during the run must not come back as a fragment.
         self.folder.mkdir(exist_ok=True)
 
     def _weights_file(self, weights: dict[str, Tensor]) -> bytes:
@@ -213,7 +213,7 @@ class Checkpoints:
                 _remove(old.rename(old.with_name(f".{old.name}.removing")))
 
     def _try(self, write: Callable[[], None], *, first_rank_only: bool = False) -> str:
-        """Run `write` and agree on how it went: the first failure of any rank, or "", the same on every rank."""
+        """Call `write`. Returns the first error message of any rank, or "", the same on every rank."""
         failure = ""
         if self.ranks.is_first or not first_rank_only:
             try:
@@ -242,7 +242,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path, *, notify: Callable[[str], None]) -> Path | None:
-    """The newest intact checkpoint; `notify` gets a line about each damaged one that is passed over.
+    """The newest intact checkpoint. `notify` gets a line about each damaged one that is skipped.
 
     None: the folder has no checkpoints. ValueError: all are damaged. Changes nothing in the folder.
     """
@@ -260,16 +260,16 @@ def newest_checkpoint(folder: Path, *, notify: Callable[[str], None]) -> Path | 
 def restore(
     checkpoint: Path, *, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None = None
 ) -> tuple[Progress, list[str]]:
-    """Load an intact checkpoint into what was built like the run that saved it, on any number of ranks.
+    """Load an intact checkpoint, which may have been saved with another strategy or number of ranks.
 
-    Returns the progress, and the names of trained parameters that the checkpoint's optimizer does not have (they were
-    frozen): their moments start at zero.
+    Returns the progress, and the names of parameters that are trained now and were frozen before: their moments start
+    at zero.
     """
     weights: dict[str, Any] = safetensors.torch.load_file(checkpoint / WEIGHTS)
     set_model_state_dict(model, weights, options=_WHOLE_ON_EACH_RANK)
     if average is not None:
         source = checkpoint / AVERAGE
-        # A run that turns averaging on when it resumes starts the average from the weights.
+        # If averaging begins with this resume, the average starts from the weights.
         values = safetensors.torch.load_file(source if source.exists() else checkpoint / WEIGHTS)
         with torch.no_grad():
             for name, target in average.average.items():
@@ -285,9 +285,9 @@ def restore(
 def _restore_optimizer(
     model: nn.Module, adamw: torch.optim.Optimizer, *, whole: Mapping[str, Any] | None, shards: Path | None
 ) -> list[str]:
-    """Load the moments of the parameters that are trained now; the names of those that were not saved.
+    """Load the moments of the parameters that are trained now. Returns the names of those without saved moments.
 
-    The settings of the parameter groups stay: they come from the configuration, not from the checkpoint.
+    The settings of the parameter groups come from the configuration, not from the checkpoint.
     """
     current: dict[str, Any] = get_optimizer_state_dict(model, adamw)  # this rank's part
     states: dict[str, dict[str, Tensor]] = current["state"]
@@ -313,7 +313,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be used; None: every file is there and has its checksum."""
+    """Why a checkpoint cannot be used; None: every file exists and has its checksum."""
     try:
         manifest = read_manifest(checkpoint)
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
@@ -336,12 +336,12 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dictionary in CPU memory (of a sharded model on rank 0 alone; called on every rank)."""
+    """The full state dictionary in CPU memory. Every rank calls this; with several ranks only rank 0 gets it."""
     weights: dict[str, Any] = get_model_state_dict(model, options=_WHOLE)
     return {name: value.contiguous() for name, value in weights.items()}
 
 
-# With more than one rank, "whole, on the CPU" is gathered on rank 0 alone.
+# With several ranks, full state on the CPU is gathered on rank 0 only.
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _WHOLE_ON_EACH_RANK = StateDictOptions(full_state_dict=True)
 
@@ -357,14 +357,14 @@ def _sharded_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def _pickled(state: Mapping[str, Any]) -> bytes:
-    # In memory first: torch's own file writer reports a full disk as a RuntimeError.
+    # In memory first: torch.save to a file reports a full disk as a RuntimeError.
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """On the disk when this returns, not only on its way there."""
+    """Write a file and wait until it is on the disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -408,7 +408,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Let `target` name the same file as `source`, atomically; a copy where the file system has no hard links."""
+    """Make `target` a hard link to `source`, atomically; a copy if the file system has no hard links."""
     unfinished = target.with_name(f".{target.name}.saving")
     unfinished.unlink(missing_ok=True)
     try:

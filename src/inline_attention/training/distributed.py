@@ -1,6 +1,7 @@
-"""Ranks: where this process stands, how a model is spread over them, and what they must agree on.
+"""The ranks of a run: joining them, parallelizing a model over them, and decisions that all of them share.
 
-The model is a plain module; DDP and FSDP2 are put around it here and nowhere else. One process needs no launcher.
+Models are plain single-device modules. DDP and FSDP2 are applied here and nowhere else. A single process needs no
+launcher.
 """
 
 import os
@@ -27,6 +28,8 @@ JOIN_SECONDS = 300  # torch's own limit for joining a store
 
 @dataclass(frozen=True)
 class Ranks:
+    """This process among the ranks of the run."""
+
     device: torch.device
     rank: int = 0
     world_size: int = 1
@@ -44,7 +47,7 @@ class Ranks:
         return values[0]
 
     def decide(self, decision: Callable[[], Value]) -> Value:
-        """What rank 0 decides, on every rank; an error of the user's ends all of them, told once."""
+        """The result of `decision` on rank 0, on every rank. If it raises, rank 0 reports the error and all end."""
         if self.world_size == 1:
             return decision()
         outcome: tuple[Any, Exception | None] = (None, None)
@@ -84,12 +87,12 @@ class Ranks:
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several ranks, or of a group of one."""
+    """Whether this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes CUDA, then Apple's GPU, then the CPU; a device that is not there is a ValueError."""
+    """The device of this rank. `auto` prefers CUDA, then MPS, then the CPU. ValueError: it is not available."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind, present in available.items() if present)
@@ -106,7 +109,7 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def join_ranks(device_name: str) -> Iterator[Ranks]:
-    """Join the process group that torchrun's environment describes (none: a single rank), and leave it at the end."""
+    """Join the process group of torchrun's environment variables, and leave it at the end. Without them: one rank."""
     device = choose_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,20 +117,20 @@ def join_ranks(device_name: str) -> Iterator[Ranks]:
         yield Ranks(device)
         return
     store, rank, world_size = next(dist.rendezvous("env://"))
-    store = unused_part(store, rank=rank, world_size=world_size)
-    # Both backends: gradients over NCCL, decisions of the hosts over gloo without touching the device.
+    store = fresh_store(store, rank=rank, world_size=world_size)
+    # NCCL for tensors on GPUs; gloo for decisions of the hosts, which then do not wait for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     yield Ranks(device, rank=rank, world_size=world_size)
-    dist.destroy_process_group()  # not after an error: the other ranks may never come to it
+    dist.destroy_process_group()  # not after an error: other ranks may never call it
 
 
-def unused_part(store: dist.Store, *, rank: int, world_size: int) -> dist.Store:
-    """A part of the store that no earlier attempt has written to, the same for all ranks.
+def fresh_store(store: dist.Store, *, rank: int, world_size: int) -> dist.Store:
+    """A prefix of the store that no earlier attempt has used, the same for all ranks.
 
-    torchrun keeps its store when it restarts the ranks, and a rank that is quicker than another would find the address
-    that the other had before it was killed (pytorch/pytorch#135712). So rank 0 makes up a name, and gives it to every
-    process that asks under a name of its own, until all have said that they have it.
+    torchrun keeps its store when it restarts the ranks. A fast rank could then read the address that a slower one had
+    before it was killed (pytorch/pytorch#135712). So rank 0 generates a prefix. Each other rank asks for it under a
+    name of its own and confirms it; rank 0 answers until all have confirmed.
     """
     name = uuid.uuid4().hex
     if rank > 0:
@@ -141,7 +144,7 @@ def unused_part(store: dist.Store, *, rank: int, world_size: int) -> dist.Store:
         for other in sorted(waiting):
             if store.check([f"joined/{name}/{other}"]):
                 waiting.remove(other)
-            elif store.check([f"asking/{other}"]):  # perhaps a process that is dead, whose successor will ask anew
+            elif store.check([f"asking/{other}"]):  # may be of a dead process; its successor asks again
                 store.set(f"answer/{store.get(f'asking/{other}').decode()}", name)
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(waiting)} of {world_size} did not join")
@@ -150,11 +153,11 @@ def unused_part(store: dist.Store, *, rank: int, world_size: int) -> dist.Store:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: what FSDP shards and compiles one by one. timm's and our classes are all called …Block."""
+    """The repeated blocks, which FSDP shards and compiles one by one: modules whose class is named …Block."""
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP").endswith("Block")]
 
 
-def spread(
+def parallelize(
     model: nn.Module,
     *,
     strategy: str,
@@ -162,11 +165,11 @@ def spread(
     mode: str | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """What the loop calls forward on: the model itself, or DDP around it, or the model sharded in place (FSDP2).
+    """The module that the loop calls: the model on one rank, DDP around it, or the model sharded in place (FSDP2).
 
-    mode: of `optimize`; None: not compiled.
-    param_dtype: FSDP gathers weights in this type; None: in their own. The sharded weights stay float32, and so does
-    the sum of gradients over ranks.
+    mode: compile mode of `optimize`; None: not compiled.
+    param_dtype: FSDP gathers weights in this type; None: in their own. The sharded weights and the reduction of
+    gradients stay float32.
     """
     sharded = strategy == "fsdp" and ranks.world_size > 1
     if mode is not None:
@@ -193,7 +196,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """A sharded model has its whole weights on every rank inside, so that ranks may call it unequally often."""
+    """Inside the block a sharded model has its full weights on every rank. Ranks may call it unequally often."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -207,21 +210,21 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gathering_gradients(model: nn.Module, *, sync: bool) -> Iterator[None]:
-    """With `sync` off, backward passes inside add to the gradient without talking to the other ranks."""
-    if isinstance(model, DistributedDataParallel) and not sync:
+def gradient_sync(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """If not enabled, backward passes inside the block accumulate gradients without communication."""
+    if isinstance(model, DistributedDataParallel) and not enabled:
         with model.no_sync():
             yield
         return
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+        model.set_requires_gradient_sync(enabled)
     yield
 
 
 class StopAgreement:
-    """One rank that was asked to stop makes all of them stop after the same update.
+    """Stops all ranks after the same update when one of them receives a signal.
 
-    The ranks' flags are summed over gloo while the device works; each reads the sum one update later.
+    The maximum of the ranks' signals is reduced over gloo while the device works, and read one update later.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -230,7 +233,7 @@ class StopAgreement:
         self.work: dist.Work | None = None
 
     def stop_now(self, signal_number: int) -> int:
-        """Call once an update with this rank's signal (0: none); the signal that all ranks stop for, or 0."""
+        """Called once per update with this rank's signal (0: none). Returns the signal to stop for, or 0."""
         if self.ranks.world_size == 1:
             return signal_number
         agreed = 0

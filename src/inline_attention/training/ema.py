@@ -1,4 +1,4 @@
-"""A moving average of the weights."""
+"""An exponential moving average (EMA) of the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,10 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """average ← decay · average + (1 − decay) · weights, over parameters and floating buffers, sharded as they are."""
+    """average ← decay · average + (1 − decay) · weights, for parameters and floating-point buffers.
+
+    The average is sharded like the weights.
+    """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
         self.decay = decay
@@ -25,7 +28,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model holds the average inside the `with` block and its own weights, bit for bit, after it."""
+        """The model has the average inside the block, and its own weights, bit for bit, after it."""
         self._swap()
         try:
             yield
@@ -36,10 +39,10 @@ class WeightAverage:
     def _swap(self) -> None:
         for name, tensor in self.live.items():
             average = self.average[name]
-            held = tensor.clone()
+            weights = tensor.clone()
             tensor.copy_(average)
-            average.copy_(held)
-        # FSDP keeps the root's weights gathered after an evaluation: the next pass would see those of before the swap.
+            average.copy_(weights)
+        # FSDP keeps the root's weights gathered after an evaluation: the next pass would use those before the swap.
         for module in self.shards:
             module.reshard()
 

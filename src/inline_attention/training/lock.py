@@ -1,4 +1,4 @@
-"""A lock on a file: one process at a time, and the kernel releases it when that process ends, however it ends."""
+"""A file lock between processes. The kernel releases it when its process ends, even if that is killed."""
 
 import errno
 import os
@@ -16,12 +16,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # on 
 
 
 class FileLock(AbstractContextManager["FileLock"]):
-    """Between processes, not between threads. Without locks (Windows, some network file systems) anyone may take it.
+    """A lock between processes, not between threads. On Windows and some network file systems it locks nothing.
 
-    A POSIX lock (`lockf`) belongs to the process. That of `flock` belongs to the open file: forked data loader workers
-    would inherit it, and keep it for seconds after the process that trains was killed. In return, closing any
-    descriptor of the file releases a POSIX lock, so the process that holds one opens the file nowhere else. The file
-    stays: if it were removed, two processes could hold locks on two files of that name.
+    It is a POSIX lock (`lockf`), which belongs to the process. A `flock` belongs to the open file: forked data loader
+    workers would inherit it, and hold it for seconds after the training process was killed. A POSIX lock is released
+    when any descriptor of its file is closed, so its process must not open the file elsewhere. The file is never
+    removed: two processes could then lock two files of the same name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +29,7 @@ class FileLock(AbstractContextManager["FileLock"]):
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Whether this process has the lock now; False: another one has it. The file's folder must exist."""
+        """Try to lock; False: another process holds the lock. The folder of the file must exist."""
         if self._descriptor is not None:
             return True
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -56,5 +56,5 @@ class FileLock(AbstractContextManager["FileLock"]):
         self.release()
 
     def holder(self) -> str:
-        """ "PID on HOST" of who took it last"""
+        """ "PID on HOST" of the process that took the lock last."""
         return self.path.read_text()

@@ -1,9 +1,9 @@
 """The training loop: one process or many, CPU or GPU, from the first update or from a checkpoint.
 
-What is learnt is the task's business: data, model, losses, evaluation (`training.task`). The host never waits for the
-device inside an epoch except to log and to save. Nothing random depends on the state of a generator: data order,
-augmentation, mixup and stochastic depth are functions of (seed, epoch, step, sample), so that a resumed run repeats
-what the interrupted one would have done, whatever the number of workers and ranks.
+The task provides data, model, losses and evaluation (`training.task`). Inside an epoch the host waits for the device
+only to log and to save. Randomness never depends on the state of a generator: data order, augmentation, mixup and
+stochastic depth are functions of (seed, epoch, step, sample). A resumed run therefore repeats what the interrupted run
+would have done, with any number of workers and ranks.
 """
 
 import dataclasses
@@ -22,36 +22,36 @@ from inline_attention.data.seeding import derive_seed
 from inline_attention.layers.drop import SampledDepth
 from inline_attention.training.checkpoint import Checkpoints, Progress, newest_checkpoint, read_manifest, restore
 from inline_attention.training.config import LoopConfig
-from inline_attention.training.distributed import Ranks, StopAgreement, gathering_gradients, join_ranks, spread
+from inline_attention.training.distributed import Ranks, StopAgreement, gradient_sync, join_ranks, parallelize
 from inline_attention.training.ema import WeightAverage
 from inline_attention.training.lock import FileLock
 from inline_attention.training.meters import DeviceMeter
 from inline_attention.training.optim import Optimizer
 from inline_attention.training.report import SUMMARY, Reporter, memory_bytes
-from inline_attention.training.run_folder import CHECKPOINTS, LOCK, Plan, check_plan, take_folder
+from inline_attention.training.run_folder import CHECKPOINTS, LOCK, Plan, check_plan, claim_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
 from inline_attention.training.task import Evaluation, TrainingBatch, check_same_task
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: what it measured, and where its files are."""
+    """The end of a run: its results, and the folder of its files."""
 
     folder: Path
     summary: dict[str, Any]
-    signal: int = 0  # the run was stopped by this signal after saving; 0: it is complete
+    signal: int = 0  # the signal that stopped the run, which has saved its state; 0: the run is complete
     is_first_rank: bool = True
 
 
 class NonFiniteLoss(ValueError):
-    """The loss or its gradient became NaN or infinite, and `run.on_nan` says to stop."""
+    """The loss or its gradient is NaN or infinite, and `run.on_nan` is "stop"."""
 
 
 def train(plan: Plan) -> Outcome:
-    """Train as planned and leave the run folder behind. Under torchrun, called on every rank."""
+    """Carry out a plan: train, evaluate, and write the run folder. Under torchrun every rank calls this."""
     config = plan.config
     with stop_on_signals() as request, join_ranks(config.device) as ranks:
-        plan = ranks.broadcast(plan)  # the default folder has the time in its name
+        plan = ranks.broadcast(plan)  # the name of the default folder contains the time
         with (
             FileLock(plan.folder / LOCK) as lock,
             Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter,
@@ -59,15 +59,17 @@ def train(plan: Plan) -> Outcome:
             ranks.decide(lambda: check_plan(plan, lock))
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
-                ranks.decide(lambda: take_folder(plan, ranks, lock, notify=reporter.note))
+                ranks.decide(lambda: claim_folder(plan, ranks, lock, notify=reporter.note))
                 try:
                     return trainer.fit()
                 finally:
-                    # Inside of `stop_on_signals` workers were made deaf to what Python ends its children with.
+                    # Workers block SIGTERM, so multiprocessing cannot stop them at exit; close them here.
                     trainer.data.train.close()
 
 
 class Trainer:
+    """One rank of a run: builds everything a plan names, resumes if there is a checkpoint, and trains with `fit`."""
+
     def __init__(self, plan: Plan, *, ranks: Ranks, reporter: Reporter, request: StopRequest) -> None:
         config = self.config = plan.config
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
@@ -86,14 +88,14 @@ class Trainer:
                 "of that size; lower optim.accumulate or data.batch_size"
             )
         self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
-        self.total_epochs = -(-self.schedule.total_steps // self.steps_per_epoch)  # the last may be cut short
+        self.total_epochs = -(-self.schedule.total_steps // self.steps_per_epoch)  # the last one may be shorter
 
         ranks.decide(self.task.fetch_weights)
         self.model = self.task.build_model().to(ranks.device)
         self.depth = SampledDepth(self.model, device=ranks.device)
         self.amp_dtype = choose_precision(config.run.precision, ranks.device)
         self.compile_mode = choose_compile_mode(config, ranks=ranks, fixed_shapes=self.task.fixed_shapes)
-        self.forward = spread(
+        self.forward = parallelize(
             self.model,
             strategy=config.run.strategy,
             ranks=ranks,
@@ -118,11 +120,11 @@ class Trainer:
         self.agreement = StopAgreement(ranks)
         self.meter = DeviceMeter(ranks)
 
-    # One run
+    # The run
 
     def fit(self) -> Outcome:
         progress = self.progress
-        self.introduce()
+        self.describe_run()
         self.reporter.start(total_updates=progress.updates + self.updates_left, done_updates=progress.updates)
         result = None
         while progress.epoch < self.total_epochs:
@@ -135,11 +137,11 @@ class Trainer:
             if self.is_due(self.config.log.eval_epochs):
                 result = self.evaluate_epoch()
             progress.epoch, progress.step = progress.epoch + 1, 0
-        if result is None:  # resumed after the end
+        if result is None:  # the run was complete before it was resumed
             result = self.evaluate()
         summary = self.summary(result)
-        self.reporter.summarise(summary)
-        self.reporter.leave_behind(self.task.leave_behind(result))
+        self.reporter.write_summary(summary)
+        self.reporter.write_files(self.task.result_files(result))
         if self.checkpoints.failing:
             raise OSError(f"the run is over, but its last state could not be saved in {self.checkpoints.folder}")
         if SUMMARY in self.reporter.failing:
@@ -147,7 +149,7 @@ class Trainer:
         return Outcome(self.folder, summary, is_first_rank=self.ranks.is_first)
 
     def train_epoch(self) -> int:
-        """Train from where the run stands to the end of the epoch; the signal that stopped it, or 0."""
+        """Train to the end of the epoch. Returns the signal that stopped the run before that, or 0."""
         progress, config = self.progress, self.config
         self.forward.train()
         batches = self.data.train.epoch(progress.epoch, start_step=progress.step * config.optim.accumulate)
@@ -171,7 +173,7 @@ class Trainer:
 
     @property
     def steps_in_epoch(self) -> int:
-        """Of this epoch: a schedule in steps may end inside its last one."""
+        """Updates of this epoch. A schedule in steps may end inside the last one."""
         return min(self.steps_per_epoch, self.schedule.total_steps - self.progress.epoch * self.steps_per_epoch)
 
     @property
@@ -179,7 +181,7 @@ class Trainer:
         return max(0, self.schedule.total_steps - self.progress.position)
 
     def update(self, batches: Iterator[TrainingBatch]) -> None:
-        """One optimiser update from `accumulate` batches. Nothing in here reads from the device."""
+        """One optimizer update from `accumulate` batches. Nothing here reads from the device."""
         progress, accumulate = self.progress, self.config.optim.accumulate
         total = torch.zeros((), device=self.ranks.device)
         parts: dict[str, Tensor] = {}
@@ -187,7 +189,7 @@ class Trainer:
             batch = next(batches)
             step = progress.step * accumulate + part
             self.seed_step(step, batch)
-            with gathering_gradients(self.forward, sync=part + 1 == accumulate):
+            with gradient_sync(self.forward, enabled=part + 1 == accumulate):
                 losses = self.task.losses(self.call_model, batch, epoch=progress.epoch, step=step)
                 loss = sum(losses.values(), start=torch.zeros_like(total)) / accumulate
                 self.optimizer.backward(loss)
@@ -198,16 +200,16 @@ class Trainer:
         norm = self.optimizer.step(self.schedule.rate(progress.position))
         if self.average is not None:
             self.average.update()
-        # The scaler of fp16 provokes infinite gradients now and then to find its scale: there the loss decides.
-        judged = norm if self.optimizer.scaler is None else total
-        self.meter.add(total, norm, bad=~judged.isfinite(), parts=parts)
+        # The fp16 scaler finds its scale by causing infinite gradients: with a scaler the loss shows divergence.
+        checked = norm if self.optimizer.scaler is None else total
+        self.meter.add(total, norm, bad=~checked.isfinite(), parts=parts)
 
     def call_model(self, *inputs: Any) -> Any:
         with torch.autocast(self.ranks.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
             return self.forward(*inputs)
 
     def seed_step(self, step: int, batch: TrainingBatch) -> None:
-        """Stochastic depth by (seed, epoch, step, sample); whatever else a model draws (dropout) by rank besides."""
+        """Seed stochastic depth by (seed, epoch, step, sample), and other draws of the model (dropout) by rank too."""
         key = derive_seed("forward", self.config.seed, self.progress.epoch, step)
         self.depth.draw(batch.sample_ids, key=key)
         torch.manual_seed(derive_seed("rank", key, self.ranks.rank))
@@ -215,7 +217,7 @@ class Trainer:
     # Between updates
 
     def is_due(self, every_epochs: int) -> bool:
-        """What happens every so many epochs, and at the end, happens after this one."""
+        """Whether an action that is done every so many epochs, and at the end, is done after this epoch."""
         done = self.progress.epoch + 1
         return done % every_epochs == 0 or done == self.total_epochs
 
@@ -223,7 +225,7 @@ class Trainer:
         return self.task.evaluate(self.model, device=self.ranks.device, amp_dtype=self.amp_dtype)
 
     def evaluate_epoch(self) -> Evaluation:
-        """Evaluate the weights and their average, and keep the best of all epochs."""
+        """Evaluate the weights and their average, and keep the best weights of all epochs."""
         progress, headline = self.progress, self.task.headline
         result = self.evaluate()
         record: dict[str, Any] = {"kind": "eval", "update": progress.updates, "epoch": progress.epoch + 1}
@@ -239,7 +241,7 @@ class Trainer:
         return result
 
     def keep_best(self, result: Evaluation, *, weights: str) -> None:
-        """Save what the model holds now (its own weights or their average) if it is the best so far."""
+        """Save the model's current weights (its own, or their average) if they are the best so far."""
         progress, key = self.progress, self.task.headline.key
         figure = result.figures[key]
         if progress.best is None or figure > progress.best:
@@ -253,7 +255,7 @@ class Trainer:
         self.clock_updates = self.progress.updates
 
     def log(self) -> None:
-        """Read the device: record what was measured, and stop or count where a gradient was not finite."""
+        """Read the meter from the device and record it. Stop if a gradient was not finite and the run is to stop."""
         updates = self.progress.updates - self.clock_updates
         if updates == 0:
             return
@@ -278,7 +280,7 @@ class Trainer:
                 "bad_steps": self.progress.bad_steps,
             },
             eta_seconds=self.updates_left * seconds / updates,
-            # The line of the evaluation that follows says it all.
+            # At the end of an epoch the line of the evaluation shows the same figures.
             show=self.progress.step < self.steps_in_epoch or not self.is_due(self.config.log.eval_epochs),
         )
         if reading.first_bad is not None and self.config.run.on_nan == "stop":
@@ -293,15 +295,15 @@ class Trainer:
         raise NonFiniteLoss(
             f"the gradient was not finite in update {update}: it was not applied, and the run stops; {good} in "
             f"{self.checkpoints.folder}. Try a lower optim.lr, {lower} or run.precision=fp32, then --resume; "
-            "run.on_nan=skip leaves such updates out and goes on"
+            "run.on_nan=skip leaves such updates out and continues"
         )
 
     def save(self) -> None:
-        self.log()  # a state after a non-finite gradient is not saved where the run is to stop for it
+        self.log()  # raises after a non-finite gradient, so that such a state is not saved
         self.checkpoints.save(self.progress, model=self.model, optimizer=self.optimizer, average=self.average)
         self.start_clock()
 
-    # Beginning and end
+    # Resuming, and what a run says about itself
 
     def resume(self, plan: Plan) -> None:
         """Continue from the checkpoint that the plan names, or from the newest; without any, from the beginning."""
@@ -325,7 +327,7 @@ class Trainer:
             )
         if is_own:
             own.saved_updates = saved.updates
-            self.ranks.decide(lambda: own.set_aside_after(checkpoint))
+            self.ranks.decide(lambda: own.set_aside_after(checkpoint, updates=saved.updates))
         elif saved.position >= self.schedule.total_steps:
             raise ValueError(
                 f"{checkpoint} has {saved.position} of {self.schedule.total_steps} updates: nothing is left to train "
@@ -342,7 +344,7 @@ class Trainer:
         if plan.changes:
             note(f"with other settings than before: {', '.join(plan.changes)}")
 
-    def introduce(self) -> None:
+    def describe_run(self) -> None:
         config, ranks = self.config, self.ranks
         trained = sum(p.numel() for p in self.optimizer.parameters)
         epochs = self.schedule.total_steps / self.steps_per_epoch
@@ -374,19 +376,19 @@ class Trainer:
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """The autocast type; None computes in fp32."""
+    """The autocast type of `run.precision`; None: fp32."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def choose_compile_mode(config: LoopConfig, *, ranks: Ranks, fixed_shapes: bool) -> str | None:
-    """The mode of `optimize`; None leaves the model as it is. CUDA graphs wherever a graph may be replayed.
+    """The mode of `optimize`: with CUDA graphs where an update can be replayed; None: not compiled.
 
-    A replay writes its outputs, gradients included, where the one before it has written its own. So nothing of an
-    update may be needed in the next: gradients are not added up over several, and the loop keeps sums in memory of its
-    own (`DeviceMeter`). PyTorch sees by itself that an update is over when its backward pass is;
-    `cudagraph_mark_step_begin` would make every other compiled model of this process depend on such marks.
+    A replay overwrites the outputs of the previous one, gradients included. An update must therefore not use tensors of
+    the update before it: gradients are not accumulated, and `DeviceMeter` keeps its sums in its own memory. PyTorch
+    detects the end of an update by its backward pass. `cudagraph_mark_step_begin` is not needed, and would force every
+    other compiled model in the process to mark its steps too.
     """
     if not config.run.compile:
         return None
@@ -395,18 +397,18 @@ def choose_compile_mode(config: LoopConfig, *, ranks: Ranks, fixed_shapes: bool)
         and ranks.world_size == 1
         and config.optim.accumulate == 1
         and fixed_shapes
-        and not config.model.checkpointing  # who is short of memory has none for graphs to hold on to
+        and not config.model.checkpointing  # Checkpointing implies tight memory; CUDA graphs would pin more.
     )
     return "reduce-overhead" if graphs else "default"
 
 
 @contextmanager
 def determinism(enabled: bool) -> Iterator[None]:
-    """Deterministic algorithms alone inside, an error where an operation has none."""
+    """Only deterministic algorithms inside the block; an operation that has none raises."""
     if not enabled:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

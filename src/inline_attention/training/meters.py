@@ -1,4 +1,4 @@
-"""What the loop measures, kept on the device between two looks at it."""
+"""Losses and gradient norms, accumulated on the device between two log lines."""
 
 import math
 from collections.abc import Mapping
@@ -12,24 +12,26 @@ from inline_attention.training.distributed import Ranks
 
 @dataclass(frozen=True)
 class Reading:
+    """Measurements since the last reading."""
+
     loss: float  # mean over the updates and all ranks; NaN: none was finite
     grad_norm: float  # of the last update
-    bad_steps: int  # updates that were left out, since the last reading
-    first_bad: int | None  # how many updates after the last reading the first of them came
-    parts: dict[str, float]  # means of the loss's parts, where there are several
+    bad_steps: int  # updates that were skipped
+    first_bad: int | None  # index of the first skipped update since the last reading
+    parts: dict[str, float]  # means of the terms of the loss, if there are several
 
 
 class DeviceMeter:
-    """Sums over updates; nothing is read until `read`, the only place where the host waits for the device.
+    """Accumulates over updates. Only `read` waits for the device.
 
-    It keeps no tensor that it is given: the next update may compute into the same memory.
+    It copies its arguments: with CUDA graphs the next update overwrites their memory.
     """
 
-    sums: Tensor  # (2,) finite losses and their number
-    bad: Tensor  # () updates left out
-    first_bad: Tensor  # () number of the first of them, −1: none
-    norm: Tensor  # () of the last update
-    parts: dict[str, Tensor]  # () sums of each part of the loss over the updates with a finite loss
+    sums: Tensor  # (2,) sum of finite losses, and their number
+    bad: Tensor  # () number of skipped updates
+    first_bad: Tensor  # () index of the first skipped update; −1: none
+    norm: Tensor  # () gradient norm of the last update
+    parts: dict[str, Tensor]  # () sums of each term over the updates with a finite loss
     updates: int
 
     def __init__(self, ranks: Ranks) -> None:
@@ -37,9 +39,9 @@ class DeviceMeter:
         self._reset()
 
     def add(self, loss: Tensor, norm: Tensor, *, bad: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """loss (): this rank's mean over the update; norm (): the gradient's; bad (): the update was left out.
+        """loss (): this rank's mean over the update; norm (): of the gradient; bad (): the update was skipped.
 
-        parts: what the loss is the sum of, where that is worth a record; the same names on every rank.
+        parts: terms of the loss to record, () each; the same names on every rank.
         """
         finite = loss.isfinite()
         self.sums += torch.stack([torch.where(finite, loss, 0), finite])
@@ -51,7 +53,7 @@ class DeviceMeter:
         self.updates += 1
 
     def read(self) -> Reading:
-        """Since the last call, over all ranks; called on every rank."""
+        """The measurements since the last call, over all ranks. Every rank calls this."""
         sums = torch.cat([self.sums, *(part.view(1) for part in self.parts.values())])
         total, finite, *part_sums = self.ranks.sum(sums).tolist()
         parts = {name: _ratio(value, finite) for name, value in zip(self.parts, part_sums, strict=True)}

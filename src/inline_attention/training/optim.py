@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW, and one update that never waits for the device."""
+"""Parameter groups, and AdamW with updates that never wait for the device."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from inline_attention.training.config import OptimConfig
 
 
 def freeze_layers(model: nn.Module, groups: int) -> list[str]:
-    """Freeze the first `groups` layer groups that the model's `group_matcher` tells apart; their parameters' names."""
+    """Freeze the first `groups` layer groups of the model's `group_matcher`. Returns the names of the parameters."""
     if groups == 0:
         return []
     layer_of = group_parameters(model, model.group_matcher(coarse=True), reverse=True)  # type: ignore[operator]  # timm's contract
@@ -26,9 +26,9 @@ def freeze_layers(model: nn.Module, groups: int) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Trainable parameters with and without weight decay: 1-D ones, biases and `model.no_weight_decay()` go without.
+    """Trainable parameters with and without weight decay. With `layer_decay`, each group also has an `lr_scale`.
 
-    With `layer_decay`, each group also has an `lr_scale`.
+    1-D parameters, biases and those in `model.no_weight_decay()` have none.
     """
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # timm's contract
     if config.layer_decay is None:
@@ -41,8 +41,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 class Optimizer:
     """AdamW with clipping and, for fp16, a gradient scaler.
 
-    An update whose gradient is not finite leaves weights and moments untouched. The decision is taken on the device by
-    the fused kernel (`found_inf`, the hook that GradScaler uses): the host neither waits nor knows.
+    An update with a non-finite gradient changes neither weights nor moments. The fused kernel decides that on the
+    device (`found_inf`, the hook of GradScaler), so the host does not wait.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, *, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -57,7 +57,7 @@ class Optimizer:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, rate: float) -> Tensor:
-        """Apply the gathered gradient and drop it. The gradient's norm before clipping, () on the device."""
+        """Apply the accumulated gradient and clear it. Returns its norm before clipping, () on the device."""
         for group in self.adamw.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         if self.scaler is not None:

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress, metrics, TensorBoard and Weights & Biases, pictures, a summary."""
+"""The report of a run: progress on the terminal, metrics, TensorBoard, Weights & Biases, figures, a summary."""
 
 import errno
 import json
@@ -26,14 +26,14 @@ from inline_attention.training.run_folder import write_atomically
 from inline_attention.training.task import Headline, Writer
 
 METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
-SET_ASIDE = "metrics-aside.jsonl"  # lines taken out of METRICS: of updates that were repeated, or damaged
+SET_ASIDE = "metrics-aside.jsonl"  # lines removed from METRICS: records of repeated updates, and damaged lines
 TENSORBOARD, WANDB_ID = "tensorboard", ".wandb-id"
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """The report of one run; rank 0 has one that is `active`, the others' do nothing.
+    """The report of one run. Only that of rank 0 is `active`; the others do nothing.
 
-    A record is a flat dictionary with `kind` ("train" or "eval"), `update` (optimiser updates done) and `epoch`.
+    A record is a flat dictionary with `kind` ("train" or "eval"), `update` (optimizer updates done) and `epoch`.
     """
 
     def __init__(self, folder: Path, config: LoopConfig, *, headline: Headline, active: bool) -> None:
@@ -49,14 +49,14 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.failing: set[str] = set()  # files of the run folder that could not be written the last time
 
     def start(self, *, total_updates: int, done_updates: int) -> None:
-        """Open the report of a run with `done_updates` behind it that will end at `total_updates`.
+        """Open the report of a run that has done `done_updates` and will end at `total_updates`.
 
-        A killed run may have recorded later updates. They are repeated, so their records are set aside.
+        A killed run may have recorded later updates. They will be repeated, so their records are set aside.
         """
         self.total_updates = total_updates
         if not self.active:
             return
-        if done_updates < total_updates:  # a summary says that the run is complete
+        if done_updates < total_updates:  # job scripts take a summary as the sign of a complete run
             self._try(SUMMARY, lambda: (self.folder / SUMMARY).unlink(missing_ok=True))
         self._try(METRICS, partial(self._set_aside_records_after, done_updates))
         if self.config.log.tensorboard:
@@ -84,7 +84,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._print(text)
 
     def record(self, record: Mapping[str, Any], *, eta_seconds: float | None = None, show: bool = True) -> None:
-        """Keep a record; `show` it too, with what the records before it said."""
+        """Write a record. With `show`, also print it together with the latest other figures."""
         if not self.active:
             return
         # JSON has no NaN.
@@ -111,7 +111,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         try:
             self.console.print("\n".join(map(printable, text.split("\n"))), markup=False)
         except OSError as error:
-            if error.errno != errno.ENOSPC:  # of a log on the full disk; a closed pipe ends the run
+            if error.errno != errno.ENOSPC:  # a log on a full disk loses lines; a closed pipe ends the run
                 raise
 
     def _position(self, record: Mapping[str, Any]) -> str:
@@ -121,20 +121,20 @@ class Reporter(AbstractContextManager["Reporter"]):
         return f"epoch {record['epoch']:g}/{schedule.epochs + schedule.cooldown_epochs}"
 
     def records(self) -> list[dict[str, Any]]:
-        """The records in metrics.jsonl. Lines that are none (a kill may have cut one short) are left out."""
+        """The records in metrics.jsonl, without damaged lines (a kill may cut one short)."""
         return [record for line in self._lines() if (record := _parse_record(line)) is not None]
 
     def _lines(self) -> list[bytes]:
         path = self.folder / METRICS
         return path.read_bytes().splitlines() if path.exists() else []
 
-    def summarise(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
         if self.active:
             content = json.dumps(summary, indent=1).encode()
             self._try(SUMMARY, lambda: write_atomically(self.folder / SUMMARY, content))
 
-    def leave_behind(self, files: Mapping[str, Writer]) -> None:
-        """curves.png from metrics.jsonl, and the task's own `files`: name → what writes it."""
+    def write_files(self, files: Mapping[str, Writer]) -> None:
+        """Write curves.png from metrics.jsonl, and `files` of the task: name → function that writes it."""
         if not self.active:
             return
         for name, write in {CURVES: self._draw_curves, **files}.items():
@@ -170,7 +170,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         threading.excepthook = self._on_thread_error
 
     def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        """Print no traceback for TensorBoard's thread on a full disk: its next call raises the same, which is noted."""
+        """Suppress the traceback of TensorBoard's thread on a full disk. Its next call raises the same error."""
         if not isinstance(error.exc_value, OSError):
             self.excepthook(error)
 
@@ -179,7 +179,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             line = (json.dumps(record) + "\n").encode()
             with open(self.folder / METRICS, "ab", buffering=0) as file:
                 end = file.tell()
-                if file.write(line) < len(line):  # a disk that became full takes what fits
+                if file.write(line) < len(line):  # the disk is full: part of the line was written
                     file.truncate(end)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -199,7 +199,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.failing.discard(name)
 
     def _set_aside_records_after(self, update: int) -> None:
-        """Keep the records of what was done when the run resumes from `update`, and move the others elsewhere."""
+        """Move the records after `update`, from which the run resumes, and damaged lines to another file."""
         kept: list[bytes] = []
         aside: list[bytes] = []
         damaged = 0
@@ -207,16 +207,16 @@ class Reporter(AbstractContextManager["Reporter"]):
         for line in lines:
             record = _parse_record(line)
             damaged += record is None
-            # A checkpoint at the end of an epoch is written before the epoch is evaluated.
+            # A checkpoint at the end of an epoch is written before the evaluation of the epoch.
             done = record is not None and (record["update"], record["kind"] == "eval") <= (update, False)
             (kept if done else aside).append(line + b"\n")
-        if not aside:
-            return
         if damaged > 1 or (damaged and _parse_record(lines[-1]) is not None):  # a kill may cut the last line short
             self.note(f"{self.folder / METRICS} has {damaged} damaged lines: they were moved to {SET_ASIDE}")
-        with open(self.folder / SET_ASIDE, "ab") as file:
-            file.writelines(aside)
-        write_atomically(self.folder / METRICS, b"".join(kept))
+        if aside:
+            with open(self.folder / SET_ASIDE, "ab") as file:
+                file.writelines(aside)
+        if lines:  # even if nothing moved: the last line may lack its newline
+            write_atomically(self.folder / METRICS, b"".join(kept))
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
@@ -230,7 +230,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 class _Bar(Progress):
-    """The figures stand below the bar: beside it, an ordinary terminal has no room for them."""
+    """A progress bar with the figures below it: a terminal of 80 columns has no room for them beside it."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -239,7 +239,7 @@ class _Bar(Progress):
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: the allocator's on a GPU, the process's elsewhere."""
+    """Peak memory so far: of the CUDA allocator on a GPU, of the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -250,7 +250,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _formats(headline: Headline) -> dict[str, Callable[[float], str]]:
-    """What of the records a line shows, and how."""
+    """The figures that a line shows, and their formats."""
     return {
         "loss": lambda v: f"loss {v:.4f}",
         f"val_{headline.key}": lambda v: f"val {headline.label} {v:.2f}%",
@@ -269,7 +269,7 @@ def _clock(seconds: float) -> str:
 
 
 def wandb_id(folder: Path) -> str:
-    """The identity of a run at Weights & Biases, kept in its folder: exp1/seed0 and exp2/seed0 are two runs."""
+    """The id of a run at Weights & Biases, kept in its folder: exp1/seed0 and exp2/seed0 are two runs."""
     path = folder / WANDB_ID
     if not path.exists():
         # Version 0.1 used the folder's name, and left the files of wandb in the folder.

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, what goes on from it, and the small files that describe it."""
+"""The folder of a run: planning a new or resumed run, locking the folder, and the files that describe the run."""
 
 import json
 import sys
@@ -12,40 +12,46 @@ from typing import Any
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import find_damage, list_checkpoints, write_synced
-from inline_attention.training.classification import Classification
 from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.lock import FileLock
 from inline_attention.training.task import Task
 
 CONFIG, ENVIRONMENT, CHECKPOINTS = "config.yaml", "environment.json", "checkpoints"
-LOCK = ".lock"  # of the process that trains there: rank 0
+LOCK = ".lock"  # locked by the process that trains there (rank 0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train, where, and what from."""
+    """A run before it starts: the task, its configuration, the run folder, and the run it resumes from."""
 
     task: type[Task]
     config: LoopConfig
     folder: Path
-    source: Path | None = None  # the run that goes on (usually `folder` itself); None: a new one
-    checkpoint: Path | None = None  # one of its checkpoints that was named; None: the newest, if there is any
-    changes: tuple[str, ...] = ()  # settings that differ from those the run had
+    source: Path | None = None  # folder of the run to resume, usually `folder` itself; None: a new run
+    checkpoint: Path | None = None  # the checkpoint to resume from; None: the newest of `source`, if there is one
+    changes: tuple[str, ...] = ()  # settings that differ from those of the resumed run
 
 
 def plan_run(
     recipe: str | None = None,
     *,
-    task: type[Task] = Classification,
+    task: type[Task],
     overrides: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
     output: str | None = None,
     resume: str | None = None,
 ) -> Plan:
-    """Decide from the command line alone, writing nothing.
+    """Plan a run. Writes nothing.
 
-    A run that is resumed has the settings in its config.yaml, then the flags and overrides given now.
+    Args:
+        recipe: name of a recipe of the task, or a YAML file; None: the task's default.
+        task: what to train, such as `tasks.classification.Classification`.
+        overrides: settings as `section.key=value`.
+        flags: settings as nested dictionaries, applied before `overrides`.
+        output: run folder; None: runs/RECIPE-TIME, or the folder of the resumed run.
+        resume: "auto" for the run in `output`, a run folder, or a checkpoint. A resumed run has the settings in its
+            config.yaml, changed by `flags` and `overrides`.
     """
     if resume is None:
         config = _new_config(recipe, task=task, overrides=overrides, flags=flags)
@@ -54,11 +60,9 @@ def plan_run(
         if output is None:
             raise ValueError("--resume auto continues the run in --output: give --output DIR too")
         source, checkpoint = Path(output), None
-        if not (source / CONFIG).exists():  # nothing to continue yet: the first start of a command made for restarts
+        if not (source / CONFIG).exists():  # the first start of a job that is restarted with the same command
             if recipe is None:
-                raise ValueError(
-                    f"--resume auto: {output} holds no run to go on with; to begin one there, name a recipe"
-                )
+                raise ValueError(f"--resume auto: {output} holds no run to continue; to begin one there, name a recipe")
             config = _new_config(recipe, task=task, overrides=overrides, flags=flags)
             return Plan(task, config, source, source=source)
     else:
@@ -82,8 +86,10 @@ def plan_run(
 
 
 def check_plan(plan: Plan, lock: FileLock) -> None:
-    """ValueError where the folder holds another run, where another process trains in it, or where there is nothing to
-    train on; ImportError without wandb. A folder that is there is locked from here on."""
+    """Check what can be checked before anything is built, and lock the folder if it exists.
+
+    ValueError: there is no data, the folder holds another run, or another process trains in it. ImportError: wandb.
+    """
     folder = plan.folder
     if not plan.config.data.path:
         raise ValueError(f"no data: {plan.task.data_hint}")
@@ -102,13 +108,13 @@ def default_folder(config: LoopConfig) -> Path:
     return Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def take_folder(plan: Plan, ranks: Ranks, lock: FileLock, *, notify: Callable[[str], None]) -> None:
-    """Write config.yaml, and environment.json with one entry for each start of the run.
+def claim_folder(plan: Plan, ranks: Ranks, lock: FileLock, *, notify: Callable[[str], None]) -> None:
+    """Create and lock the folder. Write config.yaml, and environment.json with one entry for each start of the run.
 
-    On rank 0, once everything else is checked.
+    Only rank 0 calls this, after everything else was checked.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
-    _take(lock)  # if the folder is new
+    _take(lock)  # `check_plan` has locked a folder that existed
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
     path = plan.folder / ENVIRONMENT
     starts = _read_starts(path, notify=notify)
@@ -125,7 +131,7 @@ def take_folder(plan: Plan, ranks: Ranks, lock: FileLock, *, notify: Callable[[s
 
 
 def _read_starts(path: Path, *, notify: Callable[[str], None]) -> list[Any]:
-    """The entries of environment.json. A damaged file is kept under another name: it is no reason not to resume."""
+    """The entries of environment.json. A damaged file does not prevent a resume: it is renamed."""
     if not path.exists():
         return []
     try:
@@ -149,6 +155,7 @@ def _take(lock: FileLock) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file as a whole: a kill at any moment leaves the old or the new content."""
     unfinished = path.with_name(f".{path.name}.saving")
     try:
         write_synced(unfinished, content)
@@ -159,7 +166,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _resume_source(path: Path) -> tuple[Path, Path | None]:
-    """(run folder, named checkpoint) of `--resume PATH`, a run folder or one of its checkpoints."""
+    """(run folder, checkpoint or None) of `--resume PATH`, which is a run folder or one of its checkpoints."""
     if (path / CONFIG).exists():
         return path, None
     if path.parent.name == CHECKPOINTS and (path.parent.parent / CONFIG).exists() and path.is_dir():

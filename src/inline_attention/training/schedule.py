@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate as a function of the step."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ ScheduleKind = Literal["cosine", "linear", "poly", "step"]
 class Schedule:
     """Warm-up from `warmup_rate` to `peak`, decay to `minimum` until `decay_steps`, cool-down at `minimum`.
 
-    The warm-up takes the place of the decay's first steps (as published; timm's `warmup_prefix=False`): the clock of
-    cosine and polynomial starts at step 0, so that the rate right after the warm-up lies a little under the peak.
+    The warm-up replaces the first steps of the decay, as published (timm's `warmup_prefix=False`). Cosine and
+    polynomial count from step 0, so the rate after the warm-up is slightly below the peak.
     """
 
     kind: ScheduleKind
@@ -22,7 +22,7 @@ class Schedule:
     warmup_steps: int
     decay_steps: int
     cooldown_steps: int
-    drop_every: int  # step schedule alone: steps between two drops
+    drop_every: int  # step schedule: steps between two drops
     drop_factor: float
     drop_at: tuple[int, ...] = ()  # step schedule: drops at these steps instead
     power: float = 1.0  # of the polynomial
@@ -32,7 +32,7 @@ class Schedule:
         return self.decay_steps + self.cooldown_steps
 
     def rate(self, step: int) -> float:
-        """The rate used by the step-th update, counted from 0."""
+        """The rate of update `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.warmup_rate + (self.peak - self.warmup_rate) * step / self.warmup_steps
         if step >= self.decay_steps:

@@ -4,10 +4,14 @@ The declared type of a setting decides what its text means, not YAML's guess: a 
 name. YAML's own rules hold where no type is declared, as in `model.kwargs`.
 """
 
+import ast
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import math
+import textwrap
+import tokenize
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -100,6 +104,42 @@ def to_yaml(settings: Any) -> str:
 def to_mapping(settings: Any) -> dict[str, Any]:
     """Plain dictionaries, lists and scalars, as YAML and JSON hold them."""
     return {key: _plain(value) for key, value in dataclasses.asdict(settings).items()}
+
+
+def comments(settings: Any, prefix: str = "") -> dict[str, str]:
+    """Key → the comment behind the field in its class, "" where there is none."""
+    found: dict[str, str] = {}
+    for base in reversed(type(settings).__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _field_comments(base)
+    described: dict[str, str] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            described |= comments(value, f"{prefix}{field.name}.")
+        else:
+            described[f"{prefix}{field.name}"] = found.get(field.name, "")
+    return described
+
+
+def _field_comments(section: type) -> dict[str, str]:
+    try:
+        lines = inspect.getsource(section).splitlines(keepends=True)
+    except OSError:  # an installation without sources
+        return {}
+    names = {field.lineno: field.target.id for field in _fields_in_source("".join(lines))}
+    tokens = tokenize.generate_tokens(iter(lines).__next__)
+    return {
+        names[token.start[0]]: token.string.lstrip("# ")
+        for token in tokens
+        if token.type == tokenize.COMMENT and token.start[0] in names
+    }
+
+
+def _fields_in_source(source: str) -> list[Any]:
+    (section,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(section, ast.ClassDef)
+    return [node for node in section.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
 
 
 def keys(settings: Any, prefix: str = "") -> list[str]:

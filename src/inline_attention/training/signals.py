@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request to stop at the next update."""
+"""SIGTERM and SIGINT as requests to stop after the current update."""
 
 import signal
 import threading
@@ -10,24 +10,26 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    number: int = 0  # of the signal; 0: none came
+    """A signal handler that remembers the signal."""
+
+    number: int = 0  # the signal that was received; 0: none
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.number == signal.SIGINT == number:
-            raise KeyboardInterrupt  # asked twice: at once, without saving
+            raise KeyboardInterrupt  # the second Ctrl-C stops at once, without saving
         self.number = number
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Handlers inside the block. Python allows them in the main thread alone; elsewhere nothing is caught."""
+    """Handle the signals inside the block. Python allows this in the main thread; other threads handle nothing."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
     previous = {number: signal.signal(number, request) for number in STOP_SIGNALS}
     try:
-        with _children_spared():
+        with _blocked_in_children():
             yield request
     finally:
         for number, handler in previous.items():
@@ -35,14 +37,14 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def _children_spared() -> Iterator[None]:
-    """Processes started inside are not stopped by the signals that this one saves its state for.
+def _blocked_in_children() -> Iterator[None]:
+    """Processes started inside the block, such as data loader workers, block the signals.
 
-    A scheduler or a terminal signals every process of a job, data loader workers too, whose death would end the update
-    that is to be finished first. They inherit what their starting thread blocks, so the main thread blocks the signals,
-    and a thread that does nothing else takes them: Python runs the handler in the main thread all the same.
+    A scheduler or a terminal signals every process of a job. If that stopped the workers, the current update could not
+    be finished. A child inherits the signal mask of the thread that starts it. So the main thread blocks the signals,
+    and an idle thread receives them; Python runs the handlers in the main thread nevertheless.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, where signals reach no other process
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, where a signal reaches a single process
         yield
         return
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""What a task is to the loop: where its data come from, what it learns, how it is judged. And what tasks share."""
+"""The interface between the loop and a task: data, model, losses and evaluation. And helpers that tasks share."""
 
 import json
 from abc import ABC, abstractmethod
@@ -20,17 +20,17 @@ from inline_attention.training.distributed import Ranks
 
 
 class TrainingBatch(Protocol):
-    """Whatever a task's model and losses take; the loop itself reads nothing but whose samples they are."""
+    """A batch of the task's own type. The loop reads `sample_ids` and nothing else."""
 
-    sample_ids: Tensor  # (B,) int64 on the device, in the order in which the model sees the samples
+    sample_ids: Tensor  # (B,) int64 on the device, in the order of the samples in the batch
 
 
 class TrainSplit(Protocol):
-    """Training batches, a function of (seed, epoch, step); `inline_attention.data.TrainLoader` is one."""
+    """Training batches as a function of (seed, epoch, step), such as `inline_attention.data.TrainLoader`."""
 
     batch_size: int  # of a rank; below data.batch_size where there are too few images for one batch
     steps_per_epoch: int  # the same on every rank
-    waiting_seconds: float  # spent in waiting for batches since it was opened
+    waiting_seconds: float  # time spent waiting for batches since the split was opened
     exact_resume: bool  # False: a resumed epoch starts again at its first sample
 
     @property
@@ -39,7 +39,7 @@ class TrainSplit(Protocol):
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[Any]: ...
 
     def close(self) -> None:
-        """After the last epoch: ends the worker processes."""
+        """End the worker processes. Called after the last epoch."""
 
 
 class EvalSplit(Protocol):
@@ -48,7 +48,7 @@ class EvalSplit(Protocol):
 
 
 class TaskData(Protocol):
-    """Both splits, on the device of the rank they were opened for."""
+    """Both splits of a task, on the device of this rank."""
 
     @property
     def train(self) -> TrainSplit: ...
@@ -62,53 +62,53 @@ class TaskData(Protocol):
 
 @dataclass(frozen=True)
 class Headline:
-    """The figure of an evaluation, in per cent, that says which weights are the best: the highest."""
+    """The metric, in per cent, that ranks weights: higher is better."""
 
-    key: str  # among the figures, in metrics.jsonl behind "val_", in the summary behind "best_"
-    label: str  # for people
+    key: str  # its name among the figures: val_<key> in metrics.jsonl, best_<key> in the summary
+    label: str  # its name in messages and figures
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The same on every rank."""
+    """The result of an evaluation, the same on every rank."""
 
-    figures: dict[str, float]  # by name; "loss" where there is one
-    details: Any = None  # what the task makes its pictures and tables from
+    figures: dict[str, float]  # metrics by name; "loss" if the task has one
+    details: Any = None  # input of `Task.result_files`
 
 
 Writer = Callable[[Path], None]
 
 
 class Task(ABC):
-    """One per run and rank. The loop calls its methods in the order in which they stand here."""
+    """What is trained. There is one instance per run and rank; the loop calls its methods in the order below."""
 
-    recipes: ClassVar[str]  # folder of its recipes below the package's; "": the recipes of classification
-    default_recipe: ClassVar[str | None]  # None: the user must name one
-    data_hint: ClassVar[str]  # how to name the data, for who has not
+    recipes: ClassVar[str]  # folder of its recipes in the package
+    default_recipe: ClassVar[str | None]  # None: the user must name a recipe
+    data_hint: ClassVar[str]  # error message of a run without data: how to name the data
     headline: ClassVar[Headline]
-    summary_figures: ClassVar[tuple[str, ...]]  # of the last evaluation, in summary.json
-    fixed_shapes: ClassVar[bool]  # the model meets one size in training and one in evaluation: CUDA graphs suit it
+    summary_figures: ClassVar[tuple[str, ...]]  # figures of the last evaluation that summary.json contains
+    fixed_shapes: ClassVar[bool]  # one input shape in training and one in evaluation, as CUDA graphs need
 
     @staticmethod
     @abstractmethod
     def defaults() -> LoopConfig:
-        """The configuration that recipes change."""
+        """The default configuration, which recipes change."""
 
     def __init__(self, config: Any) -> None:
-        """config: of the type of `defaults()`"""
+        """config: an instance of the type of `defaults()`."""
         self.config = config
 
     @property
     def title(self) -> str:
-        """What is trained, in a word or two."""
+        """A short name of the model, for messages."""
         return self.config.model.name
 
     @abstractmethod
     def open_data(self, ranks: Ranks) -> TaskData:
-        """Open this rank's share of both splits on its device; what is wrong with the data is a ValueError here."""
+        """Open this rank's share of both splits on its device. ValueError: the data cannot be used."""
 
     def fetch_weights(self) -> None:
-        """Download what `model.weights` names, for every rank to find it in the cache. On rank 0 alone."""
+        """Download the weights that `model.weights` names into the cache. Only rank 0 calls this."""
         model: BackboneConfig = self.config.model
         name = model.name if model.weights == "pretrained" else model.weights
         if name not in PUBLISHED:
@@ -122,33 +122,37 @@ class Task(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model on the CPU, from weights that are a function of the seed or of a file."""
+        """Build the model on the CPU. Its weights are a function of the seed, or come from a file."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """What goes into every weights file: enough to build the model again; see `describe`."""
+        """The metadata of weights files, from which the model can be built again; see the function `describe`."""
 
     @abstractmethod
     def losses(self, forward: Callable[..., Any], batch: Any, *, epoch: int, step: int) -> dict[str, Tensor]:
-        """The parts () of the loss of one batch by name; their sum is what is learnt.
+        """The terms () of the loss of one batch, by name. The loss is their sum.
 
-        forward: calls the model, in the run's precision. Each part is a mean over the batch whose divisor does not
-        depend on the rank, so that the mean over ranks is that of the global batch. Nothing may read from the device.
+        forward: calls the model in the run's precision. Each term is a mean over the batch with a divisor that is the
+        same on every rank, so that the mean over ranks is the mean over the global batch. Nothing here may read from
+        the device.
         """
 
     @abstractmethod
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
-        """Over the validation split of all ranks; called on every rank, leaves the model in the mode it found."""
+        """Evaluate over the validation split of all ranks. Every rank calls this; the model's mode is restored."""
 
-    def leave_behind(self, evaluation: Evaluation) -> dict[str, Writer]:
-        """Files for the run folder when the run is over: name → what writes it. ImportError: without that one."""
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
+        """Files for the run folder at the end of the run: name → function that writes it.
+
+        A file whose function raises ImportError is left out.
+        """
         return {}
 
 
 def describe(
     config: LoopConfig, *, arguments: Mapping[str, Any], class_names: list[str], **more: str
 ) -> dict[str, str]:
-    """The metadata of a weights file that `check_same_task` compares, and `more`."""
+    """The metadata of a weights file: what `check_same_task` compares, and `more`."""
     return {
         "format": "pt",
         "library": f"inline_attention {__version__}",
@@ -161,14 +165,14 @@ def describe(
 
 
 def check_same_task(before: dict[str, str], now: Mapping[str, str], checkpoint: Path) -> None:
-    """ValueError where the checkpoint is of another model or other classes than this run's."""
+    """ValueError if the checkpoint has another model or other classes than this run."""
     if before["architecture"] != now["architecture"]:
         raise ValueError(f"{checkpoint} is of {before['architecture']}, this run trains {now['architecture']}")
     old_classes, new_classes = json.loads(before["class_names"]), json.loads(now["class_names"])
     if len(old_classes) != len(new_classes):
         raise ValueError(
-            f"{checkpoint} has {len(old_classes)} classes, the data {len(new_classes)}: a run goes on with the classes "
-            "it began with. For other classes start a new run with model.weights=… model.reset_head=true"
+            f"{checkpoint} has {len(old_classes)} classes, the data {len(new_classes)}: a run continues with the "
+            "classes it began with. For other classes start a new run with model.weights=… model.reset_head=true"
         )
     if old_classes != new_classes:
         old, new = next((a, b) for a, b in zip(old_classes, new_classes, strict=True) if a != b)

@@ -203,7 +203,7 @@ function update() {
   panels.forEach(refresh);
 }
 
-/** Asks for a panel's map. While an answer is awaited further wishes are only noted: the last one counts. */
+/** Asks for a panel's map. Changes made meanwhile are answered by one more request, for the last of them. */
 async function refresh(panel) {
   if (!panel.model) {
     drawAll();
@@ -262,7 +262,7 @@ function sharedRange() {
   return Math.max(0, ...shown.filter((weight) => weight !== null).map((weight) => Math.abs(weight - centre()))) || 1;
 }
 
-/** All panels, for a map that is new may change the range of every other. */
+/** Draws all panels, because a new map may change the range that all share. */
 function drawAll() {
   const range = sharedRange();
   const ends = [centre() - range, centre(), centre() + range];

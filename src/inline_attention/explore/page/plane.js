@@ -104,7 +104,7 @@ function makePoint(list, index, letter) {
   return { list, index, name, node, arrow, label };
 }
 
-/** Dragging takes hold of the nearest point, for the areas around points overlap. */
+/** Dragging takes hold of the nearest point, because the areas around points overlap. */
 function followPointer(plane) {
   let held = null;
   const placeOf = (event) => {

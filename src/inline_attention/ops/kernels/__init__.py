@@ -1,1 +1,1 @@
-"""Triton kernels of InLine attention; `ops.fused` launches them."""
+"""The Triton kernels; `ops.fused` and `ops.fused_local_weight` launch them."""

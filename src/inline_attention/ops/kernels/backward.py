@@ -26,15 +26,16 @@ from .blocks import (
 
 
 @triton.jit
-def accumulate_taps(
+def accumulate_local_grad(
     p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
     a0, a1, a2, a3, a4, a5, a6, a7, a8,
     BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Adds the taps' gradient from rows y_begin … y_end − 1 of g, columns x … x + BW − 1, to nine sums (BW, BC)"""
+    """Adds the gradient of the nine taps from rows y_begin … y_end − 1 and columns x … x + BW − 1 of g to nine sums
+    (BW, BC)"""
     g_above = tl.zeros([BW, BC], tl.float32)
     g_here = tl.zeros([BW, BC], tl.float32)
-    # Row y of v lies above row y + 1 of the outputs, and so on. Rows are loaded one turn before they are used.
+    # Row y of v is the upper neighbour of row y + 1 of the outputs. Rows are loaded one turn before they are used.
     g_next = load_map_row(p_g, stride_g, p_mask_q, y_begin, x, y_end, W, prefix, o_c, m_c, BW, MASK_Q)
     left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     for y in range(y_begin - 1, y_end + 1):
@@ -57,16 +58,18 @@ def accumulate_taps(
 
 
 @triton.jit
-def sum_taps(
+def sum_local_grad(
     p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
     BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the nine taps from columns x_begin … x_end − 1 of rows y_begin … y_end − 1 of g, x_begin a
-    multiple of BW, as x_end is if it is not W: nine blocks (BC,)"""
+    """The gradient of the nine taps from columns x_begin … x_end − 1 of rows y_begin … y_end − 1 of g
+
+    x_begin is a multiple of BW, and x_end is one too or is W. Returns nine blocks (BC,).
+    """
     a0 = tl.zeros([BW, BC], tl.float32)
     a1, a2, a3, a4, a5, a6, a7, a8 = a0, a0, a0, a0, a0, a0, a0, a0
     for x in range(x_begin, x_end, BW):
-        a0, a1, a2, a3, a4, a5, a6, a7, a8 = accumulate_taps(
+        a0, a1, a2, a3, a4, a5, a6, a7, a8 = accumulate_local_grad(
             p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
             a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, BC, HAS_MASK, MASK_Q,
         )  # fmt: skip
@@ -77,8 +80,8 @@ def sum_taps(
 
 
 @triton.jit
-def store_taps(p, step, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8):
-    """Nine blocks (BC,), `step` elements apart, to pointers p (BC,)"""
+def store_local_grad(p, step, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8):
+    """Stores nine blocks (BC,), `step` elements apart, from pointers p (BC,) on"""
     dtype: tl.constexpr = p.dtype.element_ty
     tl.store(p, a0.to(dtype), mask=m_c)
     tl.store(p + step, a1.to(dtype), mask=m_c)
@@ -96,7 +99,7 @@ def write_query_grads(
     p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_t, o_c, m_c, b_st,
     MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """dq = φ'(q)·(g·Sᵀ) for tokens t + o_t where m_t; zeros for absent ones"""
+    """dq = φ'(q)·(g·Sᵀ) for queries t + o_t where m_t; zeros for absent ones"""
     m_here = present(p_mask, t, o_t, m_t, MASK_Q)
     b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_c, m_c)
     b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
@@ -133,7 +136,7 @@ def write_grads(
     b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
     MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of tokens t + o_t, the local residual's aside: queries where m_q, keys and values where m_k"""
+    """Gradients of queries t + o_t where m_q and of keys and values where m_k, without the local residual's part"""
     write_query_grads(
         p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t, o_t, m_q, o_c, m_c, b_st,
         MAP, DOT, PRECISION, MASK_Q,
@@ -152,7 +155,7 @@ def write_grads_run(
     MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """`write_grads` for tokens t_begin … t_end − 1, as far as there are such queries and such keys"""
+    """`write_grads` for those of the tokens t_begin … t_end − 1 that exist as queries and as keys"""
     o_t = tl.arange(0, BN)
     for t in range(t_begin, t_end, BN):
         m_t = t + o_t < t_end
@@ -171,7 +174,7 @@ def backward_kernel(
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, GRAD_TAPS: tl.constexpr, HAS_MASK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_Q: tl.constexpr, PACKED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
@@ -218,18 +221,18 @@ def backward_kernel(
         b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
     )  # fmt: skip
     if LOCAL:
-        tl.debug_barrier()  # what another thread wrote is read here
+        tl.debug_barrier()  # add_local reads what other threads wrote
         for x in range(0, W, BW):
             add_local(
                 p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
                 x, 0, H, H, W, prefix, o_c, m_c, BW, BC, True, MASK_Q, HAS_MASK,
             )  # fmt: skip
-    if GRAD_TAPS:
-        a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
+    if GRAD_LOCAL:
+        a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
             p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, 0, W, 0, H, H, W, prefix, o_c, m_c,
             BW, BC, HAS_MASK, MASK_Q,
         )  # fmt: skip
-        store_taps(p_dw + (i_b * C + c + o_c) * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        store_local_grad(p_dw + (i_b * C + c + o_c) * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -237,11 +240,13 @@ def grad_state_kernel(
     p_q, p_v, p_g, p_mask, p_mask_q, p_seq, p_part,
     Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, GRAD_TAPS: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one part of the tokens, and for the taps' gradient over about the same part of the map: some rows, or
-    of one row some columns. Grid (B·blocks, parts); parts (B·blocks, parts, BC·(BC + 10)) float32: dS, Σ g, nine taps
+    """Sums over one part of the tokens. Grid (B·blocks, parts)
+
+    The gradient of the local weight is summed over about the same part of the map: some rows, or some columns of a row.
+    Parts are (B·blocks, parts, BC·(BC + 10)) float32: dS, Σ g and nine taps.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
@@ -270,7 +275,7 @@ def grad_state_kernel(
     )  # fmt: skip
     tl.store(p_part + o_c[:, None] * BC + o_c[None, :], b_ds)
     tl.store(p_part + BC * BC + o_c, b_g_sum)
-    if GRAD_TAPS:
+    if GRAD_LOCAL:
         across = tl.maximum(parts // H, 1)
         rows = tl.cdiv(H, parts // across)
         y_begin = tl.minimum(i_p // across * rows, H)
@@ -278,21 +283,20 @@ def grad_state_kernel(
         span = tl.cdiv(tl.cdiv(W, across), BW) * BW
         x_begin = i_p % across * span
         x_end = tl.minimum(x_begin + span, W)
-        a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_taps(
+        a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
             p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
             BW, BC, HAS_MASK, MASK_Q,
         )  # fmt: skip
-        store_taps(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        store_local_grad(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_finish_kernel(
     p_part, p_count, p_seq, p_ds, p_g_mean, p_dw, N, H, W, scale, parts, blocks, C,
     MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    STEPS: tl.constexpr, GRAD_TAPS: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
+    STEPS: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dS with the factor s/n that every use of it has, ḡ and the taps' gradient from their parts.
-    Grid (B·blocks, BC / BR)"""
+    """dS with the factor s/n, ḡ and the gradient of the local weight from their parts. Grid (B·blocks, BC / BR)"""
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
     c = (i % blocks) * HEADS * D
@@ -317,7 +321,7 @@ def grad_finish_kernel(
     )
     if tl.program_id(1) == 0:
         tl.store(p_g_mean + i_b * C + c + o_c, tl.div_rn(tl.sum(b_g_sum, 0), count), mask=m_c)
-    if GRAD_TAPS:
+    if GRAD_LOCAL:
         o_t = tl.arange(0, 16)
         m_t = m_r[:, None] & (o_t < 9)[None, :]
         b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP, STEPS)
@@ -344,7 +348,7 @@ def grad_kernel(
         Nq = N
         columns = tl.cdiv(W, BW)
         tiles = tl.cdiv(H, rows) * columns if LOCAL else tl.cdiv(N, rows)
-        if i_t >= tiles:  # another image has more
+        if i_t >= tiles:  # the grid is for the image with the most tiles
             return
     o_c = tl.arange(0, BC)
     m_c = (o_c < HEADS * D) & (c + o_c < C)
@@ -388,7 +392,7 @@ def grad_kernel(
                     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_t, m_t, o_c, m_c,
                     b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
                 )  # fmt: skip
-            tl.debug_barrier()  # what another thread wrote is read here
+            tl.debug_barrier()  # add_local reads what other threads wrote
             add_local(
                 p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
                 x, y, y_end, H, W, prefix, o_c, m_c, BW, BC, True, MASK_Q, HAS_MASK,

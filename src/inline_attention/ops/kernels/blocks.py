@@ -1,18 +1,19 @@
-"""What the kernels are made of.
+"""Functions that the kernels share.
 
-A program owns one sample and one block of channels, whole heads that fill BC of them. Products of two different heads
-of a block are computed with the rest and masked away: every kernel here is bound by memory, not by tensor cores. The
-zeros that stand in their place are multiplied too, so that an infinity or NaN of one head makes NaN of the heads that
-share its block. Heads of up to 16 channels share one.
+A program works on one sample and one block of BC channels, which holds whole heads. Products between different heads
+of a block are computed with the rest and then masked: the kernels are bound by memory, not by tensor cores. Masked
+products are zeros that take part in later products, so an infinity or NaN in one head becomes NaN in all heads of its
+block. Heads of up to 16 channels share a block.
 
 Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Shapes in comments are of blocks.
-- tokens: a sample's rows, `stride` elements apart, channels next to each other; prefix tokens first, then the map.
-- pivot: the mean of a sample's first tokens. The covariance of float32 inputs is taken of what is left without it:
-  float32 is exact only as long as the mean does not swamp the spread. Products of half-precision numbers have the
-  digits to spare, if only their sum is not left to the tensor cores, which round towards zero, for too long: parts of
-  the tokens are short, and brought together by float32 addition. A pivot is used where it is computed, never stored:
-  in another layout of the same block its last digits can differ.
-- state: covariance S, mean of φ(k), mean of v, as in `reference.State`; φ is used less φ(0), which S does not see.
+- tokens: a sample's rows, `stride` elements apart, with contiguous channels; prefix tokens first, then the map.
+- p_mask is the mask of keys and values, p_mask_q that of queries; HAS_MASK and MASK_Q say whether they exist.
+- pivot: the mean of a sample's first tokens. It is subtracted from float32 inputs before their covariance is summed,
+  because float32 loses the spread next to a large mean. Products of half-precision numbers leave enough digits, but
+  tensor cores round sums towards zero: each sums a short part of the tokens, and the parts are added in float32. A
+  pivot is computed where it is used and never stored, because its last digits depend on the block's layout.
+- state: covariance S, mean of φ(k), mean of v, as in `reference.State`. φ(x) − φ(0) takes the place of φ(x), which
+  leaves S unchanged.
 """
 
 import triton
@@ -20,16 +21,16 @@ import triton.language as tl
 
 from ..feature_maps import feature_map
 
-# Arguments that differ from image to image: a kernel is compiled once for all of them.
+# Arguments that change with the image size. A kernel is compiled once for all their values.
 SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
 
-# Stages of the pipeline over a map's rows.
+# Pipeline stages of the loop over a map's rows.
 ROW_STAGES = tl.constexpr(4)
 
 
 @triton.jit
 def locate(p_seq, i_b, N, H, W, PACKED: tl.constexpr):
-    """First token, tokens, height and width of a sample: of row i_b of (B, 4) integers if packed, else as given."""
+    """First token, tokens, height and width of a sample. If packed, they are row i_b of (B, 4) integers."""
     start = tl.cast(0, tl.int64)
     if PACKED:
         start = tl.cast(tl.load(p_seq + 4 * i_b), tl.int64)
@@ -41,7 +42,7 @@ def locate(p_seq, i_b, N, H, W, PACKED: tl.constexpr):
 
 @triton.jit
 def load_rows(p_x, stride, t, o_t, m_t, o_c, m_c):
-    """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t may be beyond 2³¹ / stride, o_t is small."""
+    """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t may exceed 2³¹ / stride; o_t is small."""
     p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]
     return tl.load(p, mask=m_t[:, None] & m_c[None, :], other=0.0)
 
@@ -55,7 +56,7 @@ def store_rows(p_x, b_x, stride, t, o_t, m_t, o_c, m_c):
 
 @triton.jit
 def present(p_mask, t, o_t, m_t, HAS_MASK: tl.constexpr):
-    """Which of the tokens t + o_t, where m_t, are not absent: (BN,)"""
+    """Which of the tokens t + o_t where m_t are present: (BN,)"""
     if HAS_MASK:
         m_t = m_t & (tl.load(p_mask + t + o_t, mask=m_t, other=0) != 0)
     return m_t
@@ -63,10 +64,10 @@ def present(p_mask, t, o_t, m_t, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT: tl.constexpr):
-    """Where the gradients of q, k and v begin: in one, two or three tensors whose tokens hold them side by side.
+    """Where the gradients of q, k and v begin, in one, two or three tensors whose tokens hold them side by side.
 
-    The tensors are arguments of the kernels, and not views of them for q, k and v: what a kernel writes through a
-    view, torch.compile copies.
+    The kernels get whole tensors and not one view each for q, k and v, because torch.compile copies what a kernel
+    writes through a view.
     """
     if LAYOUT == "qkv":
         return p_d0, p_d0 + C, p_d0 + 2 * C
@@ -80,7 +81,7 @@ def gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT: tl.constexpr):
 
 @triton.jit
 def tile_index(WIDE: tl.constexpr):
-    """On axis 1 of the grid, or if WIDE on axes 1 and 2: one alone ends at 65,535"""
+    """The tile's index on axis 1 of the grid or, if WIDE, on axes 1 and 2. One axis holds 65,535 programs."""
     i_t = tl.program_id(1)
     if WIDE:
         i_t += tl.program_id(2) * tl.num_programs(1)
@@ -89,8 +90,10 @@ def tile_index(WIDE: tl.constexpr):
 
 @triton.jit
 def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr, WIDE: tl.constexpr):
-    """Step i over a tile BW columns wide that begins at (y, x): tokens from its first one on, and which are in it.
-    If WIDE in 64 bits, for products with a stride"""
+    """Step i over a tile of BW columns that begins at (y, x): offsets from its first token, and which are in the tile.
+
+    If WIDE, offsets have 64 bits, because their products with a stride exceed 32.
+    """
     o = i + tl.arange(0, BN)
     o_y = o // BW
     if WIDE:
@@ -100,7 +103,7 @@ def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """b_x as a factor of a product in DOT, rounded to nearest: tensor cores cut the digits off that tf32 has not"""
+    """b_x as a factor of a product in DOT. For tf32 it is rounded to nearest; tensor cores would cut digits off."""
     b_x = b_x.to(DOT)
     if (tl.float32 == DOT) and (PRECISION == "tf32"):
         b_rounded = ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
@@ -110,16 +113,17 @@ def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
-    """b_x·b_y + b_base, in this order: of a plain sum Triton makes a product that starts from b_base, and loses the
-    digits that the base's size hides. b_base as the product or (1, BC)"""
+    """b_x·b_y + b_base; b_base has the product's shape or (1, BC).
+
+    A plain `+` becomes a product that accumulates onto b_base, and loses the digits that a large base hides.
+    """
     b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
     return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base, b_product.shape))
 
 
 @triton.jit
 def add_product(b_sum, b_x, b_y, PRECISION: tl.constexpr):
-    """b_sum + b_x·b_y. A float32 product is summed by itself first: short sums, brought together, round less than the
-    long one that a product which starts from b_sum would go on with"""
+    """b_sum + b_x·b_y. A float32 product is summed by itself first: adding short sums rounds less than one long sum."""
     if PRECISION == "ieee":
         return product_plus(b_x, b_y, b_sum, PRECISION)
     else:
@@ -132,10 +136,10 @@ def accumulate(
     MAP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BC, BC); Σ φ(k), Σ v, and with the pivots taken off, (BC,) each"""
+    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BC, BC); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0), (BC,) each"""
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BC, BC], tl.float32)
-    # Column sums as products with ones: no reduction across threads inside the loop.
+    # Column sums are products with ones, which need no reduction across threads inside the loop.
     b_ones = tl.full([16, BN], 1.0, DOT)
     b_k_sum = tl.zeros([16, BC], tl.float32)
     b_v_sum = tl.zeros([16, BC], tl.float32)
@@ -157,7 +161,7 @@ def accumulate(
             b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
             b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
         b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
-    # Every row of a sum is the sum.
+    # Every row holds the same sum.
     b_k_sum = tl.max(b_k_sum, 0)
     b_v_sum = tl.max(b_v_sum, 0)
     if CENTRE:
@@ -168,27 +172,27 @@ def accumulate(
 
 @triton.jit
 def covariance(b_kv, b_dk_sum, b_dv_sum, count, scale):
-    """The state from sums: b_dk_sum over rows (R, 1), b_dv_sum over columns (1, X)"""
-    # Division as `/` is good to two units in the last place only; scale comes in double precision from torch.compile.
+    """S from its sums: b_dk_sum (R, 1), b_dv_sum (1, X)"""
+    # `/` is accurate to two units in the last place only. torch.compile passes the scale in double precision.
     b_s = tl.div_rn(b_kv, count) - tl.div_rn(b_dk_sum, count) * tl.div_rn(b_dv_sum, count)
     return b_s * tl.cast(scale, tl.float32)
 
 
 @triton.jit
 def same_head(o_r, m_r, o_c, m_c, D: tl.constexpr):
-    """Whether two channels are of one head: (R, BC)"""
+    """Whether two channels belong to one head: (R, BC)"""
     return (o_r[:, None] // D == o_c[None, :] // D) & m_r[:, None] & m_c[None, :]
 
 
 @triton.jit
 def state_offsets(o_r, o_c, D: tl.constexpr):
-    """Where (heads, d, d) keeps the product of two channels of a head, from the block's first head on: (R, BC)"""
+    """Offsets of pairs of channels of one head in (heads, d, d), from the block's first head on: (R, BC)"""
     return o_r[:, None] * D + (o_c % D)[None, :]
 
 
 @triton.jit
 def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr, STEPS: tl.constexpr):
-    """Σ over up to BP·STEPS parts of what stands at offsets o (R, X), where m: (R, X)"""
+    """The sum over up to BP·STEPS parts of the values at offsets o (R, X) where m: (R, X)"""
     o_p = tl.arange(0, BP)
     p = p_part + tl.cast(o_p, tl.int64)[:, None, None] * part_size + o[None, :, :]
     b_sum = tl.sum(tl.load(p, mask=(o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
@@ -201,15 +205,15 @@ def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr, STEPS: tl.conste
 
 @triton.jit
 def load_tap(p_w, tap, o_c, m_c, FLIP: tl.constexpr):
-    """A tap of each channel: (1, BC) float32"""
+    """One tap of each channel's 3×3 kernel: (1, BC) float32"""
     if FLIP:
         tap = 8 - tap
     return tl.load(p_w + o_c * 9 + tap, mask=m_c, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def load_taps(p_w, o_c, m_c, FLIP: tl.constexpr):
-    """The nine taps of each channel, which lie next to each other; in reverse for the backward"""
+def load_local_weight(p_w, o_c, m_c, FLIP: tl.constexpr):
+    """The nine taps of each channel, which are contiguous in memory. FLIP reverses them, for the backward."""
     w0 = load_tap(p_w, 0, o_c, m_c, FLIP)
     w1 = load_tap(p_w, 1, o_c, m_c, FLIP)
     w2 = load_tap(p_w, 2, o_c, m_c, FLIP)
@@ -226,7 +230,7 @@ def load_taps(p_w, o_c, m_c, FLIP: tl.constexpr):
 def load_map_row(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.constexpr, HAS_MASK: tl.constexpr):
     """Row y of the map from column x on, zeros outside the map: (BW, BC)"""
     o_x = tl.arange(0, BW)
-    o_y = y + tl.zeros([BW], tl.int32)  # a block: the interpreter cannot combine a block's mask with a scalar's
+    o_y = y + tl.zeros([BW], tl.int32)  # a block, because the interpreter cannot combine masks of a block and a scalar
     m_x = (x + o_x >= 0) & (x + o_x < W) & (o_y >= 0) & (o_y < H)
     t = prefix + y * W + x
     return load_rows(p_x, stride, t, o_x, present(p_mask, t, o_x, m_x, HAS_MASK), o_c, m_c)
@@ -234,7 +238,7 @@ def load_map_row(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.const
 
 @triton.jit
 def load_neighbours(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Row y of the map seen from one column to the left, straight, and one to the right"""
+    """Row y of the map, read from columns x − 1, x and x + 1 on"""
     left = load_map_row(p_x, stride, p_mask, y, x - 1, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     here = load_map_row(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
     right = load_map_row(p_x, stride, p_mask, y, x + 1, H, W, prefix, o_c, m_c, BW, HAS_MASK)
@@ -243,7 +247,7 @@ def load_neighbours(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.co
 
 @triton.jit
 def weigh(b_sum, w0, w1, w2, left, here, right):
-    """b_sum plus three taps of a row: (BW, BC) float32"""
+    """b_sum plus three taps times a row's neighbours: (BW, BC) float32"""
     b_sum = b_sum + w0 * left.to(tl.float32)
     b_sum = b_sum + w1 * here.to(tl.float32)
     return b_sum + w2 * right.to(tl.float32)
@@ -256,17 +260,17 @@ def add_local(
 ):  # fmt: skip
     """Adds the 3×3 sums of a map to what this program wrote for rows y_begin … y_end − 1, columns x … x + BW − 1
 
-    Each row is loaded once, at three shifts, and added to the three rows of outputs that it is a neighbour of. It is
-    a pass of its own, over outputs that are still in the cache: products of matrices keep their blocks in another
-    layout, and bringing the two together row by row costs more than it saves.
+    Each row is loaded once, at three shifts, and added to the three rows of outputs that it is a neighbour of. This is
+    a second pass over outputs that are still in the cache. Matrix products keep their blocks in another layout, and
+    converting row by row would cost more than the pass.
     """
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_taps(p_w, o_c, m_c, FLIP)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_local_weight(p_w, o_c, m_c, FLIP)
     b_zero = tl.zeros([BW, BC], tl.float32)
     left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, MASK_X)
-    b_next = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row to be written next
+    b_next = weigh(b_zero, w0, w1, w2, left, here, right)  # sums of the row to be written next
     left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y_begin, x, H, W, prefix, o_c, m_c, BW, MASK_X)
     b_next = weigh(b_next, w3, w4, w5, left, here, right)
-    b_after = weigh(b_zero, w0, w1, w2, left, here, right)  # of the row after it
+    b_after = weigh(b_zero, w0, w1, w2, left, here, right)  # sums of the row after it
     o_x = tl.arange(0, BW)
     for y in tl.range(y_begin, y_end, num_stages=ROW_STAGES):
         left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y + 1, x, H, W, prefix, o_c, m_c, BW, MASK_X)

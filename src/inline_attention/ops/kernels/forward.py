@@ -25,7 +25,7 @@ from .blocks import (
 
 @triton.jit
 def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Mean of the first tokens, (BC,); zero where sums are not centred"""
+    """Mean of the first tokens, (BC,). Zero if sums are not centred."""
     b_pivot = o_c * 0.0
     if CENTRE:
         o_t = tl.arange(0, 64)
@@ -37,7 +37,7 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
 
 @triton.jit
 def base_of(b_s, b_v_mean, MAP: tl.constexpr):
-    """What every output starts from: v̄, and φ(0)·S where φ(0) is not zero. (BC,)"""
+    """The part that all outputs share: v̄ plus φ(0) times the column sums of S, (BC,)"""
     return add_map_at_zero(b_v_mean, tl.sum(b_s, 0), MAP)
 
 
@@ -46,7 +46,7 @@ def write_outputs(
     p_q, p_out, p_mask, stride_q, stride_out, t, o_t, m_t, o_c, m_c, b_s, b_base,
     MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """out = φ(q)·S + base for tokens t + o_t where m_t; zeros for absent ones"""
+    """out = φ(q)·S + base for queries t + o_t where m_t; zeros for absent ones"""
     m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
     b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
     if MAP != "identity":
@@ -62,7 +62,7 @@ def write_run(
     p_q, p_out, p_mask, stride_q, stride_out, t_begin, t_end, o_c, m_c, b_s, b_base,
     MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """`write_outputs` for tokens t_begin … t_end − 1"""
+    """`write_outputs` for queries t_begin … t_end − 1"""
     o_t = tl.arange(0, BN)
     for t in range(t_begin, t_end, BN):
         write_outputs(
@@ -80,8 +80,10 @@ def forward_kernel(
     DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_Q: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """All of it for short sequences: a program reads its keys and values for the state and stays for the outputs,
-    when the values come from the cache. Grid (B·blocks,)"""
+    """The whole forward pass for short sequences. Grid (B·blocks,)
+
+    A program sums its keys and values to the state, then writes its outputs. It reads the values from the cache then.
+    """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = (tl.program_id(0) % blocks) * HEADS * D
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
@@ -119,7 +121,7 @@ def forward_kernel(
     b_s = operand(b_s, DOT, PRECISION)
     write_run(p_q, p_out, p_mask_q, stride_q, stride_o, 0, Nq, o_c, m_c, b_s, b_base, MAP, BN, DOT, PRECISION, MASK_Q)
     if LOCAL:
-        tl.debug_barrier()  # what another thread wrote is read here
+        tl.debug_barrier()  # add_local reads what other threads wrote
         for x in range(0, W, BW):
             add_local(
                 p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, p_mask_q, stride_v, stride_o,
@@ -214,9 +216,11 @@ def output_kernel(
     DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
     PACKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from the state. Grid (B·blocks, tiles): a tile is `rows` of the map and BW of its columns, `columns`
-    tiles stand side by side (as many as it takes in a packed image); or it is `rows` tokens where there is no local
-    residual"""
+    """Outputs from the state. Grid (B·blocks, tiles)
+
+    With a local residual a tile is `rows` rows and BW columns of the map, and `columns` tiles lie side by side. A
+    packed image counts its own. Without a local residual a tile is `rows` tokens.
+    """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = (tl.program_id(0) % blocks) * HEADS * D
     i_t = tile_index(WIDE)
@@ -225,7 +229,7 @@ def output_kernel(
         Nq = N
         columns = tl.cdiv(W, BW)
         tiles = tl.cdiv(H, rows) * columns if LOCAL else tl.cdiv(N, rows)
-        if i_t >= tiles:  # another image has more
+        if i_t >= tiles:  # the grid is for the image with the most tiles
             return
     o_c = tl.arange(0, BC)
     m_c = (o_c < HEADS * D) & (c + o_c < C)
@@ -258,7 +262,7 @@ def output_kernel(
                     p_q, p_out, p_mask_q, stride_q, stride_o, t, o_t, m_t, o_c, m_c, b_s, b_base,
                     MAP, DOT, PRECISION, MASK_Q,
                 )  # fmt: skip
-            tl.debug_barrier()  # what another thread wrote is read here
+            tl.debug_barrier()  # add_local reads what other threads wrote
             add_local(
                 p_v, p_w + (i_b * C + c) * 9, p_out, p_mask, p_mask_q, stride_v, stride_o,
                 x, y, y_end, H, W, prefix, o_c, m_c, BW, BC, False, HAS_MASK, MASK_Q,

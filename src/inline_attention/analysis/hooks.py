@@ -1,0 +1,126 @@
+"""The attention layers of a running model, one by one.
+
+Nothing in a model is changed: hooks hear what goes into its attention modules and what comes out, and the weights are
+computed again from it. An attention of this library writes itself out (`Attention.write_out`); `timm_models` does so
+for the softmax attention of timm's vision transformers and Swins.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inline_attention.layers import Attention, Block, SoftmaxAttention
+from inline_attention.layers.mode import evaluation_mode
+from inline_attention.layers.windows import WindowPlan
+
+from . import timm_models
+from .record import LayerAttention
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """The attention modules of a model whose weights can be written out, in order."""
+    return [name for name, module in model.named_modules() if isinstance(module, (Attention, *timm_models.ATTENTIONS))]
+
+
+def attention_kinds(model: nn.Module) -> list[str]:
+    """The different attentions of a model, in the order of its layers."""
+    modules = (model.get_submodule(name) for name in layer_names(model))
+    return list(dict.fromkeys(m.kind if isinstance(m, Attention) else SoftmaxAttention.kind for m in modules))
+
+
+@torch.no_grad()
+def capture(model: nn.Module, images: Tensor, *, layers: Sequence[str | int] | None = None) -> list[LayerAttention]:
+    """The attention layers of a model as it sees these images.
+
+    Args:
+        model: of this library, or a softmax ViT or Swin of timm; on the images' device.
+        images: (B, channels, H, W), normalised.
+        layers: names (see `layer_names`) or places among them, negative ones from the end; None for all.
+    """
+    records: list[LayerAttention] = []
+    observe(model, images, records.append, layers=layers)
+    return records
+
+
+@torch.no_grad()
+def observe(
+    model: nn.Module,
+    images: Tensor,
+    on_layer: Callable[[LayerAttention], Tensor | None],
+    *,
+    layers: Sequence[str | int] | None = None,
+) -> Tensor:
+    """Runs a model and hands over each attention layer when it has run, so that no more than one need be held.
+
+    A tensor that `on_layer` returns takes the place of the module's output in this run. The model is in evaluation
+    mode meanwhile; then every module has the mode that it had. Arguments as for `capture`; returns the model's output.
+    """
+    chosen = resolve_layers(model, layers)
+    with evaluation_mode(model), _hooks(model, chosen, on_layer):
+        return model(images)
+
+
+def resolve_layers(model: nn.Module, layers: Sequence[str | int] | None) -> list[str]:
+    """Names of the layers meant."""
+    names = layer_names(model)
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no attention that is known here; expected a model of this library, "
+            "or a ViT or Swin of timm with softmax attention"
+        )
+    if layers is None:
+        return names
+    chosen = []
+    for layer in layers:
+        if isinstance(layer, int) and -len(names) <= layer < len(names):
+            chosen.append(names[layer])
+        elif isinstance(layer, str) and layer in names:
+            chosen.append(layer)
+        else:
+            raise ValueError(f"there is no layer {layer!r}; expected 0 to {len(names) - 1}, or one of {names}")
+    return chosen
+
+
+@contextmanager
+def _hooks(
+    model: nn.Module, names: Sequence[str], on_layer: Callable[[LayerAttention], Tensor | None]
+) -> Iterator[None]:
+    """Hands each of the named layers to `on_layer` when it has run, and puts what that returns in place of its output.
+
+    A block is heard first: it knows how the map around a window was cut, which the attention in it is not told.
+    """
+    plans: dict[nn.Module, WindowPlan | None] = {}
+    vit_map = timm_models.VitMap()
+
+    def hear_images(module: nn.Module, args: tuple[Any, ...]) -> None:
+        vit_map.read(module, args[0])
+
+    def hear_block(block: Any, args: tuple[Any, ...]) -> None:
+        is_own = isinstance(block, Block)
+        plans[block.attn] = block.window_plan(args[1]) if is_own else timm_models.window_plan(block, args[0])
+
+    def hear_attention(name: str) -> Callable[..., Tensor | None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+            plan = plans.get(module)
+            if isinstance(module, Attention):
+                written = module.write_out(*args, **kwargs)
+            else:
+                written = timm_models.write_out(module, *args, name=name, vit_map=vit_map, plan=plan, **kwargs)
+            windows = None if plan is None or plan.counts == (1, 1) else plan
+            return on_layer(LayerAttention(**vars(written), name=name, output=output, windows=windows))
+
+        return hook
+
+    with ExitStack() as stack:
+        handles = [model.register_forward_pre_hook(hear_images)]
+        for module in model.modules():
+            if isinstance(module, (Block, timm_models.WINDOWED_BLOCK)):
+                handles.append(module.register_forward_pre_hook(hear_block))
+        for name in names:
+            handles.append(model.get_submodule(name).register_forward_hook(hear_attention(name), with_kwargs=True))
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield

@@ -1,0 +1,184 @@
+"""Figures 3 and 4 of the paper: what one query attends to, layer by layer, on the token map."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from inline_attention.analysis.base import LayerAnalysis, OnImages, Subject, Table, option
+from inline_attention.analysis.hooks import capture
+from inline_attention.analysis.report import NOT_IN_JSON
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CENTRE = (0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    name: str
+    kind: str
+    query: tuple[int, int]  # (row, column) on the layer's token map
+    grid: tuple[int, int]  # of that map
+    weights: np.ndarray  # (heads, height, width) of the keys' map; NaN outside the query's window; may be negative
+    with_local: np.ndarray | None  # the same and the local terms, averaged over the channels of a head; None: none
+
+
+@dataclass(frozen=True)
+class MapsResult:
+    """What one query of one image attends to, layer by layer."""
+
+    query: tuple[float, float]  # from the top and the left, 0 to 1
+    layers: list[LayerMap]
+    picture: np.ndarray | None = field(default=None, metadata=NOT_IN_JSON)  # (H, W) or (H, W, 3) in 0 … 1
+
+
+def attention_maps(
+    model: nn.Module,
+    image: Tensor,
+    *,
+    query: tuple[float, float] = CENTRE,
+    layers: Sequence[str | int] | None = None,
+    picture: np.ndarray | None = None,
+) -> MapsResult:
+    """Weights of the query at a place of the image (C, H, W), over all of it.
+
+    Args:
+        query: (from the top, from the left), each in 0 … 1.
+        layers: names or places; None for all.
+        picture: the image as it is to be shown, kept with the result.
+    """
+    if not all(0 <= place <= 1 for place in query):
+        raise ValueError(f"query {query[0]}, {query[1]}; expected two numbers from 0 (top, left) to 1 (bottom, right)")
+    found = []
+    for record in capture(model, image[None], layers=layers):
+        height, width = record.map_grid
+        place = (min(int(query[0] * height), height - 1), min(int(query[1] * width), width - 1))
+        local = record.row(0, place, local=True).cpu().numpy() if record.local else None
+        weights = record.row(0, place).cpu().numpy()
+        found.append(LayerMap(record.name, record.kind, place, record.map_grid, weights, local))
+    return MapsResult(query, found, picture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps(LayerAnalysis):
+    """What does one query attend to? Its weights over the token map, layer by layer. InLine's weights may be negative.
+    The local residual is linear in v too: its taps, averaged over channels, are added in the second line.
+    """
+
+    images: ClassVar[int] = 2
+    drawn_layers: ClassVar[int] = 4  # evenly spaced; the JSON file has all of them
+
+    query: tuple[float, float] = option(CENTRE, "place from the top and the left, 0 to 1", type=float, nargs=2)
+    head: int | None = option(None, "one head (default: the mean of all)", type=int)
+
+    def count(self, images: int) -> int:
+        return min(images, self.images)
+
+    def measure(self, subject: Subject, on_images: OnImages) -> list[MapsResult]:
+        found = []
+        for image in itertools.islice((image for batch in subject.images() for image in batch), self.images):
+            picture = subject.picture(image)
+            result = attention_maps(subject.model, image, query=self.query, layers=self.layers, picture=picture)
+            heads = min(len(layer.weights) for layer in result.layers)
+            if self.head is not None and not 0 <= self.head < heads:
+                raise ValueError(f"head {self.head} is not in every layer; expected 0 to {heads - 1}")
+            found.append(result)
+            on_images(1)
+        if not found:
+            raise ValueError("there are no images to draw maps of")
+        return found
+
+    def summarise(self, result: list[MapsResult]) -> dict[str, Any]:
+        return dict(images=len(result), layers=len(result[0].layers))
+
+    def table(self, results: Mapping[str, list[MapsResult]]) -> Table:
+        """The range of the weights for each layer and head."""
+        lines = [
+            (f"{label}, image {n}", layer.name, layer.kind, head, *_range(weights))
+            for label, found in results.items()
+            for n, result in enumerate(found)
+            for layer in result.layers
+            for head, weights in enumerate(layer.weights)
+        ]
+        return ("model", "layer", "attention", "head", "smallest_weight", "largest_weight", "sum_on_map"), lines
+
+    def draw(self, results: Mapping[str, list[MapsResult]]) -> "Figure":
+        """For each image and model a line of maps, and with local terms a second one."""
+        from inline_attention.analysis import figures
+
+        # The models below each other, image by image.
+        by_image = itertools.zip_longest(*([(label, r) for r in found] for label, found in results.items()))
+        lines = [line for pairs in by_image for pair in pairs if pair is not None for line in self._lines(*pair)]
+        columns = 1 + max(len(line.maps) for line in lines)
+        figure = figures.new_figure(2.6 * columns, 2.35 * len(lines) + 0.7)
+        axes = figure.subplots(len(lines), columns, squeeze=False)
+        for places, line in zip(axes, lines, strict=True):
+            _draw_picture(places[0], line)
+            for place, (layer, weights) in zip(places[1:], line.maps, strict=False):
+                _draw_map(figure, place, layer, weights.mean(0) if self.head is None else weights[self.head])
+            for place in places[1 + len(line.maps) :]:
+                place.set_visible(False)
+        for place in axes.flat:
+            place.set_xticks([])
+            place.set_yticks([])
+        what = "mean of all heads" if self.head is None else f"head {self.head}"
+        figures.add_caption(
+            figure,
+            f"Weights of the query (cross), {what}. Where some are negative: blue negative, white zero, red positive; "
+            "else from the smallest (white) to the largest (red). Every map has its own scale, beside it. Grey: "
+            "outside the query's window. Local terms: their taps averaged over channels.",
+        )
+        return figure
+
+    def _lines(self, label: str, result: MapsResult) -> list["_Line"]:
+        count = len(result.layers)
+        places = np.unique(np.linspace(0, count - 1, min(self.drawn_layers, count)).round().astype(int))
+        chosen = [result.layers[i] for i in places]
+        lines = [_Line(label, result, [(layer, layer.weights) for layer in chosen])]
+        if any(layer.with_local is not None for layer in chosen):
+            both = [(layer, layer.weights if layer.with_local is None else layer.with_local) for layer in chosen]
+            lines.append(_Line(f"{label}\nwith local terms", result, both))
+        return lines
+
+
+@dataclass(frozen=True)
+class _Line:
+    label: str
+    result: MapsResult
+    maps: list[tuple[LayerMap, np.ndarray]]
+
+
+def _range(weights: np.ndarray) -> tuple[float, float, float]:
+    return float(np.nanmin(weights)), float(np.nanmax(weights)), float(np.nansum(weights))
+
+
+def _draw_picture(axes: Any, line: _Line) -> None:
+    picture, query = line.result.picture, line.result.query
+    assert picture is not None
+    axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
+    at = (query[1] * picture.shape[1] - 0.5, query[0] * picture.shape[0] - 0.5)
+    for colour, width in (("white", 5), ("red", 2.5)):  # visible on any picture
+        axes.plot(*at, "+", color=colour, markersize=12 + width, markeredgewidth=width)
+    axes.set_ylabel(line.label, fontsize=8)
+
+
+def _draw_map(figure: "Figure", axes: Any, layer: LayerMap, weights: np.ndarray) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.set_facecolor("0.85")
+    if np.nanmin(weights) < 0:
+        bound = float(np.nanmax(np.abs(weights)))
+        colours: dict[str, Any] = dict(cmap="RdBu_r", vmin=-bound, vmax=bound)
+    else:
+        colours = dict(cmap="Reds")
+    picture = axes.imshow(weights, interpolation="nearest", **colours)
+    y, x = (place * n / size for place, n, size in zip(layer.query, weights.shape, layer.grid, strict=True))
+    axes.add_patch(Rectangle((int(x) - 0.5, int(y) - 0.5), 1, 1, fill=False, edgecolor="k", linewidth=1.2))
+    bar = figure.colorbar(picture, ax=axes, shrink=0.8)
+    bar.ax.tick_params(labelsize=6)
+    axes.set_title(layer.name.removesuffix(".attn"), fontsize=8)

@@ -1,0 +1,59 @@
+"""Options that several commands have: one name, one meaning and one line of help each."""
+
+import argparse
+from pathlib import Path
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+def add_device(parser: argparse.ArgumentParser, *, default: str = "the best there is") -> None:
+    parser.add_argument("--device", metavar="D", help=f"cpu, cuda, cuda:N or mps (default: {default})")
+
+
+def add_precision(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """default: said in the help; `args.precision` is None unless the option is given."""
+    parser.add_argument("--precision", choices=PRECISIONS, help=f"of the computation, by autocast (default: {default})")
+
+
+def add_weights(parser: argparse.ArgumentParser, *, otherwise: str | None = None) -> None:
+    """otherwise: what is used without the option; None: it is required."""
+    text = "file, URL, or 'pretrained' for the published weights"
+    parser.add_argument(
+        "--weights",
+        metavar="W",
+        required=otherwise is None,
+        help=text if otherwise is None else f"{text} (default: {otherwise})",
+    )
+
+
+def add_img_size(parser: argparse.ArgumentParser, *, default: str = "the model's own") -> None:
+    parser.add_argument(
+        "--img-size", type=int, nargs="+", metavar="N", help=f"side, or height and width (default: {default})"
+    )
+
+
+def add_loading(parser: argparse.ArgumentParser, *, batch_size: int | None = None) -> None:
+    """--workers, and --batch-size where a command has batches."""
+    if batch_size is not None:
+        parser.add_argument("--batch-size", type=int, default=batch_size, metavar="B", help=f"default: {batch_size}")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: by the machine)")
+
+
+def add_output(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    """default: a folder; None: the option is required."""
+    text = "folder for what is written" + ("" if default is None else f" (default: {default})")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        required=default is None,
+        default=None if default is None else Path(default),
+        help=text,
+    )
+
+
+def add_results(parser: argparse.ArgumentParser, *, csv: str | None = None) -> None:
+    """--json, and --csv for what a line of it holds."""
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - prints it instead of text")
+    if csv is not None:
+        parser.add_argument("--csv", metavar="FILE", type=Path, help=f"write {csv} there")

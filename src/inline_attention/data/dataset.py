@@ -1,0 +1,139 @@
+"""Map-style datasets: decode and transform the samples of a source, a batch at a time, in worker processes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from inline_attention.data.collate import RawBatch, Sample, collate
+from inline_attention.data.config import DataConfig
+from inline_attention.data.decode import UnreadableImage, decode_image, reason
+from inline_attention.data.sampler import SampleKey, replacement
+from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
+from inline_attention.data.skipped import SkippedImage
+from inline_attention.data.sources import Source
+from inline_attention.data.transforms import BoxErasing, ErasedBox, Transform, eval_transform, train_transform
+
+T = TypeVar("T")
+MAX_REPLACEMENTS = 100  # attempts in a row; the limit on unreadable images stops a run long before
+
+
+class Augment:
+    """The training transform of one image. Its randomness depends on the seed of the call alone."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._transform = train_transform(config)
+        self._erasing = BoxErasing(config.random_erase) if config.augment and config.random_erase else None
+
+    def __call__(self, image: Image.Image, *, seed: int) -> tuple[Tensor, ErasedBox | None]:
+        seed_generators(seed)
+        pixels = self._transform(image)
+        return pixels, None if self._erasing is None else self._erasing(pixels)
+
+
+def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image.Image, int]:
+    """The decoded image and its label. Raises UnreadableImage with the reason if there is none."""
+    try:
+        file, label = source.read(index)
+    except UnreadableImage:
+        raise
+    except Exception as error:  # a file was removed, or an archive is damaged: zip, tar and zlib errors
+        raise UnreadableImage(f"{type(error).__name__}: {error}") from error
+    with file:
+        return decode_image(file, in_chans=config.in_chans), label
+
+
+@contextmanager
+def transform_errors() -> Iterator[None]:
+    """Treat an image that cannot be transformed as unreadable."""
+    try:
+        yield
+    except UnreadableImage:
+        raise
+    except Exception as error:
+        raise UnreadableImage(f"it cannot be transformed ({reason(error)})") from error
+
+
+def read_or_replace(
+    read: Callable[[int], T],
+    sample: int,
+    *,
+    path: Callable[[int], str],
+    seed: int,
+    epoch: int,
+    num_samples: int,
+    skipped: list[SkippedImage],
+) -> tuple[T, int] | None:
+    """Read a sample, or another one if it is unreadable. Returns the result and the index of the sample that was read.
+
+    Unreadable samples are appended to `skipped`. None means that no replacement was readable.
+    """
+    candidate = sample
+    for attempt in range(MAX_REPLACEMENTS):
+        try:
+            return read(candidate), candidate
+        except UnreadableImage as error:
+            skipped.append(SkippedImage(path(candidate), str(error)))
+            candidate = replacement(sample, seed=seed, epoch=epoch, attempt=attempt, num_samples=num_samples)
+    return None
+
+
+class TrainDataset(Dataset[RawBatch]):
+    """Augmented samples. An unreadable sample is replaced by another, so that the batch keeps its size."""
+
+    def __init__(self, source: Source, *, config: DataConfig, seed: int) -> None:
+        self._source, self._config, self._seed = source, config, seed
+        self._augment = Augment(config)
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> RawBatch:
+        skipped: list[SkippedImage] = []
+        with restored_generators():
+            found = [self._sample(key, skipped) for key in keys]
+        samples = [sample for sample in found if sample is not None]
+        replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
+        return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced)
+
+    def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> Sample | None:
+        found = read_or_replace(
+            partial(self._read, key),
+            key.sample,
+            path=self._source.path,
+            seed=self._seed,
+            epoch=key.epoch,
+            num_samples=len(self._source),
+            skipped=skipped,
+        )
+        return None if found is None else found[0]
+
+    def _read(self, key: SampleKey, sample: int) -> Sample:
+        """Read `sample`, which may replace `key.sample`. The seed of its augmentation is the key's."""
+        image, label = load_image(self._source, sample, config=self._config)
+        with transform_errors():
+            pixels, erased = self._augment(image, seed=derive_seed("augment", self._seed, *key))
+        return Sample(pixels, label, sample, erased)
+
+
+class EvalDataset(Dataset[RawBatch]):
+    """Samples with the evaluation transform. An unreadable sample is left out of its batch."""
+
+    def __init__(self, source: Source, *, config: DataConfig) -> None:
+        self._source, self._config = source, config
+        self._transform: Transform = eval_transform(config)
+
+    def __getitems__(self, indices: Sequence[int]) -> RawBatch:
+        samples: list[Sample] = []
+        skipped: list[SkippedImage] = []
+        for index in indices:
+            try:
+                image, label = load_image(self._source, index, config=self._config)
+                with transform_errors():
+                    pixels = self._transform(image)
+            except UnreadableImage as error:
+                skipped.append(SkippedImage(self._source.path(index), str(error)))
+            else:
+                samples.append(Sample(pixels, label, index))
+        return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped)

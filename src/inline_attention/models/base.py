@@ -1,0 +1,330 @@
+"""The base classes of all families: timm's contract, and what the rest of the library asks a family for."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from timm.layers import trunc_normal_
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from inline_attention.layers.attention import AffineMap
+from inline_attention.layers.embed import resize_map
+from inline_attention.layers.local import ParameterPair
+from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
+from inline_attention.ops import Grid
+
+StateDict = dict[str, Tensor]
+# A step of a model for `profile`: its name, the modules and parameters it uses, and what it computes.
+Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
+
+
+def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
+    """(height, width) of a side or a pair; `name` is what errors call it."""
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
+        raise ValueError(f"{name}={size!r}; expected a positive integer or a pair (height, width) of them")
+    return pair[0], pair[1]
+
+
+def ceil_grid(size: Grid, stride: int) -> Grid:
+    """The size of an image's feature map. Sides that are not a multiple of the stride are padded."""
+    return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
+
+
+def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
+    """The drop path rate of every block, by stage. It grows linearly from 0 to `rate` over all blocks."""
+    total = sum(depths)
+    rates = iter([rate * i / max(total - 1, 1) for i in range(total)])
+    return [[next(rates) for _ in range(depth)] for depth in depths]
+
+
+def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+    """Reshapes a parameter of an official attention module to that of our own module, called `name`.
+
+    The official kernel generator is a grouped 1×1 convolution, with parameters (out, in, 1) and (out,). Learned
+    positions are resized to the model's map.
+    """
+    parameter = own.get(name)
+    if parameter is None:
+        return value
+    if ".local." in name and value.numel() == parameter.numel():
+        return value.reshape(parameter.shape)
+    if name.endswith(".position_map") and value.ndim == 4:
+        return resize_map(value, (parameter.shape[1], parameter.shape[2]), mode="bicubic")
+    return value
+
+
+def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:
+    """Positions (1, H·W, C) → (1, H, W, C)"""
+    if value.shape[1] != grid[0] * grid[1]:
+        raise ValueError(
+            f"{name} holds {value.shape[1]} positions, but the input size it was made at gives a map of "
+            f"{grid[0]}×{grid[1]}; build the model with the img_size of these weights, load, then call set_input_size"
+        )
+    return value.unflatten(1, grid)
+
+
+class VisionModel(nn.Module):
+    """The base of every family.
+
+    A family is a subclass in a file of its own. It sets the attributes declared here and implements the methods that
+    raise NotImplementedError. Weights, export, profile and the commands need nothing else from it.
+    """
+
+    checkpoint_names: ClassVar[str]  # a pattern that only names of this family's weights match, official or own
+    layers_name: ClassVar[str]  # the attribute that holds the layers which `prune_intermediate_layers` cuts
+    num_classes: int
+    in_chans: int
+    img_size: Grid
+    num_features: int
+    head_hidden_size: int
+    global_pool: str
+    feature_info: list[dict[str, Any]]
+    attention: list[list[str]]  # of every block, by stage
+    patch_embed: nn.Module
+    norm: nn.Module
+    head_drop: nn.Module
+    head: nn.Module
+    grad_checkpointing: bool = False
+    config: dict[str, Any]  # the constructor's arguments, set by the registry
+
+    def init_weights(self) -> None:
+        """Draws linear layers from a truncated normal of std 0.02, with zero biases. The others keep their defaults."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, ParameterPair, AffineMap)):
+                module.reset_parameters()
+        for name, parameter in self.named_parameters():
+            if name.rpartition(".")[2] in ("pos_embed", "cls_token", "relative_position_bias_table"):
+                trunc_normal_(parameter, std=0.02)
+
+    def build_head(self, num_classes: int, drop_rate: float) -> None:
+        self.num_classes = num_classes
+        self.head_drop = nn.Dropout(drop_rate).train(self.training)
+        head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
+        self.head = head.train(self.training)
+
+    def check_image(self, x: Tensor) -> None:
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W)")
+
+    def embed_images(self, x: Tensor, sizes: Tensor | None) -> Tensor:
+        """Embeds the patches of images (B, in_chans, H, W). Pixels beyond the border of a padded image are zero."""
+        self.check_image(x)
+        if sizes is not None and sizes.shape != (x.shape[0], 2):
+            raise ValueError(f"sizes has shape {tuple(sizes.shape)}; expected (height, width) of {x.shape[0]} images")
+        return self.patch_embed(zero_padding(x, sizes, channels="first"))
+
+    def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
+        """Renames official weights to our own names and resizes position parameters. Unknown names are kept.
+
+        `img_size` is the input size that the weights were trained at; None stands for the published one.
+        """
+        raise NotImplementedError
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Resizes what depends on the input size, once and for all. Other sizes also run without this call."""
+        raise NotImplementedError
+
+    def minimum_size(self) -> int:
+        """The smallest side of an image that one exported graph with dynamic sizes serves.
+
+        A graph has one path. Families whose blocks take another path on small maps return the size where that ends.
+        """
+        return 32
+
+    def parts(self) -> Iterator[Part]:
+        """The steps of the forward pass in order, for `profile`. Run one after another they compute the logits."""
+        raise NotImplementedError
+
+    def source_size(self, img_size: Grid | None) -> Grid:
+        """The input size of weights that may not say it: the given one, the published one, or the model's."""
+        if img_size is not None:
+            return img_size
+        cfg = getattr(self, "pretrained_cfg", None)  # the registry sets it
+        return to_pair(cfg["input_size"][1:]) if cfg else self.img_size
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def run_block(self, block: nn.Module, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        args = (x, grid) if padding is None else (x, grid, padding)
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(block, *args)
+        return block(*args)
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the head with a new one for another number of classes; 0 removes it."""
+        if global_pool is not None:
+            self.check_global_pool(global_pool)
+            self.global_pool = global_pool
+        reference = next(self.parameters())
+        self.build_head(num_classes, self.head_drop.p if isinstance(self.head_drop, nn.Dropout) else 0.0)
+        if isinstance(self.head, nn.Linear):
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        self.head.to(device=reference.device, dtype=reference.dtype)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the layers after the last one wanted, and optionally the final norm and the head."""
+        layers = getattr(self, self.layers_name)
+        take, last = feature_take_indices(len(layers), indices)
+        kept = layers[: last + 1]
+        kept.training = self.training  # of the list alone: its layers may be in another mode
+        setattr(self, self.layers_name, kept)
+        if prune_norm:
+            self.norm = nn.Identity().train(self.training)
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def changes(self) -> dict[str, Any]:
+        """What may have changed since the model was built. `apply_changes` repeats it on a new model."""
+        return dict(
+            img_size=list(self.img_size),
+            num_classes=self.num_classes,
+            global_pool=self.global_pool,
+            layers=len(getattr(self, self.layers_name)),
+            norm=not isinstance(self.norm, nn.Identity),
+        )
+
+    def apply_changes(
+        self, *, img_size: Sequence[int], num_classes: int, global_pool: str, layers: int, norm: bool
+    ) -> None:
+        """Makes a newly built model what `changes` describes."""
+        present = len(getattr(self, self.layers_name))
+        if not 1 <= layers <= present:
+            raise ValueError(f"layers={layers}; expected 1 to {present}, the layers that the model is built with")
+        if layers < present or norm != self.changes()["norm"]:
+            self.prune_intermediate_layers([layers - 1], prune_norm=not norm, prune_head=False)
+        if to_pair(img_size) != self.img_size:
+            self.set_input_size(img_size)
+        if (num_classes, global_pool) != (self.num_classes, self.global_pool):
+            self.reset_classifier(num_classes, global_pool)
+
+    def check_global_pool(self, global_pool: str) -> None:
+        raise NotImplementedError
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pool(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) of any size → logits (B, num_classes)"""
+        return self.forward_head(self.forward_features(x))
+
+
+class Stage(nn.Module):
+    """A downsampling and the blocks after it. Subclasses may add something in between."""
+
+    def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.ModuleList(blocks)
+
+    def embed(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """The map (B, H, W, C) of the previous stage → (B, H', W', C') of this one
+
+        `sizes` (B, 2) are the sizes of padded images on this stage's map.
+        """
+        return self.downsample(x)
+
+
+class PyramidModel(VisionModel):
+    """Four stages at strides 4, 8, 16, 32 on maps (B, H, W, C), a norm and a head on the mean token."""
+
+    output_fmt = "NHWC"
+    layers_name = "stages"
+    stages: nn.ModuleList
+
+    def describe_features(self, dims: Sequence[int]) -> None:
+        self.feature_info = [dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}") for i, dim in enumerate(dims)]
+
+    def check_global_pool(self, global_pool: str) -> None:
+        if global_pool not in ("", "avg"):
+            raise ValueError(f"global_pool={global_pool!r}; expected 'avg' or '' (none)")
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        blocks = [(r"^stages\.(\d+)\.(?:downsample|pos_embed)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        return dict(
+            stem=r"^patch_embed|^stages\.0\.pos_embed",
+            blocks=r"^stages\.(\d+)" if coarse else [*blocks, (r"^norm", (99999,))],
+        )
+
+    def parts(self) -> Iterator[Part]:
+        yield "stem", [self.patch_embed], self.patch_embed
+        for i, stage in enumerate(self.stages):
+            yield f"stage {i + 1}", [stage], functools.partial(self.forward_stage, i)
+        yield "head", [self.norm, self.head], lambda x: self.forward_head(self.norm(x))
+
+    def forward_stage(self, index: int, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """The map of the previous stage → that of this one. Beyond the border of padded images (`sizes`) it is zero."""
+        stage = self.stages[index]
+        assert isinstance(stage, Stage)
+        if sizes is not None:
+            sizes = sizes_on_map(sizes, 4 * 2**index)
+        x = stage.embed(x, sizes)
+        grid = (x.shape[1], x.shape[2])
+        tokens = x.flatten(1, 2)
+        padding = None if sizes is None else own_tokens(sizes, grid)
+        for block in stage.blocks:
+            tokens = self.run_block(block, tokens, grid, padding)
+        return zero_padding(tokens.unflatten(1, grid), sizes, channels="last")
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) → normed features (B, ceil(H/32), ceil(W/32), C)"""
+        x = self.embed_images(x, None)
+        for index in range(len(self.stages)):
+            x = self.forward_stage(index, x)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NHWC"] = "NCHW",
+        intermediates_only: bool = False,
+        sizes: Tensor | None = None,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Returns the maps of chosen stages (all, the last n, or by index) and, by default, the final features.
+
+        `norm` applies the final norm to the last stage's map, the only one it fits. `sizes` (B, 2) are the true heights
+        and widths of images that were padded at the bottom and right: each then gets the maps that it would get alone,
+        at the top left of the returned ones.
+        """
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NHWC'")
+        take, last = feature_take_indices(len(self.stages), indices)
+        x = self.embed_images(x, sizes)
+        maps = []
+        for index in range(last + 1 if stop_early else len(self.stages)):
+            x = self.forward_stage(index, x, sizes)
+            if index in take:
+                taken = self.norm(x) if norm and index == len(self.feature_info) - 1 else x
+                maps.append(taken.permute(0, 3, 1, 2) if output_fmt == "NCHW" else taken)
+        if intermediates_only:
+            return maps
+        return self.norm(x), maps
+
+    def pool(self, x: Tensor) -> Tensor:
+        return x.mean((1, 2)) if self.global_pool == "avg" else x

@@ -1,0 +1,49 @@
+"""Models for the Hugging Face hub, written by timm's own functions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .base import VisionModel
+from .registry import create_model
+from .weights import architecture
+
+
+def hf_arguments(
+    model: VisionModel,
+    *,
+    class_names: Sequence[str] | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Arguments of timm's `save_for_hf` and `push_to_hf_hub` for a model of this library.
+
+    With them the folder or repository says everything that builds the model again. timm opens it as "local-dir:FOLDER"
+    or "hf-hub:USER/NAME", transformers as `AutoModelForImageClassification.from_pretrained`, both after
+    `import inline_attention`.
+
+    Args:
+        class_names: one for each class, which pipelines print.
+        preprocessing: replaces entries of the model's `pretrained_cfg`, such as mean, std, interpolation or crop_pct.
+    """
+    if class_names is not None and len(class_names) != model.num_classes:
+        raise ValueError(f"there are {len(class_names)} class names for the {model.num_classes} classes of the model")
+    # transformers passes the number of classes by itself, and the configuration has it in a place of its own.
+    options = {key: value for key, value in model.config.items() if key != "num_classes"}
+    options |= {"img_size": list(model.img_size), "global_pool": model.global_pool}
+    with torch.device("meta"):
+        again = create_model(architecture(model), num_classes=model.num_classes, **options)
+    ours, theirs = ({name: p.shape for name, p in m.state_dict().items()} for m in (model, again))
+    if ours != theirs:
+        raise ValueError(
+            "the model was changed since it was built, in a way that timm cannot repeat (layers were pruned, or the "
+            "input size was set): build it with the arguments it should have, and load its weights with load_weights"
+        )
+    cfg: dict[str, Any] = dict(model.pretrained_cfg)  # type: ignore[arg-type]  # timm's builder sets it
+    left_out = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture")
+    cfg = {key: value for key, value in cfg.items() if key not in left_out and value is not None}
+    cfg |= {"input_size": (model.in_chans, *model.img_size), "num_classes": model.num_classes, **(preprocessing or {})}
+    config: dict[str, Any] = {"pretrained_cfg": cfg}
+    if class_names is not None:
+        config["label_names"] = list(class_names)
+    return {"model_args": options, "model_config": config, "safe_serialization": True}

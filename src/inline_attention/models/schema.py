@@ -1,0 +1,166 @@
+"""Checks what a weights file says about its model. A file is not trusted: it may come from anywhere.
+
+Its metadata may name a model of this library and give the arguments of that model's constructor, typed and bounded.
+Nothing in it is ever a path, an address or the name of something to import.
+"""
+
+import collections.abc
+import inspect
+import json
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, Union
+
+import timm
+
+from ._checkpoint import WeightsError, one_line
+from .base import VisionModel
+from .registry import find_family
+
+LIBRARY, ARCHITECTURE, ARGUMENTS, CHANGES = "library", "architecture", "config", "changes"
+TASK, CLASS_NAMES, PREPROCESSING = "task", "class_names", "preprocessing"
+CLASSIFICATION = "classification"  # the task of a file that names none
+
+_MAX_JSON = 16 << 20  # characters
+_MAX_ITEMS = 1000  # of a list
+_MAX_TEXT = 200  # characters
+_MAX_NUMBER = 2**16
+_MAX_CLASSES = 2**20
+
+
+class Description(NamedTuple):
+    """What a file says about its model, checked as far as that needs no model."""
+
+    task: str
+    architecture: str
+    arguments: dict[str, Any]  # of the constructor, or of the task's builder
+    changes: dict[str, Any]  # of the model since it was built; see `VisionModel.changes`
+    class_names: list[str] | None
+    preprocessing: dict[str, Any]
+
+
+def read_description(info: Mapping[str, Any]) -> Description | None:
+    """What the metadata of a file of this library say; None for any other file."""
+    if not str(info.get(LIBRARY, "")).startswith("inline_attention") or ARCHITECTURE not in info:
+        return None
+    class_names = _read_json(info, CLASS_NAMES, None)
+    if class_names is not None and not (
+        isinstance(class_names, list) and all(isinstance(name, str) for name in class_names)
+    ):
+        raise WeightsError(f"has class names that are not a list of strings: {_shown(class_names)}")
+    return Description(
+        task=str(info.get(TASK, CLASSIFICATION)),
+        architecture=str(info[ARCHITECTURE]),
+        arguments=_read_mapping(info, ARGUMENTS),
+        changes=_read_mapping(info, CHANGES),
+        class_names=class_names,
+        preprocessing=_read_mapping(info, PREPROCESSING),
+    )
+
+
+def check_model(architecture: str, arguments: Mapping[str, Any]) -> type[VisionModel]:
+    """The family of a model that a file asks for. WeightsError unless it is one of ours with arguments of its own.
+
+    This is the one place that decides which models a file may name.
+    """
+    family = find_family(architecture)
+    if family is None:
+        raise WeightsError(
+            f"asks for the model {_shown(architecture)}, which is not one of this library: name the model yourself, or "
+            "build it and call load_model(path, model=…)"
+        )
+    check_arguments(family, arguments)
+    return family
+
+
+def check_foreign_arguments(arguments: Mapping[str, Any]) -> None:
+    """WeightsError unless the arguments for a model of timm, which the user named, are plain numbers.
+
+    The constructors of timm are many and their types are not checked. Numbers can make a model of another size, which
+    the comparison of shapes finds; the names that `timm.create_model` itself takes could make it open files.
+    """
+    reserved = inspect.signature(timm.create_model).parameters
+    for name in arguments:
+        if name in reserved:
+            raise WeightsError(f"gives {_shown(name)}, which is not an argument of a model")
+    number = bool | int | float | None
+    check_values(dict.fromkeys(arguments, number | list[number]), arguments)
+
+
+def check_arguments(build: Callable[..., object], arguments: Mapping[str, Any]) -> None:
+    """WeightsError unless `arguments` have names of parameters of `build` and values of the annotated types."""
+    function = build.__init__ if inspect.isclass(build) else build
+    types_of = typing.get_type_hints(function)
+    known = [name for name in inspect.signature(build).parameters if name in types_of]
+    check_values({name: types_of[name] for name in known}, arguments)
+
+
+def check_values(expected: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """WeightsError unless every value has a name in `expected` and its type."""
+    for name, value in values.items():
+        if name not in expected:
+            raise WeightsError(f"gives {_shown(name)}, which is not one of {', '.join(expected)}")
+        largest = _MAX_CLASSES if name == "num_classes" else _MAX_NUMBER
+        if not _has_type(value, expected[name], largest):
+            raise WeightsError(f"gives {name}={_shown(value)}; expected {_name(expected[name])} up to {largest}")
+
+
+def _has_type(value: Any, expected: Any, largest: int) -> bool:
+    origin, parameters = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (Union, types.UnionType):
+        return any(_has_type(value, option, largest) for option in parameters)
+    if origin is Literal:
+        return value in parameters
+    if origin in (list, tuple, collections.abc.Sequence):
+        return (
+            isinstance(value, list | tuple)
+            and len(value) <= _MAX_ITEMS
+            and all(_has_type(item, parameters[0], largest) for item in value)
+        )
+    if expected is type(None):
+        return value is None
+    if expected is str:
+        return isinstance(value, str) and len(value) <= _MAX_TEXT
+    if expected is bool:
+        return isinstance(value, bool)
+    if expected is int:
+        return type(value) is int and 0 <= value <= largest
+    if expected is float:
+        return type(value) in (int, float) and math.isfinite(value) and abs(value) <= largest
+    return False
+
+
+def _name(expected: Any) -> str:
+    return expected.__name__ if inspect.isclass(expected) else str(expected).replace("typing.", "")
+
+
+def _read_json(info: Mapping[str, Any], key: str, default: Any) -> Any:
+    text = info.get(key)
+    if text is None:
+        return default
+    try:
+        if not isinstance(text, str) or len(text) > _MAX_JSON:
+            raise ValueError("too long")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"has metadata {key!r} that is not JSON: {_shown(text)}") from error
+
+
+def _read_mapping(info: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = _read_json(info, key, {})
+    if not isinstance(value, dict):
+        raise WeightsError(f"has metadata {key!r} that is not a mapping: {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    return one_line(reprlib.repr(value))
+
+
+def annotations_of(cls: type, names: Iterable[str]) -> dict[str, Any]:
+    """The types of some fields of a dataclass, for `check_values`."""
+    hints = typing.get_type_hints(cls)
+    return {name: hints[name] for name in names}

@@ -1,0 +1,165 @@
+"""Accuracy and loss of a classifier over an evaluation loader, on one rank or several."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inline_attention.data import Batch, EvalLoader
+from inline_attention.layers.mode import evaluation_mode
+from inline_attention.training.distributed import is_distributed
+
+MAX_CONFUSION_CLASSES = 256
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Result over all ranks. Accuracies are in per cent of the images that could be read."""
+
+    top1: float
+    top5: float  # 100 with five classes or fewer
+    loss: float
+    images: int
+    skipped: int  # images that could not be read
+    seconds: float
+    images_per_second: float
+    per_class: Tensor  # (classes, 2) int64: correct, total
+    confusion: Tensor | None  # (classes, classes) int64: true, predicted; None for more than MAX_CONFUSION_CLASSES
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: EvalLoader,
+    *,
+    device: torch.device | str,
+    amp_dtype: torch.dtype | None = None,
+    on_images: Callable[[int], None] | None = None,
+) -> EvalResult:
+    """Run the model in evaluation mode over the loader; every module's mode is restored afterwards.
+
+    Counts stay on the device and are read once, at the end. In a process group every rank calls this and gets the
+    result over all ranks. `on_images` is called with the number of images of each batch, for a progress bar.
+    """
+    device = torch.device(device)
+    loader.to(device)
+    counts = _Counts(len(loader.class_names), device=device)
+    start = time.perf_counter()
+    with evaluation_mode(model):
+        for batch in _in_step(loader, device=device):
+            images = _padded(batch.images, to=_batch_shape(loader))
+            with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+                logits = model(images)
+            _check_classes(logits, loader)
+            counts.add(logits[: len(batch.images)].float(), batch.targets)
+            if on_images is not None:
+                on_images(len(batch.images))
+    return counts.result(loader, start=start)
+
+
+class _Counts:
+    """Counts and sums over batches, on the device."""
+
+    def __init__(self, num_classes: int, *, device: torch.device) -> None:
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        self._loss = torch.zeros((), dtype=wide, device=device)
+        self._top5 = torch.zeros((), dtype=torch.int64, device=device)
+        self._top = min(5, num_classes)
+        self._num_classes = num_classes
+        self._per_class = torch.zeros((num_classes, 2), dtype=torch.int64, device=device)
+        with_confusion = num_classes <= MAX_CONFUSION_CLASSES
+        self._confusion = torch.zeros(num_classes**2, dtype=torch.int64, device=device) if with_confusion else None
+
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        """logits (n, classes), targets (n,); n may be 0."""
+        best = logits.topk(self._top, dim=1).indices  # (n, 5)
+        hits = best == targets.unsqueeze(1)
+        self._loss += F.cross_entropy(logits, targets, reduction="sum")
+        self._top5 += hits.sum()
+        correct_and_total = torch.stack([hits[:, 0], torch.ones_like(hits[:, 0])], dim=1).long()  # (n, 2)
+        self._per_class.index_add_(0, targets, correct_and_total)
+        if self._confusion is not None:
+            cells = targets * self._num_classes + best[:, 0]
+            self._confusion.index_add_(0, cells, torch.ones_like(cells))
+
+    def result(self, loader: EvalLoader, *, start: float) -> EvalResult:
+        skipped = torch.tensor(len(loader.skipped), device=self._loss.device)
+        sums = [self._loss, self._top5, self._per_class, skipped]
+        if self._confusion is not None:
+            sums.append(self._confusion)
+        if is_distributed():
+            for value in sums:
+                dist.all_reduce(value)
+        per_class = self._per_class.cpu()  # waits for the device
+        correct, images = per_class.sum(0).tolist()
+        seconds = time.perf_counter() - start
+        if images == 0:
+            raise ValueError(f"nothing to evaluate: none of the {loader.num_images} images could be read")
+        loader.skipped.check_limit(int(skipped))
+        if skipped and (not is_distributed() or dist.get_rank() == 0):
+            _logger.warning("%d unreadable images are left out: accuracy is over the other %d", int(skipped), images)
+        shape = (self._num_classes, self._num_classes)
+        return EvalResult(
+            top1=100 * correct / images,
+            top5=100 * int(self._top5) / images,
+            loss=float(self._loss) / images,
+            images=images,
+            skipped=int(skipped),
+            seconds=seconds,
+            images_per_second=images / seconds,
+            per_class=per_class,
+            confusion=None if self._confusion is None else self._confusion.cpu().view(shape),
+        )
+
+
+def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
+    """The batches of the loader, then empty ones until every rank has had the same number.
+
+    A sharded model communicates in its forward pass, so all ranks must call it equally often.
+    """
+    batches = iter(loader)
+    if not is_distributed():
+        yield from batches
+        return
+    empty = Batch(
+        images=torch.empty((0, *loader.input_shape), device=device),
+        targets=torch.empty(0, dtype=torch.int64, device=device),
+        sample_ids=torch.empty(0, dtype=torch.int64, device=device),
+    )
+    if loader.max_batches is not None:
+        for _ in range(loader.max_batches):
+            yield next(batches, empty)
+        return
+    while True:  # the length of a stream is not known: ranks agree before each batch
+        batch = next(batches, None)
+        any_left = torch.tensor(batch is not None, dtype=torch.int64, device=device)
+        dist.all_reduce(any_left, op=dist.ReduceOp.MAX)
+        if not any_left:
+            return
+        yield empty if batch is None else batch
+
+
+def _batch_shape(loader: EvalLoader) -> int:
+    """The size of every batch. With equal shapes a compiled model is compiled once."""
+    world_size = dist.get_world_size() if is_distributed() else 1
+    return min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
+
+
+def _padded(images: Tensor, *, to: int) -> Tensor:
+    missing = to - len(images)
+    return F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else images
+
+
+def _check_classes(logits: Tensor, loader: EvalLoader) -> None:
+    if logits.shape[-1] != len(loader.class_names):
+        raise ValueError(
+            f"the model has {logits.shape[-1]} outputs, the data {len(loader.class_names)} classes; "
+            "build the model with num_classes of the data, or name the model's classes"
+        )

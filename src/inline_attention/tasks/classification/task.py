@@ -1,0 +1,127 @@
+"""Classification as a task of the training engine: one label per image, mixup and cutmix, ranked by top-1."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inline_attention.data import Batch, Data, Mixup, open_data
+from inline_attention.data.seeding import derive_seed
+from inline_attention.models.registry import create_model
+from inline_attention.models.shipped import SHIPPED
+from inline_attention.models.weights import load_weights
+from inline_attention.tasks.classification.classifier import preprocessing
+from inline_attention.tasks.classification.config import RECIPES, TrainConfig
+from inline_attention.tasks.classification.evaluation import evaluate
+from inline_attention.training.distributed import Ranks
+from inline_attention.training.optim import freeze_layers
+from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
+
+CONFUSION = "confusion.png"
+MAX_DRAWN_CLASSES = 50  # cells of larger matrices are too small to see
+
+
+class Classification(Task):
+    recipes = RECIPES
+    default_recipe = "quickstart"
+    data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
+    headline = Headline("top1", "top-1")
+    summary_figures = ("top1", "top5")
+    fixed_shapes = True
+
+    config: TrainConfig
+    data: Data
+
+    @staticmethod
+    def defaults() -> TrainConfig:
+        return TrainConfig()
+
+    def __init__(self, config: TrainConfig) -> None:
+        data = config.data
+        if data.img_size is None:
+            data = replace(data, img_size=own_size(config.model.name))
+        super().__init__(replace(config, data=data))
+
+    def open_data(self, ranks: Ranks) -> Data:
+        config = self.config
+        self.data = open_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
+        return self.data.to(ranks.device)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `create_model`."""
+        wanted = self.config.model
+        return {
+            "num_classes": self.data.num_classes,
+            "in_chans": self.data.in_chans,
+            "img_size": self.config.data.img_size,
+            **({} if wanted.drop_path is None else {"drop_path_rate": wanted.drop_path}),
+            **wanted.kwargs,
+        }
+
+    def fetch_weights(self) -> None:
+        try:
+            super().fetch_weights()
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}, or from weights in the package (model.name={SHIPPED[-1]})") from error
+
+    def build_model(self) -> nn.Module:
+        wanted = self.config.model
+        torch.manual_seed(derive_seed("weights", self.config.seed))
+        try:
+            model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **self.arguments)
+        except TypeError as error:  # an argument of the wrong type
+            raise ValueError(f"model {wanted.name} cannot be built with {self.arguments}: {error}") from error
+        if wanted.weights not in (None, "pretrained"):
+            load_weights(model, weights_source(wanted.weights), reset_head=wanted.reset_head)
+        if wanted.checkpointing:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]  # timm's contract
+        freeze_layers(model, wanted.freeze)
+        return model
+
+    def describe(self) -> dict[str, str]:
+        return describe(
+            self.config,
+            arguments=self.arguments,
+            class_names=list(self.data.class_names),
+            preprocessing=preprocessing(self.config.data),
+        )
+
+    def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
+        images, targets = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)
+        logits = forward(images)
+        smoothing = self.config.optim.label_smoothing
+        return {"class": F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)}
+
+    def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
+        result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
+        figures = {"loss": result.loss, "top1": result.top1, "top5": result.top5, "images": result.images}
+        return Evaluation(figures, details=result.confusion)
+
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
+        confusion: Tensor | None = evaluation.details
+        if confusion is None or len(confusion) > MAX_DRAWN_CLASSES:
+            return {}
+        return {CONFUSION: partial(_draw_confusion, confusion, list(self.data.class_names))}
+
+
+def own_size(name: str) -> int | list[int]:
+    """The input size of a registered model: its side, or [height, width]."""
+    described = timm.models.get_pretrained_cfg(name)
+    if described is None:  # there is no such model, which building it reports
+        return 224
+    height, width = described.input_size[1:]
+    return height if height == width else [height, width]
+
+
+def _draw_confusion(confusion: Tensor, class_names: list[str], path: Path) -> None:
+    from inline_attention.tasks.classification import plots
+
+    plots.draw_confusion(confusion, class_names, path)

@@ -1,0 +1,1 @@
+"""What segmentation and detection share: backbones, loaders, weights files, colours."""

@@ -1,0 +1,67 @@
+"""What the loaders of segmentation and detection share."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+from torch.utils.data import Dataset
+
+from inline_attention.data import LoaderConfig
+from inline_attention.data.collate import CollatedT
+from inline_attention.data.decode import UnreadableImage
+from inline_attention.data.loaders import TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import EpochBatchSampler, EvalBatchSampler, rank_indices
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.data.workers import WorkerLoader
+
+T = TypeVar("T")
+
+
+class _TrainBatchSampler(Protocol):
+    batch_size: int
+    steps: int
+
+
+def open_train_loader(
+    dataset: Dataset[Any],
+    sampler: EpochBatchSampler[Any],
+    prefetcher: Prefetcher[Any, Any],
+    *,
+    config: LoaderConfig,
+    num_images: int,
+    world_size: int,
+) -> TrainLoader[Any, Any]:
+    """Training batches from worker processes that stay alive between epochs."""
+    plan: _TrainBatchSampler = sampler  # type: ignore[assignment]  # samplers of training know their length
+    workers = min(config.resolved_workers(world_size), num_images)
+    return TrainLoader(
+        WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=True),
+        prefetcher=prefetcher,
+        batch_size=plan.batch_size,
+        steps_per_epoch=plan.steps,
+        skipped=SkippedImages(limit=config.max_broken_count(num_images)),
+        exact_resume=True,
+    )
+
+
+def eval_batches(
+    dataset: Dataset[CollatedT], *, num_images: int, batch_size: int, config: LoaderConfig, rank: int, world_size: int
+) -> WorkerLoader[CollatedT]:
+    """Every image of a split once over all ranks."""
+    sampler = EvalBatchSampler(rank_indices(num_images, rank=rank, world_size=world_size), batch_size=batch_size)
+    workers = min(config.resolved_workers(world_size), num_images)
+    return WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=False)
+
+
+def read_each(
+    indices: Iterable[int], read: Callable[[int], T], *, path: Callable[[int], str]
+) -> tuple[list[T], list[SkippedImage]]:
+    """Read the samples one by one. Returns what was read, and which ones are unreadable."""
+    found: list[T] = []
+    skipped: list[SkippedImage] = []
+    for index in indices:
+        try:
+            found.append(read(index))
+        except UnreadableImage as error:
+            skipped.append(SkippedImage(path(index), str(error)))
+    return found, skipped

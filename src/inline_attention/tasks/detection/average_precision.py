@@ -1,0 +1,153 @@
+"""COCO's average precision of boxes and masks, by pycocotools."""
+
+import contextlib
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from inline_attention.tasks.detection.coco import AnnotatedImage, CocoData, Rle, load_pycocotools, to_rle
+
+METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+KINDS = {"box": "bbox", "mask": "segm"}
+
+
+@dataclass
+class ImageResult:
+    """The detections in one image, in pixels of the original image"""
+
+    image_id: int
+    boxes: np.ndarray  # (n, 4) x0, y0, x1, y1
+    scores: np.ndarray  # (n,)
+    labels: np.ndarray  # (n,) from 1 on
+    masks: list[Rle]
+
+
+@dataclass(frozen=True)
+class ApResult:
+    """In per cent; None where there is no object to find"""
+
+    box: dict[str, float | None]  # by `METRICS`
+    mask: dict[str, float | None]
+    per_class: dict[str, tuple[float | None, float | None]]  # AP of boxes and of masks
+    images: int
+
+
+def encode_masks(masks: Tensor) -> list[Rle]:
+    """bool (n, height, width) on any device → run lengths"""
+    columns_first = np.asfortranarray(masks.permute(1, 2, 0).to("cpu").numpy().astype(np.uint8))
+    return load_pycocotools("mask").encode(columns_first)
+
+
+def average_precision(data: CocoData, results: Iterable[ImageResult]) -> ApResult:
+    """COCO's figures over the images that have a result"""
+    found = {result.image_id: result for result in results}
+    images = [image for image in data.images if image.id in found]
+    if not images:
+        raise ValueError(f"nothing to evaluate: none of the {len(data.images)} images of {data.source} could be read")
+    truth = _ground_truth(data, images)
+    detections = [entry for image in images for entry in _entries(found[image.id], data.category_ids)]
+    summaries, by_class = {}, {}
+    for kind in KINDS:
+        summaries[kind], by_class[kind] = _evaluate(truth, detections, kind, [image.id for image in images])
+    per_class = zip(by_class["box"], by_class["mask"], strict=True)
+    return ApResult(
+        summaries["box"], summaries["mask"], dict(zip(data.class_names, per_class, strict=True)), len(images)
+    )
+
+
+def _ground_truth(data: CocoData, images: Sequence[AnnotatedImage]) -> Any:
+    mask_utils = load_pycocotools("mask")
+    annotations: list[dict[str, Any]] = []
+    for image in images:
+        for instance in image.instances:
+            mask = to_rle(instance.segmentation, image.size)
+            x0, y0, x1, y1 = instance.box
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,  # pycocotools takes a match with id 0 for no match
+                    "image_id": image.id,
+                    "category_id": data.category_ids[instance.label - 1],
+                    "bbox": [x0, y0, x1 - x0, y1 - y0],
+                    "segmentation": mask,
+                    "area": float(mask_utils.area(mask)) if instance.area is None else instance.area,
+                    "iscrowd": int(instance.crowd),
+                }
+            )
+    coco = load_pycocotools("coco").COCO()
+    coco.dataset = {
+        "images": [{"id": image.id, "height": image.size[0], "width": image.size[1]} for image in images],
+        "categories": [{"id": id, "name": n} for id, n in zip(data.category_ids, data.class_names, strict=True)],
+        "annotations": annotations,
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco.createIndex()
+    return coco
+
+
+def _entries(result: ImageResult, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    sides = result.boxes[:, 2:] - result.boxes[:, :2]
+    boxes = np.concatenate([result.boxes[:, :2], sides], axis=1).tolist()
+    rows = zip(boxes, result.scores.tolist(), result.labels.tolist(), result.masks, strict=True)
+    return [
+        {
+            "image_id": result.image_id,
+            "category_id": category_ids[label - 1],
+            "bbox": box,
+            "segmentation": mask,
+            "score": score,
+        }
+        for box, score, label, mask in rows
+    ]
+
+
+def _evaluate(
+    truth: Any, detections: list[dict[str, Any]], kind: str, image_ids: list[int]
+) -> tuple[dict[str, float | None], list[float | None]]:
+    """(the twelve figures, AP of each class)"""
+    if kind == "mask":  # with a box, pycocotools would take sizes from it
+        detections = [{key: value for key, value in entry.items() if key != "bbox"} for entry in detections]
+    with contextlib.redirect_stdout(io.StringIO()):
+        # loadRes refuses an empty list.
+        found = truth.loadRes([dict(entry) for entry in detections]) if detections else _nothing(truth)
+        evaluation = load_pycocotools("cocoeval").COCOeval(truth, found, KINDS[kind])
+        evaluation.params.imgIds = image_ids
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    figures = dict(zip(METRICS, map(_per_cent, evaluation.stats.tolist()), strict=True))
+    precision = evaluation.eval["precision"][:, :, :, 0, -1]  # (IoU, recall, class), all sizes, 100 detections
+    by_class = []
+    for number in range(precision.shape[2]):
+        known = precision[:, :, number][precision[:, :, number] > -1]
+        by_class.append(_per_cent(float(known.mean()) if known.size else -1.0))
+    return figures, by_class
+
+
+def _nothing(truth: Any) -> Any:
+    coco = load_pycocotools("coco").COCO()
+    coco.dataset = {**truth.dataset, "annotations": []}
+    coco.createIndex()
+    return coco
+
+
+def _per_cent(value: float) -> float | None:
+    return None if value < 0 else 100 * value
+
+
+def as_records(result: ImageResult, class_names: Sequence[str], *, min_score: float) -> list[dict[str, Any]]:
+    """For JSON: class, score, box as COCO has it (x, y, width, height), mask as compressed run lengths"""
+    entries = _entries(result, range(1, len(class_names) + 1))
+    return [
+        {
+            "class": class_names[entry["category_id"] - 1],
+            "score": entry["score"],
+            "box": entry["bbox"],
+            "mask": {"size": list(entry["segmentation"]["size"]), "counts": entry["segmentation"]["counts"].decode()},
+        }
+        for entry in entries
+        if entry["score"] >= min_score
+    ]

@@ -1,0 +1,117 @@
+"""Regions of feature maps, masks inside regions, and the sampling of regions for training."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import roi_align
+
+from inline_attention.layers.drop import scramble
+from inline_attention.tasks.dense.backbone import STRIDES
+
+Size = tuple[int, int]  # (height, width)
+
+
+class PyramidAlign(nn.Module):
+    """RoIAlign on the level that fits each box's size (FPN's equation 1).
+
+    torchvision's MultiScaleRoIAlign guesses the strides from the first batch, which fails for small padded images, and
+    it shifts regions by half a pixel.
+    """
+
+    def __init__(self, output_size: int) -> None:
+        super().__init__()
+        self.output_size = output_size
+
+    def forward(self, maps: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
+        """maps (B, C, H/s, W/s) at `STRIDES`; boxes: for each image (n, 4) → (all boxes, C, output, output)"""
+        rois = to_rois(boxes)
+        # A box of 224² pixels belongs to stride 16 (level 2 of 0..3), one of half the side to stride 8, and so on.
+        sides = ((rois[:, 3] - rois[:, 1]) * (rois[:, 4] - rois[:, 2])).clamp(min=0).sqrt()
+        levels = torch.floor(2 + torch.log2(sides / 224 + 1e-6)).clamp(0, len(STRIDES) - 1)
+        shape = (len(rois), maps[0].shape[1], self.output_size, self.output_size)
+        pooled = maps[0].new_zeros(shape)
+        for level, (features, stride) in enumerate(zip(maps, STRIDES, strict=True)):
+            chosen = (levels == level).nonzero().squeeze(1)
+            regions = roi_align(
+                features, rois[chosen], self.output_size, spatial_scale=1 / stride, sampling_ratio=0, aligned=True
+            )
+            pooled.index_copy_(0, chosen, regions.to(pooled.dtype))
+        return pooled
+
+
+def to_rois(boxes: Sequence[Tensor]) -> Tensor:
+    """For each image (n, 4) → (all boxes, 5), the number of the image first"""
+    images = image_numbers(boxes).to(boxes[0].dtype)
+    return torch.cat([images.unsqueeze(1), torch.cat(list(boxes))], dim=1)
+
+
+def image_numbers(rows: Sequence[Tensor]) -> Tensor:
+    """For each image n rows → (all rows,) int64, the number of each row's image"""
+    counts = torch.tensor([len(part) for part in rows], device=rows[0].device)
+    return torch.arange(len(rows), device=counts.device).repeat_interleave(counts)
+
+
+def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, *, side: int) -> Tensor:
+    """The targets of a mask head: masks (objects, H, W) uint8, boxes (n, 4), their objects (n,) → (n, side, side)"""
+    rois = torch.cat([matched.to(boxes.dtype).unsqueeze(1), boxes], dim=1)
+    return roi_align(masks.unsqueeze(1).to(boxes.dtype), rois, side, aligned=True).squeeze(1)
+
+
+def paste_masks(masks: Tensor, boxes: Tensor, size: Size, *, chunk: int = 32) -> Tensor:
+    """Probabilities (n, M, M) inside boxes (n, 4) → bool (n, height, width), True where they are at least 0.5
+
+    `chunk` masks are pasted at a time, since interpolated masks take four bytes a pixel.
+    """
+    height, width = size
+    rows = torch.arange(height, device=boxes.device) + 0.5
+    columns = torch.arange(width, device=boxes.device) + 0.5
+    pasted = []
+    for part, box in zip(masks.split(chunk), boxes.split(chunk), strict=True):
+        x0, y0, x1, y1 = (side.unsqueeze(1) for side in box.unbind(1))
+        # From image coordinates to grid_sample's, −1 to 1 from edge to edge of the box.
+        x = (columns - x0) / (x1 - x0).clamp(min=1e-6) * 2 - 1
+        y = (rows - y0) / (y1 - y0).clamp(min=1e-6) * 2 - 1
+        shape = (len(part), height, width)
+        grid = torch.stack([x.unsqueeze(1).expand(shape), y.unsqueeze(2).expand(shape)], dim=3)
+        pasted.append(F.grid_sample(part.unsqueeze(1), grid, align_corners=False).squeeze(1) >= 0.5)
+    return torch.cat(pasted) if pasted else masks.new_zeros((0, *size), dtype=torch.bool)
+
+
+class Chosen(NamedTuple):
+    positive: Tensor  # indices
+    negative: Tensor
+
+
+class KeyedSampler:
+    """Samples positive and negative candidates at random. The choice depends only on the image's key."""
+
+    def __init__(self, count: int, *, positive_share: float, place: int) -> None:
+        """`place` is a different number for each sampler of a model."""
+        self.count, self.max_positive, self.place = count, int(count * positive_share), place
+
+    def __call__(self, labels: Tensor, key: Tensor) -> Chosen:
+        """labels (n,): positive above 0, negative at 0, ignored below; key () int64"""
+        key = key + self.place
+        mixed = scramble(scramble(key) ^ scramble(key >> 32))
+        # A bijection of the positions: no two candidates have the same priority.
+        priority = scramble(torch.arange(len(labels), device=labels.device) ^ mixed)
+        positive = self._first(labels > 0, priority, self.max_positive)
+        negative = self._first(labels == 0, priority, self.count - len(positive))
+        return Chosen(positive, negative)
+
+    @staticmethod
+    def _first(candidates: Tensor, priority: Tensor, count: int) -> Tensor:
+        indices = candidates.nonzero().squeeze(1)
+        return indices[priority[indices].topk(min(count, len(indices)), largest=False).indices]
+
+
+def mean_over_images(values: Tensor, images: Tensor, counts: Tensor) -> Tensor:
+    """Sum `values` (rows,) within each image, divide by the image's entry of `counts` (B,), and average over images.
+
+    images (rows,) is the image of each row. Every image has the same weight, so the gradient over several ranks is the
+    mean of the ranks' gradients.
+    """
+    return (values / counts.clamp(min=1)[images]).sum() / len(counts)

@@ -1,0 +1,339 @@
+"""Reads and checks data in COCO's format: `annotations/instances_SPLIT.json` and a folder of images."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inline_attention.data.decode import MAX_PIXELS
+from inline_attention.tasks.dense.config import is_inside
+from inline_attention.tasks.detection.boxes import Size
+
+_logger = logging.getLogger(__name__)
+
+# Limits far above any real annotation. pycocotools allocates what a file asks for and does not check it.
+MAX_MASK_BYTES = 2**32  # all masks of an image, decoded
+MAX_OUTLINE = 1_000_000  # length of the polygons of one object, in pixels
+_MAX_ID = 2**63  # what an int64 holds
+_LARGEST = 1e12  # magnitude of a coordinate or an area; NaN and infinity are not below it
+
+Rle = dict[str, Any]  # pycocotools' compressed run lengths: size [height, width], counts as bytes
+# Polygons x0, y0, x1, y1, … as float32, which take a sixth of the memory of lists; or run lengths as in the file.
+Segmentation = list[np.ndarray] | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    label: int  # 1 for the first class: 0 is the background
+    box: tuple[float, float, float, float]  # x0, y0, x1, y1, inside the image
+    segmentation: Segmentation
+    area: float | None  # of the mask; COCO's small, medium and large go by it. None: count the pixels
+    crowd: bool  # a region of many objects: not learnt from, and detections inside it are not counted
+
+
+@dataclass
+class AnnotatedImage:
+    id: int
+    path: Path
+    size: Size
+    instances: list[Instance] = field(default_factory=list)
+
+    @property
+    def objects(self) -> list[Instance]:
+        """The instances to learn from"""
+        return [instance for instance in self.instances if not instance.crowd]
+
+
+@dataclass
+class CocoData:
+    """One split. Classes are in the order of their category ids."""
+
+    source: Path  # the JSON file
+    class_names: list[str]
+    category_ids: list[int]
+    images: list[AnnotatedImage]
+
+
+def read_coco(root: str | Path, split: str) -> CocoData:
+    """Read `root`/annotations/instances_`split`.json and check it. A ValueError names what is wrong.
+
+    Objects with an empty box or mask are left out, and their number is logged. COCO itself has some.
+    """
+    root = Path(root)
+    source, folder = root / "annotations" / f"instances_{split}.json", root / split
+    if not source.is_file() or not folder.is_dir():
+        missing = source if not source.is_file() else folder
+        raise ValueError(f"{missing} does not exist; expected {source} and the images in {folder}")
+    content = _parse(source)
+    names = _categories(content, source)
+    labels = {category: label for label, category in enumerate(names, start=1)}
+    images = _images(content, source, folder)
+    left_out = _add_instances(images, content, labels, source)
+    if left_out:
+        _logger.warning("%s: %d objects with an empty box or mask are left out", source, left_out)
+    return CocoData(source, list(names.values()), list(names), list(images.values()))
+
+
+def check_same_categories(train: CocoData, val: CocoData) -> None:
+    if train.class_names != val.class_names:
+        differing = sorted(set(train.class_names) ^ set(val.class_names)) or ["their order"]
+        raise ValueError(f"{train.source} and {val.source} have different categories: {', '.join(differing[:10])}")
+
+
+def _parse(source: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(source.read_bytes())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{source} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}; is the file complete?"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not text: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{source} nests lists too deeply; expected COCO's instances format") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{source} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{source} holds a {type(content).__name__}; expected an object with images and categories")
+    for key in ("images", "categories"):
+        if not isinstance(content.get(key), list) or not content[key]:
+            raise ValueError(f"{source}: no list of {key}; expected COCO's instances format")
+    return content
+
+
+def _categories(content: Mapping[str, Any], source: Path) -> dict[int, str]:
+    """Names by id, ascending"""
+    names: dict[int, str] = {}
+    for entry in _entries(content, "categories", {"id": int, "name": str}, source):
+        if entry["id"] in names or entry["name"] in names.values():
+            raise ValueError(
+                f"{source}: two categories have the id {entry['id']} or the name {entry['name']!r}; expected each once"
+            )
+        names[entry["id"]] = entry["name"]
+    return dict(sorted(names.items()))
+
+
+def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int, AnnotatedImage]:
+    images: dict[int, AnnotatedImage] = {}
+    files: dict[Path, set[str]] = {}  # each folder is listed once; a check of every file takes minutes on network disks
+    missing = []
+    for entry in _entries(content, "images", {"id": int, "file_name": str, "height": int, "width": int}, source):
+        path = folder / _inside(entry["file_name"], f"{source}: image {entry['id']}")
+        if path.parent not in files:
+            files[path.parent] = set(os.listdir(path.parent)) if path.parent.is_dir() else set()
+        if path.name not in files[path.parent]:
+            missing.append(path)
+        if entry["id"] in images:
+            raise ValueError(f"{source}: two images have the id {entry['id']}")
+        size = (entry["height"], entry["width"])
+        if min(size) < 1:
+            raise ValueError(
+                f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected 1 pixel or more"
+            )
+        if math.prod(size) > MAX_PIXELS:
+            raise ValueError(
+                f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected at most {MAX_PIXELS:,} "
+                "pixels"
+            )
+        images[entry["id"]] = AnnotatedImage(entry["id"], path, size)
+    if missing:
+        raise ValueError(
+            f"{source} names {len(missing)} of {len(images)} images that do not exist, such as {missing[0]}"
+        )
+    return images
+
+
+def _inside(name: str, where: str) -> str:
+    """The name itself; ValueError if it leads out of the folder of images"""
+    if not is_inside(name):
+        raise ValueError(f"{where}: file_name is {name!r}; expected a path inside the folder of images")
+    return name
+
+
+def _add_instances(
+    images: dict[int, AnnotatedImage], content: Mapping[str, Any], labels: Mapping[int, int], source: Path
+) -> int:
+    """Add the instances to their images. Returns how many were left out."""
+    left_out = 0
+    for entry in _entries(content, "annotations", {"image_id": int, "category_id": int, "bbox": list}, source):
+        where = f"{source}: annotation {entry.get('id', '')} of image {entry['image_id']}"
+        if entry["image_id"] not in images:
+            raise ValueError(f"{where}: there is no image of that id")
+        if entry["category_id"] not in labels:
+            known = ", ".join(map(str, list(labels)[:10])) + (", …" if len(labels) > 10 else "")
+            raise ValueError(f"{where}: category id {entry['category_id']} is not in the file's list ({known})")
+        image = images[entry["image_id"]]
+        area, crowd = entry.get("area"), entry.get("iscrowd", 0)
+        if area is not None and not _is_number(area):
+            raise ValueError(f"{where}: area is {_excerpt(area)}; expected a number")
+        if crowd not in (0, 1):
+            raise ValueError(f"{where}: iscrowd is {_excerpt(crowd)}; expected 0 or 1")
+        box = _box(entry["bbox"], image.size, where)
+        segmentation = _segmentation(entry.get("segmentation"), image, where)
+        if box is None or segmentation is None:
+            left_out += 1
+            continue
+        if (len(image.instances) + 1) * math.prod(image.size) > MAX_MASK_BYTES:
+            raise ValueError(
+                f"{where}: the image has so many objects that their masks take more than {MAX_MASK_BYTES >> 30} GiB"
+            )
+        image.instances.append(
+            Instance(
+                label=labels[entry["category_id"]],
+                box=box,
+                segmentation=segmentation,
+                area=area,
+                crowd=bool(crowd),
+            )
+        )
+    return left_out
+
+
+def _entries(
+    content: Mapping[str, Any], key: str, fields: Mapping[str, type], source: Path
+) -> Iterator[dict[str, Any]]:
+    """The objects listed under `key`, checked to have these fields with values of these types"""
+    entries = content.get(key, [])
+    if not isinstance(entries, list):
+        raise ValueError(f"{source}: {key} is {_excerpt(entries)}; expected a list of objects")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{source}: {key}[{number}] is {_excerpt(entry)}; expected an object")
+        for name, kind in fields.items():
+            if name not in entry:
+                raise ValueError(f"{source}: {key}[{number}] has no {name}")
+            if not isinstance(entry[name], kind) or isinstance(entry[name], bool):
+                expected = {int: "a whole number", str: "text", list: "a list"}[kind]
+                raise ValueError(f"{source}: {name} of {key}[{number}] is {_excerpt(entry[name])}; expected {expected}")
+            if kind is int and not -_MAX_ID <= entry[name] < _MAX_ID:
+                raise ValueError(f"{source}: {name} of {key}[{number}] is too large: {_excerpt(entry[name])}")
+        yield entry
+
+
+def _excerpt(value: Any) -> str:
+    """The beginning of a value as JSON, for messages"""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists in lists
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def _box(bbox: list[Any], size: Size, where: str) -> tuple[float, float, float, float] | None:
+    """x, y, width, height → x0, y0, x1, y1 inside the image; None where nothing is left"""
+    if len(bbox) != 4 or not all(_is_number(value) for value in bbox):
+        raise ValueError(f"{where}: bbox is {_excerpt(bbox)}; expected four numbers, x, y, width and height")
+    x, y, width, height = bbox
+    x0, y0 = max(0.0, x), max(0.0, y)
+    x1, y1 = min(float(size[1]), x + width), min(float(size[0]), y + height)
+    return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
+
+
+def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:
+    """The annotation's mask, checked; None where its polygons enclose nothing"""
+    if isinstance(value, dict):
+        if value.get("size") != list(image.size):
+            raise ValueError(
+                f"{where}: its mask is for {_excerpt(value.get('size'))} (height, width), "
+                f"but {image.path.name} is said to be {list(image.size)}"
+            )
+        counts = value.get("counts")
+        runs = _uncompressed(counts) if isinstance(counts, str) else counts
+        if not isinstance(runs, list) or not all(isinstance(count, int) and count >= 0 for count in runs):
+            raise ValueError(
+                f"{where}: its run lengths are {_excerpt(counts)}; expected a list of numbers from 0 on, or such a "
+                "list compressed to a string"
+            )
+        if sum(runs) != math.prod(image.size):
+            raise ValueError(f"{where}: its run lengths add up to {sum(runs)} pixels, not {math.prod(image.size)}")
+        return {"size": list(image.size), "counts": counts}
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: no segmentation; expected polygons or run lengths, which the mask head learns from")
+    for polygon in value:
+        if not isinstance(polygon, list) or len(polygon) % 2 or not all(_is_number(number) for number in polygon):
+            raise ValueError(f"{where}: a polygon is {_excerpt(polygon)}; expected x0, y0, x1, y1, …")
+    polygons = [np.array(polygon, np.float32) for polygon in value if len(polygon) >= 6]
+    _check_polygons(polygons, image.size, where)
+    return polygons or None
+
+
+def _check_polygons(polygons: Sequence[np.ndarray], size: Size, where: str) -> None:
+    """Check that an outline stays near its image and is not too long: pycocotools stores every point along it."""
+    outline = 0.0
+    for polygon in polygons:
+        points = polygon.reshape(-1, 2).astype(np.float64)
+        for name, values, side in (("x", points[:, 0], size[1]), ("y", points[:, 1], size[0])):
+            if values.min() < -side or values.max() > 2 * side:
+                furthest = values.min() if values.min() < -side else values.max()
+                raise ValueError(
+                    f"{where}: a polygon reaches {name} = {furthest:g}, far outside of its image, which is "
+                    f"{size[1]} wide and {size[0]} high"
+                )
+        outline += np.abs(points - np.roll(points, 1, axis=0)).max(1).sum()
+    if outline > MAX_OUTLINE:
+        raise ValueError(f"{where}: its polygons are {outline:,.0f} pixels long; expected at most {MAX_OUTLINE:,}")
+
+
+def _uncompressed(counts: str) -> list[int] | None:
+    """Decode run lengths that pycocotools compressed to a string. None if the string is invalid.
+
+    Each number is split into groups of five bits, lowest first, and each group is a character from "0" on. Bit 5 marks
+    that another group follows. Bit 4 of the last group is the sign. From the fourth number on, each is the difference
+    to the number two before it.
+    """
+    groups = np.frombuffer(counts.encode(errors="replace"), np.uint8).astype(np.int64) - ord("0")
+    if not len(groups) or groups.min() < 0 or groups.max() > 63 or groups[-1] & 32:
+        return None
+    ends = np.flatnonzero(groups & 32 == 0)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if lengths.max() > 7:  # 35 bits are more than any image needs
+        return None
+    places = np.arange(len(groups)) - np.repeat(starts, lengths)
+    numbers = np.add.reduceat((groups & 31) << 5 * places, starts)
+    numbers -= np.where(groups[ends] & 16, 1 << 5 * lengths, 0)
+    for first in (1, 2):
+        numbers[first::2] = numbers[first::2].cumsum()
+    return numbers.tolist()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def to_rle(segmentation: Segmentation, size: Size) -> Rle:
+    """Polygons or run lengths of either kind → pycocotools' compressed run lengths"""
+    mask_utils = load_pycocotools("mask")
+    height, width = size
+    if isinstance(segmentation, list):
+        return mask_utils.merge(mask_utils.frPyObjects([polygon.tolist() for polygon in segmentation], height, width))
+    if isinstance(segmentation["counts"], list):
+        return mask_utils.frPyObjects(segmentation, height, width)
+    return {"size": [height, width], "counts": segmentation["counts"].encode()}
+
+
+def decode_masks(image: AnnotatedImage, instances: Sequence[Instance]) -> np.ndarray:
+    """(instances, height, width) uint8"""
+    height, width = image.size
+    if not instances:
+        return np.zeros((0, height, width), np.uint8)
+    runs = [to_rle(instance.segmentation, image.size) for instance in instances]
+    return np.ascontiguousarray(load_pycocotools("mask").decode(runs).transpose(2, 0, 1))
+
+
+def load_pycocotools(module: str) -> Any:
+    """`pycocotools.module`; it comes with the extra [dense]."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"pycocotools.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "masks and average precision need pycocotools: pip install 'inline-attention[dense]'"
+        ) from error

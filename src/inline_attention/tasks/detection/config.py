@@ -1,0 +1,66 @@
+"""The settings of a detection run. The defaults are the published 1× schedule; a recipe holds what differs."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from inline_attention.data import LoaderConfig
+from inline_attention.tasks.dense.config import HeadedConfig, is_inside
+from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
+
+
+@dataclass(frozen=True)
+class DetectorConfig(HeadedConfig):
+    """A backbone with the heads of Mask R-CNN or Cascade Mask R-CNN."""
+
+    name: str = "inline_pvt_tiny"
+    drop_path: float | None = 0.1
+    head: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
+    channels: int = 256  # of the pyramid and of the heads
+    regions: int = 512  # that a head learns from in each image; fewer take less memory
+
+
+@dataclass
+class DetectionDataConfig(LoaderConfig):
+    """`path` holds annotations/instances_SPLIT.json and the images in SPLIT/, for both splits."""
+
+    train_split: str = "train2017"
+    val_split: str = "val2017"
+    batch_size: int = 2  # per rank
+    short_side: int = 800  # of evaluation
+    train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image
+    max_side: int = 1333  # an image whose long side would exceed this is made smaller
+    hflip: float = 0.5
+    skip_empty: bool = True  # images without objects are not trained on, as published
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("train_split", "val_split"):
+            self.check(name, is_inside(getattr(self, name)), "the name of a folder inside data.path")
+        sides = (self.short_side, *self.train_short_sides)
+        self.check("short_side", self.short_side >= 1, "a positive side")
+        self.check("train_short_sides", bool(self.train_short_sides) and min(sides) >= 1, "positive sides")
+        self.check("max_side", self.max_side >= 1, "a positive side")
+        self.check("hflip", 0 <= self.hflip <= 1, "a probability")
+        self.check("in_memory", not self.in_memory, "false: detection decodes images when it needs them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionConfig(LoopConfig):
+    """The settings of `inline detect train`: 12 epochs, 16 images an update."""
+
+    model: DetectorConfig = field(default_factory=DetectorConfig)
+    data: DetectionDataConfig = field(default_factory=DetectionDataConfig)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(lr=1e-4, rate_batch=16, weight_decay=0.05, clip_norm=None)
+    )
+    schedule: ScheduleConfig = field(
+        default_factory=lambda: ScheduleConfig(
+            kind="step",
+            epochs=12,
+            drop_at=(8, 11),
+            warmup_epochs=0,
+            warmup_steps=500,
+            warmup_lr=1e-7,  # ours: where the warm-up begins is not published
+            min_lr=0.0,
+        )
+    )

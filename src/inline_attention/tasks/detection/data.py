@@ -1,0 +1,347 @@
+"""Batches of images with boxes and masks, from COCO files.
+
+The size and the flip of an image are a function of (seed, epoch, sample). Images of different sizes are padded to one
+canvas. A batch carries their true sizes, with which a model computes the same as for each image alone.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms.functional import pil_to_tensor
+
+from inline_attention.data.dataset import read_or_replace
+from inline_attention.data.decode import UnreadableImage, image_size, read_image
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import (
+    EpochBatchSampler,
+    epoch_order,
+    fit_batch_size,
+)
+from inline_attention.data.seeding import derive_seed
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
+from inline_attention.tasks.dense.images import Normalise
+from inline_attention.tasks.detection.boxes import Size
+from inline_attention.tasks.detection.coco import (
+    AnnotatedImage,
+    CocoData,
+    check_same_categories,
+    decode_masks,
+    read_coco,
+)
+from inline_attention.tasks.detection.config import DetectionDataConfig
+
+Target = dict[str, Tensor]
+
+
+class View(NamedTuple):
+    """The size of an image in training, and whether it is mirrored"""
+
+    size: Size
+    flipped: bool = False
+
+
+class TrainKey(NamedTuple):
+    epoch: int
+    sample: int
+
+
+class Sample(NamedTuple):
+    pixels: Tensor  # (3, h, w) uint8
+    target: Target
+    sample_id: int
+    key: int
+
+
+@dataclass
+class RawDetectionBatch:
+    """A batch as a worker process returns it"""
+
+    images: Tensor  # (B, 3, H, W) uint8, padded below and on the right
+    sizes: list[Size]
+    targets: list[Target]
+    sample_ids: Tensor  # (B,) int64
+    keys: Tensor  # (B,) int64
+    skipped: Sequence[SkippedImage] = ()
+    replaced: int = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def on_device(self) -> bool:
+        return self.images.is_cuda
+
+    def pin_memory(self) -> "RawDetectionBatch":  # called by DataLoader
+        return replace(
+            self,
+            images=self.images.pin_memory(),
+            targets=[{name: value.pin_memory() for name, value in target.items()} for target in self.targets],
+            sample_ids=self.sample_ids.pin_memory(),
+            keys=self.keys.pin_memory(),
+        )
+
+
+@dataclass
+class DetectionBatch:
+    """A batch on the loader's device, as a detector takes it"""
+
+    images: Tensor  # (B, 3, H, W) float32, normalised; the padding holds anything
+    sizes: list[Size]  # of the images without padding
+    targets: list[Target]  # boxes (n, 4), labels (n,) from 1 on, masks (n, height, width) uint8; empty in evaluation
+    sample_ids: Tensor  # (B,) int64
+    keys: Tensor  # (B,) int64, seeds of the choice of regions
+
+
+def fitted_size(size: Size, *, short_side: int, max_side: int) -> Size:
+    """(height, width) with the given short side, or smaller if the long side would exceed `max_side`"""
+    scale = min(short_side / min(size), max_side / max(size))
+    height, width = (max(1, int(side * scale + 0.5)) for side in size)
+    return height, width
+
+
+def draw_view(config: DetectionDataConfig, size: Size, *, seed: int, epoch: int, sample: int) -> View:
+    draw = random.Random(derive_seed("view", seed, epoch, sample))
+    short_side = draw.choice(config.train_short_sides)
+    fitted = fitted_size(size, short_side=short_side, max_side=config.max_side)
+    return View(fitted, flipped=draw.random() < config.hflip)
+
+
+def resized(image: Image.Image, size: Size) -> Tensor:
+    """(3, h, w) uint8"""
+    return pil_to_tensor(image.resize(size[::-1], Image.Resampling.BILINEAR))
+
+
+def show(image: Image.Image, annotated: AnnotatedImage, view: View) -> tuple[Tensor, Target]:
+    """Resize and flip: pixels (3, h, w) uint8 and the objects in them"""
+    pixels = resized(image, view.size)
+    objects = annotated.objects
+    scale = torch.tensor([view.size[1] / annotated.size[1], view.size[0] / annotated.size[0]]).repeat(2)
+    boxes = torch.tensor([instance.box for instance in objects], dtype=torch.float32).view(-1, 4) * scale
+    masks = torch.from_numpy(decode_masks(annotated, objects))
+    if objects:
+        masks = F.interpolate(masks.unsqueeze(1), view.size, mode="nearest-exact").squeeze(1)
+    else:
+        masks = masks.new_zeros((0, *view.size))
+    if view.flipped:
+        pixels, masks = pixels.flip(2), masks.flip(2)
+        boxes = torch.stack([view.size[1] - boxes[:, 2], boxes[:, 1], view.size[1] - boxes[:, 0], boxes[:, 3]], dim=1)
+    labels = torch.tensor([instance.label for instance in objects], dtype=torch.int64)
+    return pixels, {"boxes": boxes, "labels": labels, "masks": masks}
+
+
+def load(annotated: AnnotatedImage) -> Image.Image:
+    """Decode an image. UnreadableImage if that fails, ValueError if its size is not that of its annotations."""
+    image = read_image(annotated.path)
+    if (image.height, image.width) != annotated.size:
+        raise ValueError(
+            f"{annotated.path} is {image.height}×{image.width} (height × width), "
+            f"but its annotations are for {annotated.size[0]}×{annotated.size[1]}"
+        )
+    return image
+
+
+def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), replaced: int = 0) -> RawDetectionBatch:
+    """Pad the samples to the smallest canvas that holds all of them"""
+    sizes: list[Size] = [(s.pixels.shape[1], s.pixels.shape[2]) for s in samples]
+    height, width = (max(sides) for sides in zip((0, 0), *sizes, strict=True))
+    images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
+    for image, sample, (h, w) in zip(images, samples, sizes, strict=True):
+        image[:, :h, :w] = sample.pixels
+    return RawDetectionBatch(
+        images=images,
+        sizes=sizes,
+        targets=[sample.target for sample in samples],
+        sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
+        keys=torch.tensor([s.key for s in samples], dtype=torch.int64),
+        skipped=skipped,
+        replaced=replaced,
+    )
+
+
+class TrainDataset(Dataset[RawDetectionBatch]):
+    """Images with their objects; an unreadable one is replaced by another."""
+
+    def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int) -> None:
+        self._images, self._config, self._seed = images, config, seed
+
+    def __getitems__(self, keys: Sequence[TrainKey]) -> RawDetectionBatch:
+        skipped: list[SkippedImage] = []
+        found = [self._sample(key, skipped) for key in keys]
+        samples = [sample for sample in found if sample is not None]
+        replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
+        return collate(samples, skipped=skipped, replaced=replaced)
+
+    def _sample(self, key: TrainKey, skipped: list[SkippedImage]) -> Sample | None:
+        found = read_or_replace(
+            lambda sample: load(self._images[sample]),
+            key.sample,
+            path=lambda sample: str(self._images[sample].path),
+            seed=self._seed,
+            epoch=key.epoch,
+            num_samples=len(self._images),
+            skipped=skipped,
+        )
+        if found is None:
+            return None
+        image, sample = found
+        annotated = self._images[sample]
+        view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
+        pixels, target = show(image, annotated, view)
+        return Sample(pixels, target, sample, derive_seed("regions", self._seed, key.epoch, key.sample))
+
+
+class EvalDataset(Dataset[RawDetectionBatch]):
+    """Images alone; an unreadable one is left out."""
+
+    def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig) -> None:
+        self._images, self._config = images, config
+
+    def __getitems__(self, indices: Sequence[int]) -> RawDetectionBatch:
+        samples, skipped = read_each(indices, self._read, path=lambda index: str(self._images[index].path))
+        return collate(samples, skipped=skipped)
+
+    def _read(self, index: int) -> Sample:
+        annotated, config = self._images[index], self._config
+        image = load(annotated)
+        size = fitted_size(annotated.size, short_side=config.short_side, max_side=config.max_side)
+        return Sample(resized(image, size), {}, index, 0)
+
+
+class GroupedBatchSampler(EpochBatchSampler[TrainKey]):
+    """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
+
+    The images that are left over at the end of an epoch may form a mixed batch, so grouping loses no batch.
+    """
+
+    def __init__(
+        self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, rank: int, world_size: int
+    ) -> None:
+        super().__init__()
+        self._images, self._seed = images, seed
+        self.batch_size = fit_batch_size(config.batch_size, num_samples=len(images), world_size=world_size)
+        self._mine = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
+        self._global_batch = self.batch_size * world_size
+        self.steps = len(images) // self._global_batch
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
+        for samples in list(self._global_batches(epoch))[start_step:]:
+            yield [TrainKey(epoch, sample) for sample in samples[self._mine]]
+
+    def _global_batches(self, epoch: int) -> Iterator[list[int]]:
+        waiting: dict[bool, list[int]] = {True: [], False: []}
+        for sample in epoch_order(len(self._images), seed=self._seed, epoch=epoch)[:, 0].tolist():
+            height, width = self._images[sample].size
+            group = waiting[width >= height]
+            group.append(sample)
+            if len(group) == self._global_batch:
+                yield group.copy()
+                group.clear()
+        rest = waiting[True] + waiting[False]
+        if len(rest) >= self._global_batch:
+            yield rest[: self._global_batch]
+
+
+class DetectionPrefetcher(Prefetcher[RawDetectionBatch, DetectionBatch]):
+    """Transfer and normalise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._normalise = Normalise()
+
+    def finish(self, raw: RawDetectionBatch) -> DetectionBatch:
+        images = self._normalise(raw.images.to(self.device, non_blocking=True))
+        targets = [{n: v.to(self.device, non_blocking=True) for n, v in target.items()} for target in raw.targets]
+        ids, keys = (t.to(self.device, non_blocking=True) for t in (raw.sample_ids, raw.keys))
+        return DetectionBatch(images, raw.sizes, targets, ids, keys)
+
+
+class DetectionEvalLoader(EvalLoader[RawDetectionBatch, DetectionBatch]):
+    """The images of a split, one at a time and thus without padding."""
+
+    def __init__(self, data: CocoData, *, config: DetectionDataConfig, rank: int = 0, world_size: int = 1) -> None:
+        self.data = data
+        dataset, num_images = EvalDataset(data.images, config=config), len(data.images)
+        super().__init__(
+            eval_batches(dataset, num_images=num_images, batch_size=1, config=config, rank=rank, world_size=world_size),
+            prefetcher=DetectionPrefetcher(),
+            class_names=data.class_names,
+            num_images=num_images,
+            skipped=SkippedImages(limit=config.max_broken_count(num_images)),
+            batch_size=1,
+        )
+
+
+@dataclass
+class DetectionData:
+    train: TrainLoader[RawDetectionBatch, DetectionBatch]
+    val: DetectionEvalLoader
+    class_names: list[str]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def to(self, device: torch.device | str) -> "DetectionData":
+        self.train.to(torch.device(device))
+        self.val.to(torch.device(device))
+        return self
+
+
+def open_detection_data(
+    config: DetectionDataConfig, *, seed: int = 0, rank: int = 0, world_size: int = 1
+) -> DetectionData:
+    """Open both splits. ValueError if something is wrong with the configuration or the data."""
+    config.validate()
+    train, val = (read_coco(config.path, split) for split in (config.train_split, config.val_split))
+    check_same_categories(train, val)
+    images = [image for image in train.images if image.objects or not config.skip_empty]
+    for data, needed in ((train, images), (val, [image for image in val.images if image.objects])):
+        if not needed:
+            raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
+    sampler = GroupedBatchSampler(images, config=config, seed=seed, rank=rank, world_size=world_size)
+    dataset = TrainDataset(images, config=config, seed=seed)
+    loader = open_train_loader(
+        dataset, sampler, DetectionPrefetcher(), config=config, num_images=len(images), world_size=world_size
+    )
+    return DetectionData(
+        loader, DetectionEvalLoader(val, config=config, rank=rank, world_size=world_size), train.class_names
+    )
+
+
+def with_classes(data: CocoData, class_names: Sequence[str]) -> CocoData:
+    """The data with the class numbers of a model, matched by name. ValueError for a class that the model does not have.
+
+    Average precision ignores classes that have no object in the data.
+    """
+    unknown = [name for name in data.class_names if name not in class_names]
+    if unknown:
+        raise ValueError(f"{data.source} has classes that the model does not know: {', '.join(unknown[:10])}")
+    labels = {label: class_names.index(name) + 1 for label, name in enumerate(data.class_names, start=1)}
+    images = [
+        replace(image, instances=[replace(instance, label=labels[instance.label]) for instance in image.instances])
+        for image in data.images
+    ]
+    return CocoData(data.source, list(class_names), list(range(1, len(class_names) + 1)), images)
+
+
+def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> CocoData:
+    """Image files as a split without objects. The id of an image is its position."""
+    images = [AnnotatedImage(number, path, _size(path)) for number, path in enumerate(paths)]
+    return CocoData(Path(), list(class_names), list(range(1, len(class_names) + 1)), images)
+
+
+def _size(path: Path) -> Size:
+    try:
+        return image_size(path)
+    except UnreadableImage:  # skipped and listed when it is decoded
+        return 1, 1

@@ -1,0 +1,155 @@
+"""Mask R-CNN and Cascade Mask R-CNN on a pyramid of any backbone."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
+
+from inline_attention.layers.padding import repeat_border, sizes_on_map, zero_padding
+from inline_attention.tasks.dense.backbone import STRIDES, Backbone, create_backbone
+from inline_attention.tasks.detection.boxes import Size
+from inline_attention.tasks.detection.roi_heads import (
+    CASCADE,
+    MASK_RCNN,
+    NORM_GROUPS,
+    Detections,
+    RoIHeads,
+    StageSettings,
+)
+from inline_attention.tasks.detection.rpn import Losses, RegionProposals, Targets
+
+# name → (for people, stages)
+HEADS: dict[str, tuple[str, tuple[StageSettings, ...]]] = {
+    "mask_rcnn": ("Mask R-CNN", MASK_RCNN),
+    "cascade_mask_rcnn": ("Cascade Mask R-CNN", CASCADE),
+}
+
+
+class Pyramid(FeaturePyramidNetwork):
+    """torchvision's feature pyramid, with a fifth level and support for padded images."""
+
+    def __init__(self, in_channels: Sequence[int], channels: int) -> None:
+        super().__init__(list(in_channels), channels, extra_blocks=LastLevelMaxPool())
+
+    def forward(self, x: dict[str, Tensor], sizes: Tensor | None = None) -> dict[str, Tensor]:
+        """Maps at the strides 4 to 32, fine to coarse → as many of `channels` channels and one at stride 64
+
+        sizes (B, 2): of padded images; the maps are zero beyond them, before and behind each convolution.
+        """
+        if sizes is None:
+            return super().forward(x)
+        own = [sizes_on_map(sizes, stride) for stride in STRIDES]
+        inner = [block(features) for block, features in zip(self.inner_blocks, x.values(), strict=True)]
+        for fine in reversed(range(len(inner) - 1)):
+            # Nearest neighbours do not depend on padding: a side is doubled, or doubled minus one.
+            inner[fine] = inner[fine] + F.interpolate(inner[fine + 1], inner[fine].shape[2:], mode="nearest")
+        maps = [
+            zero_padding(block(zero_padding(features, o, channels="first")), o, channels="first")
+            for block, features, o in zip(self.layer_blocks, inner, own, strict=True)
+        ]
+        assert self.extra_blocks is not None
+        maps, names = self.extra_blocks(maps, list(x.values()), list(x))
+        return OrderedDict(zip(names, maps, strict=True))
+
+
+@torch.compiler.disable  # a graph would be made for the sizes of one batch
+def padded_sizes(images: Tensor, sizes: Sequence[Size]) -> Tensor | None:
+    """The sizes on the device of the images (B, 3, H, W); None where no image is padded."""
+    canvas = (images.shape[2], images.shape[3])
+    if len(sizes) != len(images) or any(
+        not 1 <= n <= most for size in sizes for n, most in zip(size, canvas, strict=True)
+    ):
+        raise ValueError(f"sizes={list(sizes)}; expected a (height, width) within {canvas} for {len(images)} images")
+    if all(tuple(size) == canvas for size in sizes):
+        return None
+    on_gpu = images.device.type == "cuda"
+    return torch.tensor(sizes, pin_memory=on_gpu).to(images.device, non_blocking=on_gpu)
+
+
+class Detector(nn.Module):
+    """A backbone, a feature pyramid, proposals, and heads on them.
+
+    Args:
+        backbone: images (B, 3, H, W) → four maps at strides 4, 8, 16, 32.
+        head: "mask_rcnn" or "cascade_mask_rcnn".
+        num_classes: classes of objects, without the background.
+        channels: of the pyramid and of the heads' convolutions. Hidden layers are four times as wide.
+        regions: how many regions of an image a stage learns from.
+    """
+
+    def __init__(
+        self, backbone: Backbone, *, head: str, num_classes: int, channels: int = 256, regions: int = 512
+    ) -> None:
+        super().__init__()
+        if head not in HEADS:
+            raise ValueError(f"head={head!r}; expected one of {', '.join(HEADS)}")
+        if channels < 1 or channels % NORM_GROUPS:
+            raise ValueError(f"channels={channels}; expected a multiple of {NORM_GROUPS}")
+        if regions < 1:
+            raise ValueError(f"regions={regions}; expected 1 or more")
+        self.backbone, self.num_classes = backbone, num_classes
+        self.pyramid = Pyramid(backbone.channels, channels)
+        self.proposals = RegionProposals(channels)
+        self.heads = RoIHeads(channels, num_classes=num_classes, stages=HEADS[head][1], regions=regions)
+
+    def forward(
+        self,
+        images: Tensor,
+        sizes: Sequence[Size] | None = None,
+        targets: Targets | None = None,
+        keys: Tensor | None = None,
+    ) -> Losses | list[Detections]:
+        """Losses if there are targets, otherwise the detections in each image.
+
+        Args:
+            images: (B, 3, H, W), normalised, padded at the bottom and right.
+            sizes: (height, width) of each image without its padding; None if there is none. A padded image gets the
+                same result as the image alone.
+            targets: see `Targets`.
+            keys: (B,) int64, seeds of the choice of regions to learn from. None for a random choice.
+        """
+        own = None if sizes is None else padded_sizes(images, sizes)
+        sizes = [(images.shape[2], images.shape[3])] * len(images) if sizes is None else sizes
+        maps = self.extract(images, own)
+        if targets is not None and keys is None:
+            keys = torch.randint(2**62, (len(images),), device=images.device)
+        pooled = maps[:-1]
+        if own is not None:
+            pooled = [repeat_border(x, sizes_on_map(own, stride)) for x, stride in zip(pooled, STRIDES, strict=True)]
+        boxes, losses = self.proposals(maps, sizes, targets, keys)
+        if targets is None:
+            return self.heads(pooled, boxes, sizes)
+        return losses | self.heads.losses(pooled, boxes, sizes, targets, keys)
+
+    def extract(self, images: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
+        """Maps (B, channels, H/s, W/s) at strides 4, 8, 16, 32 and 64; sizes (B, 2): of padded images"""
+        maps = OrderedDict((str(level), x) for level, x in enumerate(self.backbone(images, sizes)))
+        return list(self.pyramid(maps, sizes).values())
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return self.backbone.group_matcher(prefix="backbone", coarse=coarse)
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
+def create_detector(
+    backbone: str,
+    head: str = "mask_rcnn",
+    *,
+    num_classes: int,
+    weights: str | None = None,
+    drop_path: float | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **sizes: int,
+) -> Detector:
+    """Build a detector on a registered backbone.
+
+    `weights`, `drop_path` and `kwargs` are those of `create_backbone`, all others those of `Detector`.
+    """
+    features = create_backbone(backbone, weights=weights, drop_path=drop_path, kwargs=kwargs)
+    return Detector(features, head=head, num_classes=num_classes, **sizes)

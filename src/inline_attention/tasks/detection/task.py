@@ -1,0 +1,80 @@
+"""Detection and instance segmentation as a task of the training loop."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inline_attention.tasks.dense.task import DenseTask, write_table
+from inline_attention.tasks.detection.average_precision import ApResult
+from inline_attention.tasks.detection.config import DetectionConfig
+from inline_attention.tasks.detection.data import DetectionBatch, DetectionData, open_detection_data
+from inline_attention.tasks.detection.evaluation import evaluate
+from inline_attention.tasks.detection.weights import MODELS
+from inline_attention.training.distributed import Ranks
+from inline_attention.training.task import Evaluation, Headline, Writer
+
+PRECISION, PER_CLASS = "average_precision.json", "per_class.csv"
+
+
+class Detection(DenseTask):
+    recipes = "tasks/detection/recipes"
+    data_hint = (
+        "give --data FOLDER with annotations/instances_SPLIT.json and the images in SPLIT/, for train2017 and val2017"
+    )
+    headline = Headline("box_ap", "box AP")
+    summary_figures = ("box_ap", "box_ap50", "mask_ap", "mask_ap50")
+    models = MODELS
+
+    config: DetectionConfig
+    data: DetectionData
+
+    @staticmethod
+    def defaults() -> DetectionConfig:
+        return DetectionConfig()
+
+    def open_data(self, ranks: Ranks) -> DetectionData:
+        config = self.config
+        self.data = open_detection_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        return self.data.to(ranks.device)
+
+    def losses(self, forward: Callable[..., Any], batch: DetectionBatch, *, epoch: int, step: int) -> dict[str, Tensor]:
+        """The host waits for the device here, since the number of boxes after suppression decides the shapes."""
+        return forward(batch.images, batch.sizes, batch.targets, batch.keys)
+
+    def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
+        result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
+        return Evaluation(figures(result.precision), details=result.precision)
+
+    def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
+        precision: ApResult = evaluation.details
+        return {PRECISION: partial(write_figures, precision), PER_CLASS: partial(write_per_class, precision)}
+
+
+def figures(precision: ApResult) -> dict[str, float]:
+    """Figures by names such as box_ap50. Those without objects are left out, except the main ones, which are then 0."""
+    named = {
+        f"{kind}_{name.lower()}": value
+        for kind, values in (("box", precision.box), ("mask", precision.mask))
+        for name, value in values.items()
+    }
+    main = dict.fromkeys(Detection.summary_figures, 0.0)
+    return main | {name: value for name, value in named.items() if value is not None} | {"images": precision.images}
+
+
+def write_figures(precision: ApResult, path: Path) -> None:
+    content = {"images": precision.images, "box": precision.box, "mask": precision.mask}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_per_class(precision: ApResult, path: Path) -> None:
+    """One row for each class: AP of boxes and masks in per cent, empty if there is no object"""
+    rows = (
+        (name, *("" if value is None else f"{value:.3f}" for value in values))
+        for name, values in precision.per_class.items()
+    )
+    write_table(path, ("class", "box AP", "mask AP"), rows)

@@ -1,0 +1,1 @@
+"""Semantic segmentation: heads, data, metrics, and the task for the loop."""

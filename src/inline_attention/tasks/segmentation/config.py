@@ -1,0 +1,96 @@
+"""The settings of a segmentation run. The defaults are UperNet's published training on ADE20K."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from inline_attention.data import LoaderConfig
+from inline_attention.tasks.dense.config import HeadedConfig, is_inside
+from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
+
+Layout = Literal["folders", "ade20k", "cityscapes"]
+
+
+@dataclass(frozen=True)
+class SegmenterConfig(HeadedConfig):
+    """A backbone under a segmentation head."""
+
+    name: str = "inline_swin_tiny"
+    head: Literal["upernet", "fpn"] = "upernet"
+    head_kwargs: dict[str, Any] = field(default_factory=dict)  # such as dim
+    auxiliary_weight: float = 0.4  # of the auxiliary head's loss, where the head has one
+
+
+@dataclass
+class SegmentDataConfig(LoaderConfig):
+    """Images with masks, which are PNG files of the same size that hold a class number for each pixel.
+
+    `layout` is "folders" for images/SPLIT/NAME.jpg and masks/SPLIT/NAME.png, at any depth, or "ade20k" or "cityscapes"
+    for these data sets as distributed.
+    """
+
+    layout: Layout = "folders"
+    classes: str | list[str] | None = None  # names, or a file of them, a line each; None: classes.txt in the folder
+    ignore_index: int = 255  # the number of pixels that are not counted
+
+    batch_size: int = 16
+    crop: int | list[int] = 512  # what a training image is cut to: side, or [height, width]
+    short_side: int | None = 512  # images are resized to this, in evaluation too; null: not resized
+    max_long_side: int = 2048  # limit of the other side
+    scale: list[float] = field(default_factory=lambda: [0.5, 2.0])  # range of a further random factor in training
+    max_class_share: float = 0.75  # a crop with more of one class is drawn again, up to ten times
+    hflip: float = 0.5
+    photometric: bool = True  # brightness, contrast, saturation and hue, each with probability 1/2
+
+    eval_batch_size: int = 1  # images of one size that are evaluated at once
+    window: int | list[int] | None = None  # evaluate in windows of this size; null: the whole image at once
+    window_stride: float = 2 / 3  # of the window's side, from one window to the next
+    eval_scales: list[float] = field(default_factory=lambda: [1.0])  # factors of the size above, averaged over
+    eval_flip: bool = False  # average over the image and its mirror image
+
+    @property
+    def crop_size(self) -> tuple[int, int]:
+        """(height, width)"""
+        return _pair(self.crop)
+
+    @property
+    def window_size(self) -> tuple[int, int] | None:
+        return None if self.window is None else _pair(self.window)
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("train_split", "val_split"):
+            self.check(name, is_inside(getattr(self, name)), "the name of a folder inside data.path")
+        check = self.check
+        for name, size in (("crop", self.crop), ("window", self.window)):
+            is_pair = size is None or isinstance(size, int) or len(size) == 2
+            check(name, is_pair and (size is None or min(_pair(size)) >= 1), "a positive side or [height, width]")
+        check("ignore_index", 0 <= self.ignore_index <= 0xFFFF, "a number that a mask can hold, 0 to 65535")
+        check("short_side", self.short_side is None or self.short_side >= 1, "a positive size, or null")
+        check("max_long_side", self.max_long_side >= (self.short_side or 1), "no less than data.short_side")
+        bounds = self.scale
+        check("scale", len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
+        check("max_class_share", 0 < self.max_class_share <= 1, "above 0, at most 1 (1: any crop will do)")
+        check("hflip", 0 <= self.hflip <= 1, "a probability")
+        check("eval_batch_size", self.eval_batch_size >= 1, "at least 1")
+        check("window_stride", 0 < self.window_stride <= 1, "above 0, at most 1")
+        check("eval_scales", bool(self.eval_scales) and min(self.eval_scales) > 0, "one positive number or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentConfig(LoopConfig):
+    """The settings of `inline segment train`."""
+
+    model: SegmenterConfig = field(default_factory=lambda: SegmenterConfig(drop_path=0.3))
+    data: SegmentDataConfig = field(default_factory=SegmentDataConfig)
+    # The published rates are those of 16 images a step.
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(lr=6e-5, rate_batch=16, weight_decay=0.01, clip_norm=None)
+    )
+    schedule: ScheduleConfig = field(
+        default_factory=lambda: ScheduleConfig(kind="poly", steps=160_000, warmup_steps=1500, warmup_lr=0.0, min_lr=0.0)
+    )
+
+
+def _pair(size: int | list[int]) -> tuple[int, int]:
+    height, width = [size] * 2 if isinstance(size, int) else size
+    return height, width

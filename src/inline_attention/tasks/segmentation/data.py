@@ -1,0 +1,264 @@
+"""Loaders of images and masks: crops in batches for training, whole images for evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from inline_attention.data.dataset import read_or_replace
+from inline_attention.data.decode import UnreadableImage, read_image
+from inline_attention.data.loaders import EvalLoader, TrainLoader
+from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.sampler import SampleKey, TrainBatchSampler
+from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
+from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
+from inline_attention.tasks.dense.images import Normalise
+from inline_attention.tasks.segmentation.config import SegmentDataConfig
+from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, open_split
+from inline_attention.tasks.segmentation.transforms import TrainTransform, target_size
+
+
+@dataclass
+class SegmentBatch:
+    """A batch on the loader's device, as a segmenter takes it in training"""
+
+    images: Tensor  # (B, 3, H, W) float32, normalised; the padding holds anything
+    masks: Tensor  # (B, H, W) int64, IGNORED for a pixel that is not counted
+    sample_ids: Tensor  # (B,) int64
+    sizes: Tensor | None = None  # (B, 2) int64, (height, width) without padding; None if no image is padded
+
+
+@dataclass
+class RawCrops:
+    images: Tensor  # (B, H, W, 3) uint8
+    masks: Tensor  # (B, H, W) uint8
+    sample_ids: Tensor  # (B,) int64
+    sizes: Tensor  # (B, 2) int64, (height, width) without padding
+    skipped: Sequence[SkippedImage] = ()
+    replaced: int = 0
+    on_device: bool = False
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def pin_memory(self) -> "RawCrops":  # called by DataLoader
+        pinned = {name: getattr(self, name).pin_memory() for name in ("images", "masks", "sample_ids", "sizes")}
+        return replace(self, **pinned)
+
+
+class CropDataset(Dataset[RawCrops]):
+    """Training crops; an unreadable image is replaced by another, so that the batch keeps its shape."""
+
+    def __init__(self, source: "MaskSource | DecodedSource", *, config: SegmentDataConfig, seed: int) -> None:
+        self._source, self._config, self._seed = source, config, seed
+        self._transform = TrainTransform(config)
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> RawCrops:
+        skipped: list[SkippedImage] = []
+        with restored_generators():
+            of_keys = [self._sample(key, skipped) for key in keys]
+        found = [sample for sample in of_keys if sample is not None]
+        rows, columns = self._config.crop_size
+        images = torch.zeros((len(found), rows, columns, 3), dtype=torch.uint8)
+        masks = torch.full((len(found), rows, columns), IGNORED, dtype=torch.uint8)
+        sizes = [mask.shape for _, mask, _ in found]
+        for n, ((pixels, mask, _), (height, width)) in enumerate(zip(found, sizes, strict=True)):
+            images[n, :height, :width] = torch.from_numpy(pixels)
+            masks[n, :height, :width] = torch.from_numpy(mask)
+        ids = torch.tensor([index for _, _, index in found], dtype=torch.int64)
+        own = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
+        replaced = sum(s is not None and s[2] != key.sample for s, key in zip(of_keys, keys, strict=True))
+        return RawCrops(images, masks, ids, own, skipped, replaced)
+
+    def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> tuple[np.ndarray, np.ndarray, int] | None:
+        found = read_or_replace(
+            self._source.read,
+            key.sample,
+            path=self._source.path,
+            seed=self._seed,
+            epoch=key.epoch,
+            num_samples=len(self._source),
+            skipped=skipped,
+        )
+        if found is None:
+            return None
+        (pixels, mask), sample = found
+        seed_generators(derive_seed("augment", self._seed, *key))
+        return *self._transform(pixels, mask), sample
+
+
+class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
+    """Transfer and normalise. Bytes cross the bus, not floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._normalise = Normalise()
+
+    def finish(self, raw: RawCrops) -> SegmentBatch:
+        images, masks, ids = (t.to(self.device, non_blocking=True) for t in (raw.images, raw.masks, raw.sample_ids))
+        padded = bool((raw.sizes < torch.tensor(raw.masks.shape[1:])).any())
+        sizes = raw.sizes.to(self.device, non_blocking=True) if padded else None
+        return SegmentBatch(self._normalise(images.permute(0, 3, 1, 2)), masks.long(), ids, sizes)
+
+
+@dataclass
+class EvalImage:
+    """An image to evaluate, at the size that the model sees"""
+
+    sample_id: int
+    pixels: Tensor  # (3, h, w) uint8
+    size: tuple[int, int]  # (height, width) of the file, and of the mask
+    mask: Tensor | None  # (height, width) uint8; None if the image has none
+
+
+@dataclass
+class RawEval:
+    """Images of an evaluation, each at its own size."""
+
+    images: list[EvalImage] = field(default_factory=list)
+    skipped: Sequence[SkippedImage] = ()
+    replaced: int = 0
+    on_device: bool = False
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+class EvalDataset(Dataset[RawEval]):
+    """Images with their masks, or files without; an unreadable one is left out."""
+
+    def __init__(self, source: "MaskSource | DecodedSource | PlainFiles", *, config: SegmentDataConfig) -> None:
+        self._source, self._config = source, config
+
+    def __getitems__(self, indices: Sequence[int]) -> RawEval:
+        return RawEval(*read_each(indices, self._read, path=self._source.path))
+
+    def _read(self, index: int) -> EvalImage:
+        pixels, mask = self._source.read(index)
+        return prepare(pixels, mask, sample_id=index, config=self._config)
+
+
+class PlainFiles:
+    """Image files without masks."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self.class_names: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def path(self, index: int) -> str:
+        return str(self._paths[index])
+
+    def read(self, index: int) -> tuple[np.ndarray, None]:
+        return np.asarray(read_image(self._paths[index])), None
+
+
+def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, config: SegmentDataConfig) -> EvalImage:
+    """Resize the image, pixels (H, W, 3), as `config` says. The mask (H, W) keeps its size."""
+    height, width = target_size(pixels.shape, config)
+    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
+    return EvalImage(
+        sample_id,
+        torch.from_numpy(np.asarray(resized).transpose(2, 0, 1).copy()),
+        size=(pixels.shape[0], pixels.shape[1]),
+        mask=None if mask is None else torch.from_numpy(mask),
+    )
+
+
+class EvalPrefetcher(Prefetcher[RawEval, list[EvalImage]]):
+    """Images differ in size: the predictor transfers them."""
+
+    def finish(self, raw: RawEval) -> list[EvalImage]:
+        return raw.images
+
+
+EvalImages = EvalLoader[RawEval, list[EvalImage]]
+
+
+@dataclass
+class SegmentData:
+    train: TrainLoader[RawCrops, SegmentBatch]
+    val: EvalImages
+    class_names: list[str]
+    num_train_images: int
+
+
+class DecodedSource:
+    """A source whose files are decoded once and kept in memory."""
+
+    def __init__(self, source: MaskSource) -> None:
+        self._source = source
+        self.class_names = source.class_names
+        self._decoded = [_read_or_reason(source, index) for index in range(len(source))]
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def path(self, index: int) -> str:
+        return self._source.path(index)
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        decoded = self._decoded[index]
+        if isinstance(decoded, str):
+            raise UnreadableImage(decoded)
+        return decoded
+
+
+def _read_or_reason(source: MaskSource, index: int) -> tuple[np.ndarray, np.ndarray] | str:
+    try:
+        return source.read(index)
+    except UnreadableImage as error:
+        return str(error)
+
+
+def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, world_size: int = 1) -> SegmentData:
+    """Open both splits. ValueError if something is wrong with the configuration or the data."""
+    config.validate()
+    source = _open(config, config.train_split)
+    sampler = TrainBatchSampler(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
+    dataset = CropDataset(source, config=config, seed=seed)
+    train = open_train_loader(
+        dataset, sampler, CropPrefetcher(), config=config, num_images=len(source), world_size=world_size
+    )
+    val = open_eval_images(config, rank=rank, world_size=world_size)
+    return SegmentData(train, val, source.class_names, len(source))
+
+
+def open_eval_images(config: SegmentDataConfig, *, rank: int = 0, world_size: int = 1) -> EvalImages:
+    """Open only the split `config.val_split`."""
+    config.validate()
+    return _eval_images(_open(config, config.val_split), config=config, rank=rank, world_size=world_size)
+
+
+def open_image_files(paths: Sequence[Path], *, config: SegmentDataConfig) -> EvalImages:
+    """Files without masks: `sample_id` is the position in `paths`."""
+    return _eval_images(PlainFiles(paths), config=config)
+
+
+def _open(config: SegmentDataConfig, split: str) -> MaskSource | DecodedSource:
+    source = open_split(config, split)
+    return DecodedSource(source) if config.in_memory else source
+
+
+def _eval_images(
+    source: MaskSource | DecodedSource | PlainFiles, *, config: SegmentDataConfig, rank: int = 0, world_size: int = 1
+) -> EvalImages:
+    dataset, batch_size = EvalDataset(source, config=config), config.eval_batch_size
+    return EvalLoader(
+        eval_batches(
+            dataset, num_images=len(source), batch_size=batch_size, config=config, rank=rank, world_size=world_size
+        ),
+        prefetcher=EvalPrefetcher(),
+        class_names=source.class_names,
+        num_images=len(source),
+        skipped=SkippedImages(limit=config.max_broken_count(len(source))),
+        batch_size=batch_size,
+    )

@@ -1,0 +1,60 @@
+"""IoU and accuracy from a confusion matrix that is filled batch by batch."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from inline_attention.tasks.segmentation.sources import IGNORED
+from inline_attention.training.distributed import is_distributed
+
+
+class Confusion:
+    """Counts of pixels (true class, predicted class), on the device."""
+
+    def __init__(self, num_classes: int, *, device: torch.device | str = "cpu") -> None:
+        self.num_classes = num_classes
+        self.counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
+
+    def add(self, predicted: Tensor, mask: Tensor) -> None:
+        """Add predicted and true classes, integers of one shape. Pixels that the mask ignores are not counted."""
+        counted = mask != IGNORED
+        cells = mask[counted].long() * self.num_classes + predicted[counted].long()
+        self.counts += torch.bincount(cells, minlength=self.num_classes**2).view_as(self.counts)
+
+    def over_ranks(self) -> Tensor:
+        """The sum over all ranks, on the CPU; called on every rank."""
+        total = self.counts.clone()
+        if is_distributed():
+            dist.all_reduce(total)
+        return total.cpu()
+
+
+@dataclass(frozen=True)
+class Scores:
+    """In per cent. A class that is neither in the masks nor predicted has no IoU (NaN) and is left out of the mean. A
+    class that is not in the masks has no accuracy, and is left out of that mean."""
+
+    miou: float
+    macc: float
+    pixel_accuracy: float
+    iou: Tensor  # (classes,) float64
+    accuracy: Tensor  # (classes,) float64: of the pixels of a class, those found
+    pixels: Tensor  # (classes,) int64, in the masks
+
+    @classmethod
+    def of(cls, counts: Tensor) -> "Scores":
+        """counts (classes, classes) int64: true, predicted"""
+        if counts.sum() == 0:
+            raise ValueError("nothing to evaluate: no pixel of the masks counts")
+        right, true, predicted = (t.double() for t in (counts.diagonal(), counts.sum(1), counts.sum(0)))
+        iou, accuracy = 100 * right / (true + predicted - right), 100 * right / true  # 0 / 0 is NaN
+        return cls(
+            miou=float(iou.nanmean()),
+            macc=float(accuracy.nanmean()),
+            pixel_accuracy=float(100 * right.sum() / true.sum()),
+            iou=iou,
+            accuracy=accuracy,
+            pixels=counts.sum(1),
+        )

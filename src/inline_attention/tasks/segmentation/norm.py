@@ -1,0 +1,39 @@
+"""Batch norm over the batches of all ranks, without padding."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """Batch norm with statistics over the batches of all ranks, without the padding of images.
+
+    torch's SyncBatchNorm does not run on CPUs. This one does, so that two ranks train like one there, too.
+    """
+
+    def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
+        """(B, C, H, W) → the same; present (B, 1, H, W) bool, False on padding, None where there is none"""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if not self.training or (ranks == 1 and present is None):
+            return super().forward(x)
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        kept = wide if present is None else wide.masked_fill(~present, 0)
+        own = wide.new_ones(()).mul(x.numel() // x.shape[1]) if present is None else present.sum().to(wide.dtype)
+        sums = torch.cat([kept.sum((0, 2, 3)), own[None]])
+        if ranks > 1:  # they may have different amounts of padding
+            sums = all_reduce(sums)
+        mean, count = sums[:-1] / sums[-1], sums[-1]
+        centred = wide - mean[:, None, None]
+        squares = (centred if present is None else centred.masked_fill(~present, 0)).square().sum((0, 2, 3))
+        variance = (all_reduce(squares) if ranks > 1 else squares) / count
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)

@@ -1,0 +1,209 @@
+"""Pairs of image and mask files, found and matched when a split is opened."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from timm.utils.misc import natural_key
+
+from inline_attention.data.decode import UnreadableImage, load_upright, open_file, open_image, read_image, reason
+from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files
+from inline_attention.tasks.segmentation.config import Layout, SegmentDataConfig
+
+IGNORED = 255  # in every mask that a source returns, whatever number the files use; at most 255 classes are possible
+
+# Cityscapes evaluates 19 of its label numbers. Pixels of the others are not counted.
+_CITYSCAPES = {
+    7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
+    20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
+    28: "bus", 31: "train", 32: "motorcycle", 33: "bicycle",
+}  # fmt: skip
+
+
+class Pair(NamedTuple):
+    image: Path
+    mask: Path
+
+
+class MaskSource:
+    """Random access to decoded images and masks of one split."""
+
+    def __init__(self, pairs: Sequence[Pair], *, class_names: list[str], labels: np.ndarray) -> None:
+        """labels (65536,) int16: the class of each number in the files, IGNORED if not counted, −1 if not allowed"""
+        self.pairs, self.class_names = pairs, class_names
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def path(self, index: int) -> str:
+        return str(self.pairs[index].image)
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Pixels (H, W, 3) uint8 and classes (H, W) uint8.
+
+        UnreadableImage if a file cannot be decoded, ValueError if the mask does not fit its image.
+        """
+        image_path, mask_path = self.pairs[index]
+        pixels = np.asarray(read_image(image_path))
+        mask = self._labels[read_mask(mask_path)]
+        if mask.shape != pixels.shape[:2]:
+            raise ValueError(
+                f"mask {mask_path} has {mask.shape[1]}×{mask.shape[0]} pixels, its image {image_path} "
+                f"{pixels.shape[1]}×{pixels.shape[0]}; they must be of the same size"
+            )
+        if mask.min(initial=0) < 0:
+            numbers = np.unique(read_mask(mask_path)[mask < 0])
+            raise ValueError(
+                f"mask {mask_path} holds the class number {', '.join(map(str, numbers[:5]))}"
+                f"{', …' if len(numbers) > 5 else ''}; the {len(self.class_names)} classes have "
+                f"{_describe(self._labels)} (data.classes, data.ignore_index)"
+            )
+        return pixels, mask.astype(np.uint8)
+
+
+def read_mask(path: Path) -> np.ndarray:
+    """Class numbers (H, W) uint16. In a palette image, the indices are the numbers and the colours do not matter."""
+    try:
+        with open_file(path) as file:
+            image = open_image(file)
+            load_upright(image)
+            numbers, mode = np.asarray(image), image.mode
+    except Exception as error:  # Pillow's decoders raise nearly every built-in exception on damaged files
+        raise UnreadableImage(f"its mask {path}: {reason(error)}") from error
+    if mode not in ("L", "P", "1", "I;16", "I;16B", "I;16L", "I"):
+        raise ValueError(f"mask {path} has colours (mode {mode}); expected one class number a pixel (8- or 16-bit)")
+    if numbers.max() > 0xFFFF or numbers.min() < 0:
+        raise ValueError(f"mask {path} holds the numbers {numbers.min()} to {numbers.max()}; expected 0 to 65535")
+    return numbers.astype(np.uint16)
+
+
+def open_split(config: SegmentDataConfig, split: str) -> MaskSource:
+    """Find the pairs of a split and read a few of them, to report wrong data before training starts."""
+    root = Path(config.path)
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise ValueError(f"data path {config.path!r} {what}; expected a folder of images and masks")
+    class_names, labels = _classes(config, root)
+    source = MaskSource(_find_pairs(config.layout, root, split), class_names=class_names, labels=labels)
+    for index in np.unique(np.linspace(0, len(source) - 1, num=8, dtype=int)):
+        try:
+            source.read(int(index))
+        except UnreadableImage:  # the loader counts it
+            continue
+    return source
+
+
+def _find_pairs(layout: Layout, root: Path, split: str) -> list[Pair]:
+    if layout == "cityscapes":
+        return _match(root / "leftImg8bit" / split, root / "gtFine" / split, "_leftImg8bit", _cityscapes_ending(root))
+    if layout == "ade20k":
+        split = {"train": "training", "val": "validation"}.get(split, split)
+        return _match(root / "images" / split, root / "annotations" / split)
+    return _match(root / "images" / split, root / "masks" / split)
+
+
+def _match(images: Path, masks: Path, image_ending: str = "", mask_ending: str = "") -> list[Pair]:
+    """Match images and masks by their paths below both folders, without the endings."""
+    for folder in (images, masks):
+        if not folder.is_dir():
+            raise ValueError(f"no folder {folder}; expected images in {images} and their masks in {masks}")
+    mask_of = _by_name(masks, (".png", ".tif", ".tiff"), mask_ending)
+    image_of = _by_name(images, IMAGE_EXTENSIONS, image_ending)
+    if not image_of:
+        raise ValueError(f"no images in {images}")
+    without = [str(path) for name, path in image_of.items() if name not in mask_of]
+    if without:
+        raise ValueError(f"{len(without)} image(s) without a mask in {masks}: {_some(without)}")
+    return [Pair(path, mask_of[name]) for name, path in image_of.items()]
+
+
+def _by_name(folder: Path, extensions: Iterable[str], ending: str) -> dict[str, Path]:
+    """Files by their path below the folder, without the ending, in natural order"""
+    endings = tuple((ending + extension).lower() for extension in extensions)
+    names: dict[str, Path] = {}
+    for path in map(Path, find_files(folder, endings)):
+        name = str(path.relative_to(folder).with_suffix("")).removesuffix(ending)
+        if name in names:
+            raise ValueError(
+                f"{names[name]} and {path} differ in their ending alone; expected one file for each name, since "
+                "images and masks are matched by it"
+            )
+        names[name] = path
+    return dict(sorted(names.items(), key=lambda item: natural_key(item[0])))
+
+
+def _cityscapes_ending(root: Path) -> str:
+    """The ending of masks with training numbers, if there are any, otherwise of those with the original numbers"""
+    made = next(root.glob("gtFine/*/*/*_gtFine_labelTrainIds.png"), None)
+    return "_gtFine_labelIds" if made is None else "_gtFine_labelTrainIds"
+
+
+def _classes(config: SegmentDataConfig, root: Path) -> tuple[list[str], np.ndarray]:
+    """The class names, and the class of each number that a file can hold"""
+    labels = np.full(0x10000, -1, dtype=np.int16)
+    if config.layout == "cityscapes" and config.classes is None:
+        names = list(_CITYSCAPES.values())
+        if _cityscapes_ending(root) == "_gtFine_labelIds":
+            labels[:256] = IGNORED
+            labels[list(_CITYSCAPES)] = range(len(names))
+        else:
+            labels[: len(names)] = range(len(names))
+        labels[config.ignore_index] = IGNORED
+        return names, labels
+    names = _class_names(config, root)
+    first = 1 if config.layout == "ade20k" else 0  # ADE20K's 0 is "other", and counts for nothing
+    labels[:first] = IGNORED
+    labels[first : first + len(names)] = range(len(names))
+    labels[config.ignore_index] = IGNORED
+    return names, labels
+
+
+def _class_names(config: SegmentDataConfig, root: Path) -> list[str]:
+    names = config.classes if isinstance(config.classes, list) else _listed_names(config, root)
+    if config.layout == "folders" and config.ignore_index == len(names) - 1:
+        names = names[:-1]  # lists often name the ignored number, too
+    if not 1 <= len(names) <= IGNORED:
+        raise ValueError(f"{len(names)} classes in data.classes; expected 1 to {IGNORED}")
+    if config.layout == "folders" and config.ignore_index < len(names):
+        raise ValueError(
+            f"data.ignore_index={config.ignore_index} is the number of the class {names[config.ignore_index]!r}; "
+            f"expected a number from {len(names)} on, or the last one listed"
+        )
+    return names
+
+
+_CLASSES, _ADE20K_CLASSES = "classes.txt", "objectInfo150.txt"
+
+
+def lists_classes(config: SegmentDataConfig) -> bool:
+    """Whether the data come with the names of their classes"""
+    root = Path(config.path)
+    return (
+        config.layout == "cityscapes"
+        or (root / _CLASSES).is_file()
+        or (config.layout == "ade20k" and (root / _ADE20K_CLASSES).is_file())
+    )
+
+
+def _listed_names(config: SegmentDataConfig, root: Path) -> list[str]:
+    objects = root / _ADE20K_CLASSES
+    if config.classes is None and config.layout == "ade20k" and objects.is_file():
+        rows = objects.read_text(encoding="utf-8").splitlines()[1:]
+        return [row.split("\t")[-1].split(",")[0].strip() for row in rows if row.strip()]
+    file = root / _CLASSES if config.classes is None else Path(str(config.classes))
+    if not file.is_file():
+        raise ValueError(
+            f"no class names: expected {file}, a line each, or data.classes=FILE, or data.classes=[name, name]"
+        )
+    return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _describe(labels: np.ndarray) -> str:
+    counted = np.flatnonzero((labels >= 0) & (labels != IGNORED))
+    return f"the numbers {counted[0]} to {counted[-1]}"
+
+
+def _some(names: Sequence[str], count: int = 3) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

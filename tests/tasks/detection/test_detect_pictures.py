@@ -1,0 +1,65 @@
+"""What is drawn: the mask in its colour, the box around it, nothing of what is not sure."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from inline_attention.tasks.dense.colours import class_colour
+from inline_attention.tasks.detection.average_precision import ImageResult, as_records
+from inline_attention.tasks.detection.pictures import draw
+
+mask_utils = pytest.importorskip("pycocotools.mask")
+
+
+def result() -> ImageResult:
+    """A sure square in the middle, and an unsure one in the corner"""
+    boxes = np.array([[40.0, 50.0, 80.0, 90.0], [100.0, 100.0, 118.0, 118.0]])
+    masks = np.zeros((120, 120, 2), np.uint8, order="F")
+    masks[50:90, 40:80, 0] = masks[100:118, 100:118, 1] = 1
+    return ImageResult(7, boxes, np.array([0.9, 0.3]), np.array([2, 1]), mask_utils.encode(masks))
+
+
+def test_the_sure_object_is_drawn() -> None:
+    picture = np.asarray(draw(Image.new("RGB", (120, 120)), result(), class_names=["cat", "dog"], min_score=0.5))
+    colour = np.array(class_colour(2))
+    assert np.abs(picture[70, 60] - colour / 2).max() <= 1  # half of it over black
+    assert np.array_equal(picture[50, 60], colour)  # the frame
+    assert (picture[36:50, 40:60] == colour).all(2).any()  # the ground of the text
+    assert (picture[100:] == 0).all()
+    everything = np.asarray(draw(Image.new("RGB", (120, 120)), result(), class_names=["cat", "dog"], min_score=0.2))
+    assert (everything[109, 109] > 0).any()
+
+
+def plate(box: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and columns that the text of a box stands on, outside of the box, and the pixels there"""
+    found = result()
+    found.boxes[0] = box
+    picture = np.asarray(draw(Image.new("RGB", (120, 120)), found, class_names=["cat", "dog"], min_score=0.5))
+    painted = (picture == class_colour(2)).all(2)
+    painted[int(box[1]) : int(box[3]) + 1, int(box[0]) : int(box[2]) + 1] = False
+    rows, columns = np.flatnonzero(painted.any(1)), np.flatnonzero(painted.any(0))
+    return np.array([columns[0], rows[0], columns[-1], rows[-1]]), picture
+
+
+def test_text_stands_on_a_plate_with_a_margin() -> None:
+    (left, top, right, bottom), picture = plate([40, 50, 80, 90])
+    assert right - left > 35  # "dog 0.90"
+    text = picture[top : bottom + 1, left : right + 1].copy()
+    assert (text != class_colour(2)).any()
+    text[2:-2, 2:-2] = class_colour(2)
+    assert (text == class_colour(2)).all()
+
+
+def test_text_at_the_border_stays_inside_the_picture() -> None:
+    (left, top, _, _), _ = plate([100, 0, 119, 20])
+    assert left < 80  # of the 120 columns the text takes 40 or more
+    assert top == 0
+
+
+def test_records_for_json() -> None:
+    (record,) = as_records(result(), ["cat", "dog"], min_score=0.5)
+    assert record["class"] == "dog"
+    assert record["score"] == pytest.approx(0.9)
+    assert record["box"] == [40, 50, 40, 40]
+    mask = mask_utils.decode([{"size": record["mask"]["size"], "counts": record["mask"]["counts"].encode()}])
+    assert mask.sum() == 1600

@@ -184,7 +184,7 @@ def run_setting(
 
     def step_of(model: nn.Module) -> Call:
         if setting.training:
-            return learning_step(model, partial(setting.head.loss, images=images), autocast)
+            return learning_step(model, lambda model: setting.head.loss(model, images), autocast)
         return inference_step(model, images, autocast)
 
     candidates = {

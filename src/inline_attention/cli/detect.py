@@ -149,16 +149,14 @@ def _eval(args: argparse.Namespace) -> int:
         say(f"{precision.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
         write_per_class(precision, args.csv)
-    measured = {
+    facts: dict[str, Any] = {
         "short_side": config.short_side,
         "max_side": config.max_side,
         "box": precision.box,
         "mask": precision.mask,
         "per_class": {name: {"box": box, "mask": mask} for name, (box, mask) in precision.per_class.items()},
     }
-    _dense.write_result(
-        args, trained, measured, images=precision.images, seconds=result.seconds, skipped=loader.skipped
-    )
+    _dense.write_result(args, trained, facts, images=precision.images, seconds=result.seconds, skipped=loader.skipped)
     return 0
 
 

@@ -9,21 +9,18 @@ from torch.nn import functional as F
 
 from inline_attention.layers.padding import own_positions, sizes_on_map, zero_padding
 from inline_attention.layers.windows import ceil_div
-from inline_attention.models.cswin import CSwin
-from inline_attention.models.deit import DeiT
 from inline_attention.models.registry import create_model, list_models
-from inline_attention.models.swin import Swin
 from inline_attention.models.weights import load_weights
 
 STRIDES = (4, 8, 16, 32)
-PATCH = 16  # the stride of DeiT's one map
+PATCH = 16  # the stride of a single map
 
 
 class Backbone(nn.Module):
     """Images (B, 3, H, W) of any size → maps (B, C, ceil(H / s), ceil(W / s)) at strides s of 4, 8, 16 and 32.
 
-    The maps are those of timm's `features_only`. Swin and CSwin get a norm on every map, as published. DeiT's single
-    map becomes four, as in ViTDet's simple feature pyramid.
+    The maps are those of timm's `features_only`. A pyramid with a final norm (Swin, CSwin) gets a norm on every map, as
+    published. The single map of DeiT becomes four, as in ViTDet's simple feature pyramid.
     """
 
     channels: tuple[int, ...]
@@ -32,20 +29,22 @@ class Backbone(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList()
         self.pyramid: nn.Module | None = None
-        dims = [info["num_chs"] for info in model.feature_info]  # type: ignore[union-attr]  # timm's contract
-        if isinstance(model, DeiT):
-            if model.patch_size != PATCH:
+        features: Any = model.feature_info  # timm's contract
+        dims, strides = ([info[key] for info in features] for key in ("num_chs", "reduction"))
+        if len(set(strides)) == 1:
+            if strides[0] != PATCH:
                 raise ValueError(
-                    f"a DeiT backbone must have patches of {PATCH} pixels, which four strides are made of; "
-                    f"this one has {model.patch_size}"
+                    f"a backbone with a single map must have patches of {PATCH} pixels, which four strides are made "
+                    f"of; this one has {strides[0]}"
                 )
-            model.prune_intermediate_layers(1)  # the norm was trained on this map, so it stays
+            model.prune_intermediate_layers(1)  # type: ignore[operator]  # the norm was trained on this map, so it stays
             self.pyramid = SimplePyramid(dims[-1])
             self.channels = self.pyramid.channels
         else:
+            final = model.norm
             model.prune_intermediate_layers(len(STRIDES), prune_norm=True)  # type: ignore[operator]  # timm's contract
-            if isinstance(model, Swin | CSwin):
-                self.norms.extend(nn.LayerNorm(dim, eps=model.norm_eps) for dim in dims)
+            if isinstance(final, nn.LayerNorm):
+                self.norms.extend(nn.LayerNorm(dim, eps=final.eps) for dim in dims)
             self.channels = tuple(dims)
         self.model = model
 

@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> None:
     device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     subjects = load_subjects(args.weights, device=device)
     with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
-        say(f"{server.url} (Ctrl-C ends)")
-        if not server.is_local:
-            say("everybody who reaches this machine can use it, under its name or address")
-        try:
+        try:  # around the address too: whoever has read it may end the program
+            say(f"{server.url} (Ctrl-C ends)")
+            if not server.is_local:
+                say("everybody who reaches this machine can use it, under its name or address")
             server.serve_forever()
         except KeyboardInterrupt:
             say("ended")

@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> None:
     device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     subjects = load_subjects(args.weights, device=device)
     with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
-        say(f"{server.url} (Ctrl-C ends)")
-        if not server.is_local:
-            say("everybody who can reach this machine can use the page")
-        try:
+        try:  # around the address too: whoever has read it may end the program
+            say(f"{server.url} (Ctrl-C ends)")
+            if not server.is_local:
+                say("everybody who can reach this machine can use the page")
             server.serve_forever()
         except KeyboardInterrupt:
             say("ended")

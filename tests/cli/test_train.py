@@ -129,7 +129,7 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next(
     assert f"curves    runs/{folder.name}/curves.png" in shown
     weights = f"runs/{folder.name}/checkpoints/best.safetensors"
     assert f"inline predict inline_deit_tiny --weights {weights} IMAGE" in shown
-    assert "inline train inline_deit_tiny --data FOLDER" in shown
+    assert "inline train finetune --data FOLDER" in shown
     assert (tmp_path / weights).exists()
 
 

@@ -105,4 +105,4 @@ def _write_out_window(
 
 
 def _softmax(module: Any, q: Tensor, k: Tensor, mask: Tensor | None, *, bias: Tensor | None = None) -> Tensor:
-    return attention_matrix(q, k, kind=SoftmaxAttention.kind, scale=module.scale, pair_mask=mask, bias=bias)
+    return attention_matrix(q, k, kind="softmax", scale=module.scale, pair_mask=mask, bias=bias)

@@ -57,7 +57,7 @@ class Request:
     """A request whose body has not been read yet. Its handler knows how large the body may be."""
 
     def __init__(
-        self, method: str, path: str, headers: Message, stream: io.BufferedReader, source: TimedSocket
+        self, method: str, path: str, headers: Message, stream: io.BufferedIOBase, source: TimedSocket
     ) -> None:
         self.method, self.path = method, path
         self._headers, self._stream, self._source = headers, stream, source

@@ -33,7 +33,7 @@ def window_plan(block: Any, x: Tensor) -> WindowPlan:
     size, window = (x.shape[1], x.shape[2]), (block.window_size[0], block.window_size[1])
     counts = (ceil_div(size[0], window[0]), ceil_div(size[1], window[1]))
     plan = WindowPlan(size, window, counts, shift=(block.shift_size[0], block.shift_size[1]))
-    if plan.padding != (0, 0):
+    if plan.padding() != (0, 0):
         raise ValueError(
             f"windows of {window[0]}×{window[1]} do not divide the map of {size[0]}×{size[1]}, which timm "
             "pads with tokens of its own; choose an image size that they divide"

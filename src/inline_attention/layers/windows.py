@@ -56,7 +56,7 @@ class WindowPlan(NamedTuple):
         rows, columns = axes
         return cls(size, *zip(rows, columns, strict=True))
 
-    @property
+    # A method: torch.compile before 2.10 does not know properties of named tuples.
     def padding(self) -> Grid:
         """Rows and columns of padding that complete the last windows"""
         bottom, right = (n * w - size for size, w, n in zip(self.size, self.window, self.counts, strict=True))
@@ -64,7 +64,7 @@ class WindowPlan(NamedTuple):
 
     def pad_and_shift(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
         """A map (B, H, W, C) completed to whole windows. With `sizes` each image is shifted as it would be alone."""
-        x = pad_bottom_right(x, *self.padding)
+        x = pad_bottom_right(x, *self.padding())
         if self.shift == (0, 0):
             return x
         return x.roll((-self.shift[0], -self.shift[1]), (1, 2)) if sizes is None else self._roll_own(x, sizes, 1)
@@ -103,7 +103,7 @@ class WindowPlan(NamedTuple):
         x = x.reshape(batch, rows * height, columns * width, channels)
         if self.shift != (0, 0):
             x = x.roll(self.shift, (1, 2)) if sizes is None else self._roll_own(x, sizes, -1)
-        bottom, right = self.padding
+        bottom, right = self.padding()
         return pad_bottom_right(x, -bottom, -right)
 
 
@@ -118,7 +118,7 @@ def to_windows(x: Tensor, plan: WindowPlan, padding: Padding | None = None) -> W
     if padding is not None:
         present = plan.pad_and_shift(padding.token_mask.unflatten(1, plan.size)[..., None], padding.sizes)
         return Windows(plan.cut(plan.pad_and_shift(x, padding.sizes)), plan.cut(present)[..., 0])
-    if not all(is_equal(n, 0) for n in plan.padding):
+    if not all(is_equal(n, 0) for n in plan.padding()):
         present = plan.pad_and_shift(torch.ones((1, *plan.size, 1), dtype=torch.bool, device=x.device))
         token_mask = plan.cut(present)[..., 0].repeat(x.shape[0], 1)
     return Windows(plan.cut(plan.pad_and_shift(x)), token_mask)

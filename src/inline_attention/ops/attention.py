@@ -342,11 +342,9 @@ def _inline_attention(
         _check_local_weight(local_weight, v, images=k.shape[0] if bounds is None else len(lengths))
     phi = get_feature_map(feature_map)
     scale = _default_scale(q, scale)
-
-    def no_kernel() -> str | None:
-        return None if phi.kernel is not None else f"the kernels do not have feature_map={feature_map!r}"
-
-    if backends.choose(backend, q, why_not=no_kernel) == "triton":
+    no_kernel = None if phi.kernel is not None else f"the kernels do not have feature_map={feature_map!r}"
+    # No nested function with annotations: torch.compile cannot trace one before 2.10.
+    if backends.choose(backend, q, why_not=lambda: no_kernel) == "triton":
         sequences = None
         if bounds is None:
             sizes = [(1, 1)] if grids is None else list(grids)

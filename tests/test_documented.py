@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import documented
 import numpy as np
@@ -26,6 +27,7 @@ from PIL import Image
 from inline_attention import create_model
 from inline_attention.cli import COMMANDS, build_parser, main, parse
 from inline_attention.data import DataConfig
+from inline_attention.layers import ATTENTIONS
 from inline_attention.models.weights import save_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from study import __main__ as study
@@ -149,7 +151,10 @@ def make_weights(path: Path, words: list[str]) -> None:
         torch.save({"model": create_model("inline_swin_tiny").state_dict()}, path)
         return
     sizes = dict(img_size=32) if words[0] in ("analyze", "explore") else {}
-    model = create_model(name, **({} if words[0] == "export" else dict(num_classes=2)), **sizes)
+    options: dict[str, Any] = {} if words[0] == "export" else dict(num_classes=2)
+    if path.stem in ATTENTIONS:  # explore takes a file for each attention
+        options["attention"] = path.stem
+    model = create_model(name, **options, **sizes)
     prepared = preprocessing(DataConfig(eval_transform="resize", **sizes))
     save_weights(model, path, metadata={"class_names": json.dumps(["cat", "dog"]), "preprocessing": prepared})
 

@@ -128,7 +128,7 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next(
     assert f"top-1 {summary['val_top1']:.2f}%" in shown
     assert f"curves    runs/{folder.name}/curves.png" in shown
     weights = f"runs/{folder.name}/checkpoints/best.safetensors"
-    assert f"inline predict inline_deit_tiny --weights {weights} IMAGE" in shown
+    assert f"inline predict --weights {weights} IMAGE" in shown
     assert "inline train finetune --data FOLDER" in shown
     assert (tmp_path / weights).exists()
 

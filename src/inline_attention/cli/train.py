@@ -52,7 +52,7 @@ def _describe_outcome(outcome: "Outcome") -> str:
             "  inline train --list-recipes            the published models",
         ]
     lines += [
-        f"  inline predict {summary['model']} --weights {best} IMAGE",
-        f"  inline eval {summary['model']} --weights {best} --data FOLDER",
+        f"  inline predict --weights {best} IMAGE",
+        f"  inline eval --weights {best} --data FOLDER",
     ]
     return "\n".join(lines)

@@ -43,7 +43,14 @@ class EpochBatchSampler(Sampler[list[KeyT]]):
         """Yield the keys of each batch."""
 
 
-class TrainBatchSampler(EpochBatchSampler[SampleKey]):
+class EqualBatchSampler(EpochBatchSampler[KeyT]):
+    """A sampler of training: every epoch has `steps` batches of `batch_size` samples on each rank."""
+
+    batch_size: int
+    steps: int
+
+
+class TrainBatchSampler(EqualBatchSampler[SampleKey]):
     """Batches of one rank, all of the same size. The incomplete batch at the end of an epoch is dropped."""
 
     def __init__(

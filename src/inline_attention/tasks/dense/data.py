@@ -1,7 +1,7 @@
 """What the loaders of segmentation and detection share."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import Dataset
 
@@ -10,21 +10,16 @@ from inline_attention.data.collate import CollatedT
 from inline_attention.data.decode import UnreadableImage
 from inline_attention.data.loaders import TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
-from inline_attention.data.sampler import EpochBatchSampler, EvalBatchSampler, rank_indices
+from inline_attention.data.sampler import EqualBatchSampler, EvalBatchSampler, rank_indices
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.data.workers import WorkerLoader
 
 T = TypeVar("T")
 
 
-class _TrainBatchSampler(Protocol):
-    batch_size: int
-    steps: int
-
-
 def open_train_loader(
     dataset: Dataset[Any],
-    sampler: EpochBatchSampler[Any],
+    sampler: EqualBatchSampler[Any],
     prefetcher: Prefetcher[Any, Any],
     *,
     config: LoaderConfig,
@@ -32,13 +27,12 @@ def open_train_loader(
     world_size: int,
 ) -> TrainLoader[Any, Any]:
     """Training batches from worker processes that stay alive between epochs."""
-    plan: _TrainBatchSampler = sampler  # type: ignore[assignment]  # samplers of training know their length
     workers = min(config.resolved_workers(world_size), num_images)
     return TrainLoader(
         WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=True),
         prefetcher=prefetcher,
-        batch_size=plan.batch_size,
-        steps_per_epoch=plan.steps,
+        batch_size=sampler.batch_size,
+        steps_per_epoch=sampler.steps,
         skipped=SkippedImages(limit=config.max_broken_count(num_images)),
         exact_resume=True,
     )

@@ -22,7 +22,7 @@ from inline_attention.data.decode import UnreadableImage, image_size, read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
 from inline_attention.data.sampler import (
-    EpochBatchSampler,
+    EqualBatchSampler,
     epoch_order,
     fit_batch_size,
 )
@@ -217,7 +217,7 @@ class EvalDataset(Dataset[RawDetectionBatch]):
         return Sample(resized(image, size), {}, index, 0)
 
 
-class GroupedBatchSampler(EpochBatchSampler[TrainKey]):
+class GroupedBatchSampler(EqualBatchSampler[TrainKey]):
     """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
 
     The images that are left over at the end of an epoch may form a mixed batch, so grouping loses no batch.

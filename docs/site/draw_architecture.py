@@ -16,8 +16,8 @@ BOX, GAP, ROW, MARGIN = (112, 34), 22, 84, 16
 
 
 def read_table(text: str) -> Arrows:
-    """The rows of the table under "| room | imports |"."""
-    table = text.partition("| room | imports |\n")[2].partition("\n\n")[0]
+    """The rows of the table under "| folder | imports |"."""
+    table = text.partition("| folder | imports |\n")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", table, flags=re.MULTILINE)
     return {room: re.findall(r"`(\w+)`", imports) for room, imports in rows}
 

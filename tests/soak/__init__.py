@@ -1,1 +1,1 @@
-"""The counts of docs/reliability.md: thousands of random attempts to break the package, in one resumable run."""
+"""Thousands of random attempts to break the package, in one resumable run. docs/reliability.md shows the counts."""

@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the full counts, such as 0.05 for a short soak")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--case", type=int, help="run this case of one part alone, in this process")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "soak", help="of the state, to go on from")
-    parser.add_argument("--fresh", action="store_true", help="forget the state, start anew")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "soak", help="of the state, to continue from")
+    parser.add_argument("--fresh", action="store_true", help="delete the state and start again")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name} and the table into docs/")
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - set(PARTS):
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_case(part: type[Part], *, seed: int, case: int) -> int:
-    """Errors are shown as they come."""
+    """Runs one case in this process, so that an error keeps its traceback."""
     with tempfile.TemporaryDirectory(prefix=f"soak-{part.name}-") as folder:
         trial = part(seed, Path(folder))
         try:
@@ -101,13 +101,13 @@ def run_case(part: type[Part], *, seed: int, case: int) -> int:
 
 
 def digest() -> str:
-    """Of the code that a state belongs to."""
+    """A hash of the code. A state is valid only for the code that made it."""
     files = [path for top in ("src", "tests") for path in sorted((ROOT / top).rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 class Progress:
-    """A line on the terminal that is kept up to date; in a log, a line every half minute."""
+    """Updates one line on a terminal, and prints a line every half minute into a log."""
 
     def __init__(self, parts: list[tuple[type[Part], State]]) -> None:
         self.parts, self.shown, self.begin = parts, 0.0, time.monotonic()

@@ -185,7 +185,7 @@ REQUESTS: dict[Callable[[Page, random.Random], str], int] = {
 
 
 def _resident(process: int) -> int:
-    """Bytes of memory that a process has, as Linux counts them."""
+    """Resident memory of a process in bytes, as Linux counts it."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * 4096
 

@@ -1,4 +1,4 @@
-"""What a part of the soak is."""
+"""The base class of the parts of the soak."""
 
 import random
 from abc import ABC, abstractmethod
@@ -10,9 +10,9 @@ MIB = 2**20
 
 
 class Part(ABC):
-    """Numbered cases, each of them a function of the seed and its number.
+    """Numbered cases. The seed and the number determine a case.
 
-    A chunk of cases runs in a process of its own: an instance is made there, runs the chunk's cases and is closed.
+    A chunk of cases runs in its own process, which creates an instance, runs the cases and closes the instance.
     """
 
     name: ClassVar[str]
@@ -29,10 +29,10 @@ class Part(ABC):
 
     @abstractmethod
     def run(self, case: int) -> Mapping[str, int]:
-        """How the case came out, as counts by name. Raises where the promise was broken."""
+        """Runs a case and returns counts of its outcomes by name. Raises an error if the promise is broken."""
 
     def close(self) -> Mapping[str, float]:
-        """Ends the chunk. Returns measurements by name, of which the largest of all chunks is reported."""
+        """Ends the chunk. Returns measurements by name. The record has the largest over all chunks."""
         return {}
 
     def draw(self, case: int) -> random.Random:

@@ -1,4 +1,4 @@
-"""What a soak is remembered by: its state on the disk, the record (JSON), and the table in docs/reliability.md."""
+"""What a soak writes: its state on the disk, the record (JSON), and the table in docs/reliability.md."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class Failure:
 
 @dataclass
 class State:
-    """One part's progress. It belongs to a seed, a count and the code; for any other the part starts anew."""
+    """The progress of one part. With another seed, another count or other code, the part starts again."""
 
     part: str
     seed: int
@@ -96,7 +96,7 @@ def as_text(record: Mapping[str, Any]) -> str:
 
 
 def read_from_page(page: Path, *, mark: str = "soak") -> str:
-    """What stands between the lines <!-- MARK: begin --> and <!-- MARK: end -->."""
+    """The text between the lines <!-- MARK: begin --> and <!-- MARK: end -->."""
     return _split(page, mark)[1].strip()
 
 
@@ -106,7 +106,7 @@ def write_into_page(page: Path, text: str, *, mark: str = "soak") -> None:
 
 
 def _split(page: Path, mark: str) -> tuple[str, str, str]:
-    """The page up to the first mark, what is between them, and the rest; marks included."""
+    """The page up to the first mark, the text between the marks, and the rest. The outer parts include the marks."""
     begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
     before, found_begin, rest = page.read_text(encoding="utf-8").partition(begin)
     between, found_end, after = rest.partition(end)

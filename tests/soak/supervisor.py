@@ -22,7 +22,7 @@ from .worker import LOG, Began, Closed, Ended, Failed, run_chunk
 
 @dataclass
 class Chunk:
-    """Cases that are run in one process, or in one after another where a case takes its process down."""
+    """Cases that share a process. If a case crashes or hangs, a new process runs the rest."""
 
     part: type[Part]
     number: int
@@ -33,12 +33,12 @@ class Chunk:
     done: int = 0
     began: float = 0.0
     current: int | None = None
-    since: float = 0.0  # when the process last said something
+    since: float = 0.0  # when the process last sent a message
     is_hung: bool = False
 
 
 def chunks_of(part: type[Part], state: State) -> Iterator[Chunk]:
-    """Those that the state does not have yet."""
+    """The chunks that are not in the state yet."""
     for number, first in enumerate(range(0, state.cases, part.per_chunk)):
         if number not in state.chunks_done:
             yield Chunk(part, number, list(range(first, min(first + part.per_chunk, state.cases))))
@@ -51,7 +51,7 @@ def run(
     jobs: int,
     show: Callable[[dict[str, int]], None] = lambda done: None,
 ) -> None:
-    """Runs every chunk that is missing. States are saved in `folder` after each, so that an interrupted run goes on.
+    """Runs every missing chunk. The state is saved in `folder` after each, so that an interrupted run can continue.
 
     Args:
         show: called now and then with the number of cases done, by part.
@@ -147,7 +147,7 @@ def _finish(chunk: Chunk, state: State, folder: Path, waiting: list[Chunk]) -> N
 
 
 def _end(process: BaseProcess) -> None:
-    """The process and whatever it started: politely first, so that it can end what has left its group."""
+    """Ends the process and its children. SIGTERM comes first, so that it can end children outside its group."""
     for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid or 0, number)

@@ -1,4 +1,4 @@
-"""The soak itself: it notices what it is there to notice, and goes on where it stopped."""
+"""The soak notices failures, crashes, hangs and memory growth, and continues where it stopped."""
 
 import json
 import os

@@ -105,7 +105,7 @@ sys.addaudithook(_audit)
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """AssertionError as soon as the block starts a process, connects to something or opens a file for writing."""
+    """Raises an AssertionError if the block starts a process, opens a connection or opens a file for writing."""
     global _watching
     _watching = True
     try:
@@ -129,8 +129,8 @@ def _good_files(model: Any, folder: Path) -> Iterator[bytes]:
 
 
 def damaged(part: Weights, draw: random.Random) -> bytes:
-    """Bytes changed, cut, doubled, or spliced with those of another file; most of them near the beginning or the end,
-    where formats keep their indices."""
+    """Bytes changed, cut, doubled, or spliced with those of another file. Most changes are near the beginning
+    or the end, where formats keep their indices."""
     files = part.good[draw.choice(MODELS)]
     content = bytearray(draw.choice(files))
     for _ in range(draw.choice([1, 1, 2, 8, 64])):
@@ -188,7 +188,7 @@ def safetensors_header(part: Weights, draw: random.Random) -> bytes:
 
 
 def pickle_stream(part: Weights, draw: random.Random) -> bytes:
-    """A torch.save archive that is whole, with damage in the pickle inside: checksums do not catch it."""
+    """A valid torch.save archive with a damaged pickle inside. Checksums do not catch this."""
     content = draw.choice([file for file in part.good[draw.choice(MODELS)] if file.startswith(b"PK")])
     with zipfile.ZipFile(BytesIO(content)) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
@@ -238,7 +238,7 @@ def hostile(part: Weights, draw: random.Random) -> bytes:
 
 
 def nonsense(part: Weights, draw: random.Random) -> bytes:
-    """No weights at all: noise, other formats, and openings that promise what does not follow."""
+    """Files without weights: noise, other formats, and valid first bytes followed by noise."""
     noise = draw.randbytes(draw.choice([0, 1, 7, 8, 9, 64, 3000]))
     opening = draw.choice(
         [b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04\x95", struct.pack("<Q", 2**40) + b"{", struct.pack("<Q", 9) + b"{",
@@ -279,7 +279,7 @@ def _place(draw: random.Random, length: int) -> int:
 
 
 def _change(tree: Any, draw: random.Random) -> None:
-    """One place in a JSON object gets another value, another name, or goes."""
+    """Changes, renames or removes one entry of a JSON object."""
     while True:
         key = draw.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
         if isinstance(tree[key], dict | list) and tree[key] and draw.random() < 0.8:

@@ -1,4 +1,4 @@
-"""The process of one chunk: makes the part, runs its cases, and tells the supervisor of each."""
+"""The process of one chunk: creates the part, runs its cases, and reports each to the supervisor."""
 
 import os
 import resource
@@ -68,9 +68,9 @@ def run_chunk(part: type[Part], seed: int, cases: Sequence[int], folder: Path, p
 
 
 def limit_memory(spare: int | None) -> None:
-    """Turns an allocation that would be far too large into an error, so that it cannot take the machine down.
+    """Makes far too large an allocation an error, so that it cannot exhaust the machine.
 
-    The limit counts address space, of which allocators reserve more than they use: `peak_memory` is the real bound.
+    The limit is on address space, of which allocators reserve more than they use. `peak_memory` is the real bound.
     """
     if spare is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -79,5 +79,5 @@ def limit_memory(spare: int | None) -> None:
 
 
 def peak_memory() -> int:
-    """Bytes that this process had resident at most so far."""
+    """The largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -179,7 +179,6 @@ def run_setting(
 ) -> list[DenseResult]:
     """Every contender in every mode, built first, then timed in turn."""
     images = torch.randn(setting.batch, 3, *setting.size, device=device)
-
     autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:

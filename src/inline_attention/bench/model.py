@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from inline_attention.layers import InLineAttention
 from inline_attention.models import create_model
+from inline_attention.models.base import VisionModel
 from inline_attention.models.weights import load_model
 from inline_attention.ops import Backend, Grid
 from inline_attention.ops.projections import unstack
@@ -341,14 +342,15 @@ def make_candidates(
 ) -> dict[tuple[str, str], Candidate]:
     """(contender, mode) → candidate. All of them see the same random images."""
     images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
-    labels = torch.randint(1000, (setting.batch,), device=device)
-
+    labels = torch.zeros(setting.batch, dtype=torch.int64, device=device)  # any number of classes has this one
     autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:
+        channels = model.in_chans if isinstance(model, VisionModel) else 3
+        inputs = images[:, :channels].contiguous()
         if setting.training:
-            return training_step(model, images, labels, autocast)
-        return inference_step(model, images, autocast)
+            return training_step(model, inputs, labels, autocast)
+        return inference_step(model, inputs, autocast)
 
     return {
         (contender, mode): Candidate(
@@ -454,8 +456,8 @@ def check_modes(modes: Sequence[str] | None) -> None:
 
 
 def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str] | None) -> None:
-    if unknown := [name for name in models if not timm.is_model(name)]:
-        raise ValueError(f"there is no model {', '.join(unknown)}; `inline models` lists them")
+    if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
+        raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
     if unknown := [name for name in contenders if name not in CONTENDERS]:
         raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(CONTENDERS)}")
     check_modes(modes)

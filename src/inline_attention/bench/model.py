@@ -22,7 +22,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.optimize import MODES, optimize
 
 from .op import textbook_attention
-from .record import fastest, table
+from .record import check_contenders, fastest, table
 from .timing import Call, Effort, Timing, describe_error, measure, synchronised
 
 # The softmax model nearest to each of ours: timm's where it has one.
@@ -458,8 +458,7 @@ def check_modes(modes: Sequence[str] | None) -> None:
 def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str] | None) -> None:
     if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
         raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
-    if unknown := [name for name in contenders if name not in CONTENDERS]:
-        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(CONTENDERS)}")
+    check_contenders(contenders, CONTENDERS)
     check_modes(modes)
     without = [name for name in models if name not in COUNTERPARTS]
     if without and {*PEERS, "free"} & set(contenders):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from inline_attention.layers import InLineAttention
 from inline_attention.models import create_model
 from inline_attention.models.base import VisionModel
-from inline_attention.models.weights import load_model
+from inline_attention.models.weights import open_model
 from inline_attention.ops import Backend, Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.optimize import MODES, optimize
@@ -96,8 +96,8 @@ def build_model(name: str, img_size: int) -> nn.Module:
     """A registered model, or the model of a weights file, at an input size."""
     if not Path(name).is_file():
         return create_model(name, img_size=img_size)
-    model = load_model(name)
-    model.set_input_size(img_size)  # type: ignore[operator]  # timm's contract
+    model = open_model(None, name)
+    model.set_input_size(img_size)
     return model
 
 

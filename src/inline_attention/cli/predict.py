@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     )
     from inline_attention.data import open_files
     from inline_attention.data.sources import find_images
-    from inline_attention.tasks.classification.classifier import Guess, load_classifier, model_name, predict
+    from inline_attention.tasks.classification.classifier import load_classifier, model_name
+    from inline_attention.tasks.classification.prediction import Guess, predict
 
     name, images = split_model(args.arguments)
     paths = find_images(images)

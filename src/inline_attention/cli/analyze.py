@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--images", nargs="+", metavar="F", help="image files or folders")
     add_output(parser)
     parser.add_argument("--split", default="val", help="of --data (default: val)")
-    parser.add_argument("--max-images", type=int, metavar="N", help="look at N, evenly spaced in --data")
+    parser.add_argument("--max-images", type=int, metavar="N", help="use N images, evenly spaced in --data")
     add_img_size(parser)
     add_loading(parser, batch_size=8)
     add_device(parser)
@@ -140,13 +140,13 @@ def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> Non
 def print_summary(findings: "Findings") -> None:
     say("", findings.name)
     for label, summary in findings.summaries.items():
-        words = []
+        parts = []
         for key, value in summary.items():
             if isinstance(value, dict):
-                words.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
+                parts.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
             elif value is not None:
-                words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
-        say(f"  {label}: {'; '.join(words).replace('_', ' ')}")
+                parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+        say(f"  {label}: {'; '.join(parts).replace('_', ' ')}")
 
 
 def write_report(

@@ -1,9 +1,8 @@
 """What commands share: devices, progress, result files."""
 
-import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from inline_attention.printing import say, say_text
+from inline_attention.printing import NOT_UTF8, say, say_text
 
 STANDARD_OUTPUT = "-"  # as the name of a result file
-NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are no UTF-8; in JSON, they read back as they were
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -91,10 +89,3 @@ def write_json(path: str | Path, content: Any) -> None:
         say_text(text)
     else:
         Path(path).write_text(text + "\n", encoding="utf-8", errors=NOT_UTF8)
-
-
-def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8", errors=NOT_UTF8) as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._options import add_device, add_img_size, add_loading, add_output
-from inline_attention.printing import say
+from inline_attention.printing import say, write_csv
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> Non
     """NAME.json, NAME.csv, NAME.png and NAME.svg"""
     from inline_attention.analysis.figures import save
     from inline_attention.analysis.report import to_plain
-    from inline_attention.cli._output import write_csv, write_json
+    from inline_attention.cli._output import write_json
 
     name, results, summaries = findings.name, findings.results, findings.summaries
     content: dict[str, Any] = dict(analysis=name, parameters=findings.parameters, warning=findings.warning)
@@ -132,8 +132,8 @@ def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> Non
     else:
         for result in results.values():
             content.update(to_plain(result))
-    write_json(str(out / f"{name}.json"), to_plain(content))
-    write_csv(str(out / f"{name}.csv"), *findings.table)
+    write_json(out / f"{name}.json", to_plain(content))
+    write_csv(out / f"{name}.csv", *findings.table)
     save(findings.figure, out / name)
 
 

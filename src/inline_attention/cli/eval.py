@@ -14,7 +14,7 @@ from inline_attention.cli._options import (
     add_results,
     add_weights,
 )
-from inline_attention.printing import say
+from inline_attention.printing import say, write_csv
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
         choose_device,
         image_progress,
         parse_size,
-        write_csv,
         write_json,
     )
     from inline_attention.data import open_eval_data

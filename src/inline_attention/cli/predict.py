@@ -15,7 +15,7 @@ from inline_attention.cli._options import (
     add_results,
     add_weights,
 )
-from inline_attention.printing import say
+from inline_attention.printing import say, write_csv
 
 DEFAULT_MODEL = "inline_deit_study"
 
@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
         choose_device,
         image_progress,
         parse_size,
-        write_csv,
         write_json,
     )
     from inline_attention.data import open_files

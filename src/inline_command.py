@@ -37,14 +37,14 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a check failed, 2 bad input (one line, no traceback), 130 interrupted."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    command = _parse_command(words[:1])
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    command = _parse_command(arguments[:1])
     with _interrupt_ends_at_once(command):
         from inline_attention.cli import run_command
-    return run_command(command, words[1:])
+    return run_command(command, arguments[1:])
 
 
-def _parse_command(words: Sequence[str]) -> str:
+def _parse_command(arguments: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(
         prog="inline",
         description="InLine attention for vision.",
@@ -54,11 +54,11 @@ def _parse_command(words: Sequence[str]) -> str:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else "; `inline --help` lists them"
-        parser.error(f"there is no command {words[0]!r}{meant}")
-    args = parser.parse_args(words)
+        parser.error(f"there is no command {arguments[0]!r}{meant}")
+    args = parser.parse_args(arguments)
     if args.version:
         print(f"inline-attention {_version()}")  # noqa: T201 (before `say` can be imported)
         parser.exit()

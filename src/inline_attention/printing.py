@@ -1,7 +1,12 @@
-"""Text from files and names, on a terminal."""
+"""Text from files and names, on a terminal and in tables."""
 
+import csv
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
+
+NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are no UTF-8; in JSON, they read back as they were
 
 
 def printable(text: object) -> str:
@@ -22,3 +27,10 @@ def say(*lines: object, file: TextIO | None = None) -> None:
 def say_text(text: str, *, file: TextIO | None = None) -> None:
     """`say` for text of several lines."""
     say(*text.split("\n"), file=file)
+
+
+def write_csv(path: str | Path, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8", errors=NOT_UTF8) as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)

@@ -88,8 +88,8 @@ def test_the_usual_batch_can_be_trained_on(model: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch=0"], "--batch 0: expected 1 or more"),
-        (["--batch=1", "--train"], "give --batch 2, or --infer"),
+        (["--batch-size=0"], "--batch-size 0: expected 1 or more"),
+        (["--batch-size=1", "--train"], "give --batch-size 2, or --infer"),
         (["--img-size", "0", "4"], "--img-size is 0 4; expected a side, or height and width"),
     ],
 )

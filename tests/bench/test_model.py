@@ -55,6 +55,18 @@ def test_model_of_a_weights_file(tmp_path: Path) -> None:
     torch.testing.assert_close(built(image(32)), model(image(32)))
 
 
+def test_the_command_takes_a_weights_file(tmp_path: Path) -> None:
+    """Of any number of classes and channels, such as that of the quickstart."""
+    model = create_small("inline_deit_tiny", num_classes=2, in_chans=1)
+    path = save_weights(model, tmp_path / "model.safetensors")
+    options = ["--img-sizes", "32", "--batch-sizes", "2", "--no-latency", "--modes", "eager", "--device", "cpu"]
+    record = tmp_path / "record.json"
+    contenders = ["--contenders", "reference,textbook"]
+    assert main(["bench", "model", str(path), *contenders, *options, "--quick", "--json", str(record)]) == 0
+    results = read_record(record, kinds=["model"])[2]
+    assert [(r["task"], r["error"]) for r in results] == [(task, None) for task in ("infer", "train") for _ in range(2)]
+
+
 @pytest.mark.parametrize("contender", [name for name in bench.CONTENDERS if name != "fused"])
 @pytest.mark.parametrize("training", [False, True])
 def test_every_contender_is_measured(contender: str, training: bool) -> None:
@@ -273,7 +285,7 @@ def test_file_that_is_no_record(tmp_path: Path, text: str, expected: str, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model", "inline_deit_huge"], "there is no model inline_deit_huge"),
+        (["model", "inline_deit_huge"], "there is no model or file inline_deit_huge"),
         (["model", "inline_deit_tiny", "--contenders", "nobody"], "there is no contender nobody"),
         (["model", "inline_deit_tiny", "--modes", "warp"], "there is no mode warp"),
         (["model", "softmax_deit_tiny"], "softmax_deit_tiny has no counterpart"),

@@ -95,7 +95,7 @@ def test_a_checkpoint_serves_any_number_of_ranks(
         assert torch.allclose(_runs.weights(output)[key], value, atol=1e-4), key
 
 
-def test_a_signal_to_one_rank_stops_both_after_the_same_update(runs: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_both_after_the_same_update(tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log.txt"
     command = _runs.arguments(output, *TWO, "schedule.epochs=20")
     ranks = _runs.start_ranks(command, 2, log=log)

@@ -128,15 +128,15 @@ class DenseSetting:
             )
         height, width = size or DENSE_HEADS[head].size
         if min(height, width) < 1:
-            raise ValueError(f"--size is {height} {width}; expected a height and a width of 1 or more")
+            raise ValueError(f"--img-size is {height} {width}; expected a height and a width of 1 or more")
         if batch is None:
             batch = TRAIN_BATCH if training else INFER_BATCH
         if batch < 1:
-            raise ValueError(f"--batch {batch}: expected 1 or more")
+            raise ValueError(f"--batch-size {batch}: expected 1 or more")
         if head == "upernet" and training and batch == 1:
             raise ValueError(
-                f"--batch 1: {model} needs 2 images or more to train, for a batch norm over the mean of an image; "
-                "give --batch 2, or --infer"
+                f"--batch-size 1: {model} needs 2 images or more to train, for a batch norm over the mean of an image; "
+                "give --batch-size 2, or --infer"
             )
         return cls(model, (height, width), batch, training)
 
@@ -179,7 +179,6 @@ def run_setting(
 ) -> list[DenseResult]:
     """Every contender in every mode, built first, then timed in turn."""
     images = torch.randn(setting.batch, 3, *setting.size, device=device)
-
     autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 
 from inline_attention.layers import InLineAttention
 from inline_attention.models import create_model
-from inline_attention.models.weights import load_model
+from inline_attention.models.base import VisionModel
+from inline_attention.models.weights import open_model
 from inline_attention.ops import Backend, Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.optimize import MODES, optimize
 
 from .op import textbook_attention
-from .record import fastest, table
+from .record import check_contenders, fastest, table
 from .timing import Call, Effort, Timing, describe_error, measure, synchronised
 
 # The softmax model nearest to each of ours: timm's where it has one.
@@ -95,8 +96,8 @@ def build_model(name: str, img_size: int) -> nn.Module:
     """A registered model, or the model of a weights file, at an input size."""
     if not Path(name).is_file():
         return create_model(name, img_size=img_size)
-    model = load_model(name)
-    model.set_input_size(img_size)  # type: ignore[operator]  # timm's contract
+    model = open_model(None, name)
+    model.set_input_size(img_size)
     return model
 
 
@@ -341,14 +342,15 @@ def make_candidates(
 ) -> dict[tuple[str, str], Candidate]:
     """(contender, mode) → candidate. All of them see the same random images."""
     images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
-    labels = torch.randint(1000, (setting.batch,), device=device)
-
+    labels = torch.zeros(setting.batch, dtype=torch.int64, device=device)  # any number of classes has this one
     autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:
+        channels = model.in_chans if isinstance(model, VisionModel) else 3
+        inputs = images[:, :channels].contiguous()
         if setting.training:
-            return training_step(model, images, labels, autocast)
-        return inference_step(model, images, autocast)
+            return training_step(model, inputs, labels, autocast)
+        return inference_step(model, inputs, autocast)
 
     return {
         (contender, mode): Candidate(
@@ -454,10 +456,9 @@ def check_modes(modes: Sequence[str] | None) -> None:
 
 
 def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str] | None) -> None:
-    if unknown := [name for name in models if not timm.is_model(name)]:
-        raise ValueError(f"there is no model {', '.join(unknown)}; `inline models` lists them")
-    if unknown := [name for name in contenders if name not in CONTENDERS]:
-        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(CONTENDERS)}")
+    if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
+        raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
+    check_contenders(contenders, CONTENDERS)
     check_modes(modes)
     without = [name for name in models if name not in COUNTERPARTS]
     if without and {*PEERS, "free"} & set(contenders):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from inline_attention.ops import inline_attention, inline_attention_projected
 
-from .record import table
+from .record import check_contenders, table
 from .timing import Call, Effort, Timing, captured, describe_error, measure, peak_memory
 
 # In units of the bytes of one of q, k, v. The forward reads them and writes the output. The backward reads them and the
@@ -173,8 +173,7 @@ class OpResult:
 
 def choose_contenders(names: Sequence[str] | None, device: torch.device) -> list[str]:
     names = list(names or (CONTENDERS if device.type == "cuda" else [name for name in CONTENDERS if name != "fused"]))
-    if unknown := [name for name in names if name not in CONTENDERS]:
-        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(CONTENDERS)}")
+    check_contenders(names, CONTENDERS)
     return names
 
 

@@ -63,6 +63,11 @@ def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, s
     return kind, facts, results
 
 
+def check_contenders(names: Iterable[str], known: Collection[str]) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(known)}")
+
+
 def fastest(
     results: Iterable[dict[str, Any]], row: Callable[[dict[str, Any]], tuple[Any, ...]]
 ) -> list[dict[str, Any]]:

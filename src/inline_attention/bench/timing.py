@@ -49,7 +49,7 @@ class Effort:
 
 
 def sample(call: Call, *, device: torch.device, repeats: int) -> float:
-    """Seconds a call, over `repeats` calls in a row. On a GPU, which runs asynchronously, events tell the time."""
+    """Seconds a call, over `repeats` calls in a row. A GPU runs asynchronously and is timed by events."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -80,7 +80,7 @@ def measure(calls: Mapping[str, Call], *, device: torch.device, effort: Effort) 
                 continue
             call = calls[name]
             try:
-                if i == 0:  # warm-up; it also tells how many calls make a sample
+                if i == 0:  # warm-up, which also shows how many calls make a sample
                     sample(call, device=device, repeats=2)
                     once = sample(call, device=device, repeats=2)
                     repeats[name] = min(10_000, max(1, math.ceil(effort.seconds / max(once, 1e-9))))

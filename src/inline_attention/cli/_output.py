@@ -1,52 +1,19 @@
-"""What commands share: models, devices, progress, result files."""
+"""What commands share: devices, progress, result files."""
 
-import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from inline_attention.printing import say, say_text
-
-if TYPE_CHECKING:
-    from inline_attention.models.base import VisionModel
+from inline_attention.printing import NOT_UTF8, say, say_text
 
 STANDARD_OUTPUT = "-"  # as the name of a result file
-NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are no UTF-8; in JSON, they read back as they were
-
-
-def open_model(name: str | None, weights: str | None, *, num_classes: int | None = None) -> "VisionModel":
-    """The model of this library that a command names: by its name, by a weights file, or by both.
-
-    Args:
-        weights: a file or URL, "pretrained", or None for random weights.
-        num_classes: of a model without a file; None for its default.
-    """
-    from inline_attention.models._checkpoint import open_checkpoint
-    from inline_attention.models._download import local_path
-    from inline_attention.models.base import VisionModel
-    from inline_attention.models.registry import create_model
-    from inline_attention.models.weights import restore
-
-    if weights is None or weights == "pretrained":
-        if name is None:
-            raise ValueError("there is nothing to open: give the name of a model, or --weights with a file")
-        options = {} if num_classes is None else dict(num_classes=num_classes)
-        model = create_model(name, pretrained=weights is not None, **options)
-    else:
-        path = local_path(weights)
-        model = restore(open_checkpoint(path), origin=str(path), name=name)
-        if num_classes not in (None, model.num_classes):
-            raise ValueError(f"--num-classes is {num_classes}, and {path} has {model.num_classes} classes")
-    if not isinstance(model, VisionModel):
-        raise ValueError(f"{name} is a model of timm, not one of this library; `inline models` lists those")
-    return model
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -122,10 +89,3 @@ def write_json(path: str | Path, content: Any) -> None:
         say_text(text)
     else:
         Path(path).write_text(text + "\n", encoding="utf-8", errors=NOT_UTF8)
-
-
-def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8", errors=NOT_UTF8) as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)

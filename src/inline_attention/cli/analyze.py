@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._options import add_device, add_img_size, add_loading, add_output
-from inline_attention.printing import say
+from inline_attention.printing import say, write_csv
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--images", nargs="+", metavar="F", help="image files or folders")
     add_output(parser)
     parser.add_argument("--split", default="val", help="of --data (default: val)")
-    parser.add_argument("--max-images", type=int, metavar="N", help="look at N, evenly spaced in --data")
+    parser.add_argument("--max-images", type=int, metavar="N", help="use N images, evenly spaced in --data")
     add_img_size(parser)
     add_loading(parser, batch_size=8)
     add_device(parser)
@@ -121,7 +121,7 @@ def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> Non
     """NAME.json, NAME.csv, NAME.png and NAME.svg"""
     from inline_attention.analysis.figures import save
     from inline_attention.analysis.report import to_plain
-    from inline_attention.cli._output import write_csv, write_json
+    from inline_attention.cli._output import write_json
 
     name, results, summaries = findings.name, findings.results, findings.summaries
     content: dict[str, Any] = dict(analysis=name, parameters=findings.parameters, warning=findings.warning)
@@ -132,21 +132,21 @@ def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> Non
     else:
         for result in results.values():
             content.update(to_plain(result))
-    write_json(str(out / f"{name}.json"), to_plain(content))
-    write_csv(str(out / f"{name}.csv"), *findings.table)
+    write_json(out / f"{name}.json", to_plain(content))
+    write_csv(out / f"{name}.csv", *findings.table)
     save(findings.figure, out / name)
 
 
 def print_summary(findings: "Findings") -> None:
     say("", findings.name)
     for label, summary in findings.summaries.items():
-        words = []
+        parts = []
         for key, value in summary.items():
             if isinstance(value, dict):
-                words.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
+                parts.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
             elif value is not None:
-                words.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
-        say(f"  {label}: {'; '.join(words).replace('_', ' ')}")
+                parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+        say(f"  {label}: {'; '.join(parts).replace('_', ' ')}")
 
 
 def write_report(

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: expected cpu or cuda")
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # events, which tell the time, are of the current device
+        torch.cuda.set_device(device)  # the events that time a call belong to the current device
     dtype = DTYPES[args.precision or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
@@ -259,12 +259,11 @@ def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[st
 
     from inline_attention.bench import dense
     from inline_attention.bench.model import check_modes, usable_modes
-    from inline_attention.bench.record import Record
+    from inline_attention.bench.record import Record, check_contenders
     from inline_attention.cli._output import parse_size
 
     contenders = args.contenders or dense.default_contenders(options["device"])
-    if unknown := [name for name in contenders if name not in dense.CONTENDERS]:
-        raise ValueError(f"there is no contender {', '.join(unknown)}; expected some of {', '.join(dense.CONTENDERS)}")
+    check_contenders(contenders, dense.CONTENDERS)
     check_modes(args.modes)
     settings = [
         dense.DenseSetting.parse(model, size=parse_size(args.img_size), batch=args.batch_size, training=task == "train")

@@ -174,7 +174,7 @@ def _predict(args: argparse.Namespace) -> int:
     paths, trained = _dense.open_for_prediction(args, _load)
     loader = DetectionEvalLoader(without_annotations(paths, trained.class_names), config=trained.data)
     found: list[dict[str, Any]] = []
-    with image_progress("looking", total=len(paths)) as on_images:
+    with image_progress("detecting", total=len(paths)) as on_images:
         model, amp_dtype = trained.model.to(device), autocast_dtype(args.precision)
         for result in detect(model, loader, device=device, amp_dtype=amp_dtype):
             path = paths[result.image_id]

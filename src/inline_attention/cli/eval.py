@@ -14,7 +14,7 @@ from inline_attention.cli._options import (
     add_results,
     add_weights,
 )
-from inline_attention.printing import say
+from inline_attention.printing import say, write_csv
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_img_size(parser)
     parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
-    parser.add_argument("--num-classes", type=int, help="for data that do not tell (wds/)")
+    parser.add_argument("--num-classes", type=int, help="of data that do not list their classes (wds/)")
     add_loading(parser, batch_size=64)
     parser.add_argument("--max-broken", type=float, default=0.01, help="stop above this share of unreadable images")
     add_device(parser)
@@ -41,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
         choose_device,
         image_progress,
         parse_size,
-        write_csv,
         write_json,
     )
     from inline_attention.data import open_eval_data

@@ -23,9 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import open_model, parse_size
+    from inline_attention.cli._output import parse_size
     from inline_attention.export import TOLERANCE, export_model
-    from inline_attention.models.weights import architecture
+    from inline_attention.models.weights import architecture, open_model
 
     torch.manual_seed(0)
     model = open_model(args.name, args.weights, num_classes=args.num_classes)

@@ -19,9 +19,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, open_model, parse_size, write_json
+    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, parse_size, write_json
     from inline_attention.models.profile import profile
-    from inline_attention.models.weights import architecture
+    from inline_attention.models.weights import architecture, open_model
 
     check_writable(args.json)
     if args.weights:

@@ -15,7 +15,7 @@ from inline_attention.cli._options import (
     add_results,
     add_weights,
 )
-from inline_attention.printing import say
+from inline_attention.printing import say, write_csv
 
 DEFAULT_MODEL = "inline_deit_study"
 
@@ -46,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
         choose_device,
         image_progress,
         parse_size,
-        write_csv,
         write_json,
     )
     from inline_attention.data import open_files
     from inline_attention.data.sources import find_images
-    from inline_attention.tasks.classification.classifier import Guess, load_classifier, model_name, predict
+    from inline_attention.tasks.classification.classifier import load_classifier, model_name
+    from inline_attention.tasks.classification.prediction import Guess, predict
 
     name, images = split_model(args.arguments)
     paths = find_images(images)

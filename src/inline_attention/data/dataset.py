@@ -1,6 +1,6 @@
 """Map-style datasets: decode and transform the samples of a source, a batch at a time, in worker processes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -82,6 +82,20 @@ def read_or_replace(
     return None
 
 
+def read_each(
+    indices: Iterable[int], read: Callable[[int], T], *, path: Callable[[int], str]
+) -> tuple[list[T], list[SkippedImage]]:
+    """Read the samples one by one. Returns what was read, and which ones are unreadable."""
+    found: list[T] = []
+    skipped: list[SkippedImage] = []
+    for index in indices:
+        try:
+            found.append(read(index))
+        except UnreadableImage as error:
+            skipped.append(SkippedImage(path(index), str(error)))
+    return found, skipped
+
+
 class TrainDataset(Dataset[RawBatch]):
     """Augmented samples. An unreadable sample is replaced by another, so that the batch keeps its size."""
 
@@ -125,15 +139,10 @@ class EvalDataset(Dataset[RawBatch]):
         self._transform: Transform = eval_transform(config)
 
     def __getitems__(self, indices: Sequence[int]) -> RawBatch:
-        samples: list[Sample] = []
-        skipped: list[SkippedImage] = []
-        for index in indices:
-            try:
-                image, label = load_image(self._source, index, config=self._config)
-                with transform_errors():
-                    pixels = self._transform(image)
-            except UnreadableImage as error:
-                skipped.append(SkippedImage(self._source.path(index), str(error)))
-            else:
-                samples.append(Sample(pixels, label, index))
+        samples, skipped = read_each(indices, self._read, path=self._source.path)
         return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped)
+
+    def _read(self, index: int) -> Sample:
+        image, label = load_image(self._source, index, config=self._config)
+        with transform_errors():
+            return Sample(self._transform(image), label, index)

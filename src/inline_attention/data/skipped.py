@@ -54,6 +54,6 @@ class SkippedImages:
             )
 
     def clear(self) -> None:
-        """Count anew, as an evaluation does; what was in the log is not told again."""
+        """Start a new count, as each evaluation does. A file that was logged is not logged again."""
         self.replaced = 0
         self._reasons.clear()

@@ -77,7 +77,7 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     """
 
     def create(**options: Any) -> ModelT:
-        check_arguments(cls, options)
+        check_argument_names(cls, options)
         model = cls(**options)
         model.config = options
         return model
@@ -115,7 +115,7 @@ def _shipped_file(name: str) -> str:
     return str(file)
 
 
-def check_arguments(build: Callable[..., object], names: Iterable[str]) -> None:
+def check_argument_names(build: Callable[..., object], names: Iterable[str]) -> None:
     """ValueError for a name that `build` has no argument of."""
     known = inspect.signature(build).parameters
     for name in names:

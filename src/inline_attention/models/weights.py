@@ -74,6 +74,28 @@ def load_model(source: str | os.PathLike[str], model: nn.Module | None = None) -
     return model
 
 
+def open_model(name: str | None, weights: str | None, *, num_classes: int | None = None) -> VisionModel:
+    """Returns a model of this library by its name, by its weights, or by both.
+
+    Args:
+        weights: a file or its http(s) URL, "pretrained" for the published weights, or None for random ones.
+        num_classes: of a model without a file; None for its default. A file must have as many classes.
+    """
+    if weights is None or weights == "pretrained":
+        if name is None:
+            raise ValueError("there is neither a model nor a weights file: give the name of one")
+        options = {} if num_classes is None else dict(num_classes=num_classes)
+        model = create_model(name, pretrained=weights is not None, **options)
+    else:
+        path = local_path(weights)
+        model = restore(open_checkpoint(path), origin=str(path), name=name)
+        if num_classes not in (None, model.num_classes):
+            raise ValueError(f"num_classes={num_classes}, but {path} has {model.num_classes} classes")
+    if not isinstance(model, VisionModel):
+        raise ValueError(f"{name} is a model of timm, not one of this library; `inline models` lists those")
+    return model
+
+
 def load_weights(
     model: nn.Module,
     source: Source,

@@ -81,10 +81,6 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            self.broadcast(None)
-
 
 def is_distributed() -> bool:
     """Whether this process belongs to a process group."""

@@ -194,8 +194,9 @@ def test_a_batch_without_padding_pays_nothing() -> None:
     masks: list[object] = []
     for module in model.modules():
         if type(module) in ATTENTIONS.values():
-            hook = lambda module, args, kwargs: masks.append(kwargs["token_mask"])  # noqa: E731
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs: masks.append(kwargs["token_mask"]), with_kwargs=True
+            )
     with torch.no_grad():
         with_sizes, without = model(x, [CANVAS] * 2), model(x)
     assert masks

@@ -1,8 +1,9 @@
 """Image classification: the task of `inline train`, its recipes, trained classifiers, evaluation and prediction."""
 
-from inline_attention.tasks.classification.classifier import Classifier, Guess, Prediction, load_classifier, predict
+from inline_attention.tasks.classification.classifier import Classifier, load_classifier
 from inline_attention.tasks.classification.config import TrainConfig, load_config
 from inline_attention.tasks.classification.evaluation import EvalResult, evaluate
+from inline_attention.tasks.classification.prediction import Guess, Prediction, predict
 from inline_attention.tasks.classification.task import Classification
 
 __all__ = [

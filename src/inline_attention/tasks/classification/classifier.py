@@ -1,15 +1,14 @@
 """A trained classifier from a weights file: the model, the names of its classes, and how its images are prepared."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from timm.data import ImageNetInfo
 from torch import nn
 
-from inline_attention.data import DataConfig, EvalLoader
+from inline_attention.data import DataConfig
 from inline_attention.models import create_model
 from inline_attention.models._checkpoint import errors_name, open_checkpoint
 from inline_attention.models._download import local_path
@@ -19,13 +18,17 @@ from inline_attention.models.schema import annotations_of, check_values, read_de
 from inline_attention.models.shipped import shipped_weights
 from inline_attention.models.weights import restore
 
+# Settings of the data that a weights file stores.
+_PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct")
+assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
+
 
 @dataclass
 class Classifier:
     """A model with what is needed to show it images and to read its answers."""
 
     model: nn.Module
-    class_names: list[str] | None  # None: neither the file nor the class count tells
+    class_names: list[str] | None  # None: the file does not name them, and they are not ImageNet's
     data: DataConfig  # img_size, channels, normalisation and evaluation transform
 
 
@@ -75,24 +78,23 @@ def load_classifier(
 
 def model_name(model: nn.Module) -> str:
     """The name that a model is registered under, in this library or in timm."""
-    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's builder sets it
-    return cfg["architecture"]
+    return _pretrained_cfg(model)["architecture"]
+
+
+def _pretrained_cfg(model: nn.Module) -> dict[str, Any]:
+    """timm's description of the published model, which its builder leaves in every model."""
+    return model.pretrained_cfg  # type: ignore[return-value]
 
 
 def _input_size(model: nn.Module, arguments: Mapping[str, Any]) -> list[int]:
     if isinstance(model, VisionModel):
         return list(model.img_size)
-    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's description of the published model
-    return list(to_pair(arguments.get("img_size", cfg["input_size"][1:])))
+    return list(to_pair(arguments.get("img_size", _pretrained_cfg(model)["input_size"][1:])))
 
 
 def preprocessing(config: DataConfig) -> str:
     """What a weights file should say about the images it was evaluated with, under the key "preprocessing"."""
     return json.dumps({key: getattr(config, key) for key in _PREPARATION})
-
-
-_PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct")
-assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 
 def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> DataConfig:
@@ -102,7 +104,7 @@ def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> D
         config = DataConfig(**known, in_chans=in_chans)
         config.validate()
         return config
-    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]  # timm's description of the published model
+    cfg = _pretrained_cfg(model)
     squashed = "resize" if cfg["crop_pct"] >= 1 else "published"
     return DataConfig(
         mean=list(cfg["mean"]) if in_chans == 3 else None,
@@ -120,58 +122,3 @@ def _class_names(model: nn.Module, saved: list[str] | None) -> list[str] | None:
     if len(saved) != num_classes:
         raise ValueError(f"names {len(saved)} classes, its model has {num_classes} outputs")
     return saved
-
-
-class Guess(NamedTuple):
-    """One class, and how probable the model finds it."""
-
-    label: int
-    name: str  # the class as the weights file has it; the label where it names none
-    description: str  # "tench, Tinca tinca" for a WordNet number such as n01440764; "" otherwise
-    probability: float
-
-
-class Prediction(NamedTuple):
-    """What a model sees in one image."""
-
-    sample: int  # the image's number in the loader
-    guesses: list[Guess]  # the most probable first
-
-
-@torch.no_grad()
-def predict(
-    classifier: Classifier,
-    loader: EvalLoader,
-    *,
-    device: torch.device,
-    topk: int,
-    amp_dtype: torch.dtype | None = None,
-) -> Iterator[Prediction]:
-    """The `topk` most probable classes of every image that can be read (all of them where there are fewer)."""
-    loader.to(device)
-    model = classifier.model.to(device).eval()
-    names = classifier.class_names or [str(label) for label in range(model.num_classes)]  # type: ignore[arg-type]  # timm's contract
-    descriptions = _descriptions(names)
-    for batch in loader:
-        if len(batch.images) == 0:  # none of them could be read
-            continue
-        with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-            logits = model(batch.images)
-        probabilities = logits.float().softmax(dim=1)
-        best = probabilities.topk(min(topk, len(names)), dim=1)
-        columns = (batch.sample_ids.tolist(), best.indices.tolist(), best.values.tolist())
-        for sample, labels, values in zip(*columns, strict=True):
-            ranked = zip(labels, values, strict=True)
-            yield Prediction(sample, [Guess(label, names[label], descriptions[label], p) for label, p in ranked])
-
-
-def _descriptions(names: Sequence[str]) -> list[str]:
-    imagenet = ImageNetInfo()
-
-    def describe(name: str) -> str:
-        try:
-            return imagenet.label_name_to_description(name)  # knows all WordNet numbers, not only the thousand
-        except KeyError:
-            return ""
-
-    return [describe(name) for name in names]

@@ -75,6 +75,7 @@ class Classification(Task):
     def build_model(self) -> nn.Module:
         wanted = self.config.model
         torch.manual_seed(derive_seed("weights", self.config.seed))
+        model: Any  # timm's contract
         try:
             model = create_model(wanted.name, pretrained=wanted.weights == "pretrained", **self.arguments)
         except TypeError as error:  # an argument of the wrong type
@@ -82,7 +83,7 @@ class Classification(Task):
         if wanted.weights not in (None, "pretrained"):
             load_weights(model, weights_source(wanted.weights), reset_head=wanted.reset_head)
         if wanted.checkpointing:
-            model.set_grad_checkpointing(True)  # type: ignore[operator]  # timm's contract
+            model.set_grad_checkpointing(True)
         freeze_layers(model, wanted.freeze)
         return model
 

@@ -24,25 +24,25 @@ class Backbone(nn.Module):
     """
 
     channels: tuple[int, ...]
+    model: Any  # nn.Module with timm's contract
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.norms = nn.ModuleList()
         self.pyramid: nn.Module | None = None
-        features: Any = model.feature_info  # timm's contract
-        dims, strides = ([info[key] for info in features] for key in ("num_chs", "reduction"))
+        dims, strides = ([info[key] for info in model.feature_info] for key in ("num_chs", "reduction"))
         if len(set(strides)) == 1:
             if strides[0] != PATCH:
                 raise ValueError(
                     f"a backbone with a single map must have patches of {PATCH} pixels, which four strides are made "
                     f"of; this one has {strides[0]}"
                 )
-            model.prune_intermediate_layers(1)  # type: ignore[operator]  # the norm was trained on this map, so it stays
+            model.prune_intermediate_layers(1)  # the norm was trained on this map, so it stays
             self.pyramid = SimplePyramid(dims[-1])
             self.channels = self.pyramid.channels
         else:
             final = model.norm
-            model.prune_intermediate_layers(len(STRIDES), prune_norm=True)  # type: ignore[operator]  # timm's contract
+            model.prune_intermediate_layers(len(STRIDES), prune_norm=True)
             if isinstance(final, nn.LayerNorm):
                 self.norms.extend(nn.LayerNorm(dim, eps=final.eps) for dim in dims)
             self.channels = tuple(dims)
@@ -56,17 +56,16 @@ class Backbone(nn.Module):
         and the rest is zero.
         """
         options: dict[str, Any] = dict(intermediates_only=True) | ({} if sizes is None else dict(sizes=sizes))
-        model: Any = self.model  # timm's contract
         if self.pyramid is not None:
-            (tokens,) = model.forward_intermediates(x, 1, norm=True, **options)
+            (tokens,) = self.model.forward_intermediates(x, 1, norm=True, **options)
             maps = self.pyramid(tokens, None if sizes is None else sizes_on_map(sizes, PATCH))
             # If a side is not a multiple of 16, the last patches reach beyond the image, and so do the finer maps.
             grids = [[ceil_div(side, stride) for side in x.shape[2:]] for stride in STRIDES]
             maps = [y[:, :, :rows, :columns] for y, (rows, columns) in zip(maps, grids, strict=True)]
         elif not self.norms:
-            return model.forward_intermediates(x, **options)
+            return self.model.forward_intermediates(x, **options)
         else:
-            maps = model.forward_intermediates(x, output_fmt="NHWC", **options)
+            maps = self.model.forward_intermediates(x, output_fmt="NHWC", **options)
             maps = [norm(y).permute(0, 3, 1, 2) for norm, y in zip(self.norms, maps, strict=True)]
         if sizes is None:
             return maps
@@ -85,17 +84,17 @@ class Backbone(nn.Module):
         def behind(pattern: str) -> str:
             return pattern.replace("^", start)
 
-        groups = self.model.group_matcher(coarse=coarse)  # type: ignore[operator]  # timm's contract
+        groups = self.model.group_matcher(coarse=coarse)
         return {
             name: behind(found) if isinstance(found, str) else [(behind(part), suffix) for part, suffix in found]
             for name, found in groups.items()
         }
 
     def no_weight_decay(self) -> set[str]:
-        return {f"model.{name}" for name in self.model.no_weight_decay()}  # type: ignore[operator]  # timm's contract
+        return {f"model.{name}" for name in self.model.no_weight_decay()}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.model.set_grad_checkpointing(enable)  # type: ignore[operator]  # timm's contract
+        self.model.set_grad_checkpointing(enable)
 
 
 class HeadedModel(nn.Module):

@@ -1,20 +1,16 @@
 """What the loaders of segmentation and detection share."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import Dataset
 
 from inline_attention.data import LoaderConfig
 from inline_attention.data.collate import CollatedT
-from inline_attention.data.decode import UnreadableImage
 from inline_attention.data.loaders import TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
 from inline_attention.data.sampler import EqualBatchSampler, EvalBatchSampler, rank_indices
-from inline_attention.data.skipped import SkippedImage, SkippedImages
+from inline_attention.data.skipped import SkippedImages
 from inline_attention.data.workers import WorkerLoader
-
-T = TypeVar("T")
 
 
 def open_train_loader(
@@ -45,17 +41,3 @@ def eval_batches(
     sampler = EvalBatchSampler(rank_indices(num_images, rank=rank, world_size=world_size), batch_size=batch_size)
     workers = min(config.resolved_workers(world_size), num_images)
     return WorkerLoader(dataset, sampler, config=config, workers=workers, persistent_workers=False)
-
-
-def read_each(
-    indices: Iterable[int], read: Callable[[int], T], *, path: Callable[[int], str]
-) -> tuple[list[T], list[SkippedImage]]:
-    """Read the samples one by one. Returns what was read, and which ones are unreadable."""
-    found: list[T] = []
-    skipped: list[SkippedImage] = []
-    for index in indices:
-        try:
-            found.append(read(index))
-        except UnreadableImage as error:
-            skipped.append(SkippedImage(path(index), str(error)))
-    return found, skipped

@@ -1,8 +1,5 @@
 """The task of a model with a backbone under heads: how it is built and described."""
 
-import csv
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -44,11 +41,3 @@ class DenseTask(Task):
             task=self.models.task,
             preprocessing=self.models.preparation_of(self.config.data),
         )
-
-
-def write_table(path: Path, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """Write a CSV file"""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)

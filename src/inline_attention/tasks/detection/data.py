@@ -17,18 +17,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from inline_attention.data.dataset import read_or_replace
+from inline_attention.data.dataset import read_each, read_or_replace
 from inline_attention.data.decode import UnreadableImage, image_size, read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
-from inline_attention.data.sampler import (
-    EqualBatchSampler,
-    epoch_order,
-    fit_batch_size,
-)
+from inline_attention.data.sampler import EqualBatchSampler, epoch_order, fit_batch_size
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
-from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader
 from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.detection.boxes import Size
 from inline_attention.tasks.detection.coco import (
@@ -286,10 +282,6 @@ class DetectionData:
     train: TrainLoader[RawDetectionBatch, DetectionBatch]
     val: DetectionEvalLoader
     class_names: list[str]
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.class_names)
 
     def to(self, device: torch.device | str) -> "DetectionData":
         self.train.to(torch.device(device))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inline_attention.tasks.dense.task import DenseTask, write_table
+from inline_attention.printing import write_csv
+from inline_attention.tasks.dense.task import DenseTask
 from inline_attention.tasks.detection.average_precision import ApResult
 from inline_attention.tasks.detection.config import DetectionConfig
 from inline_attention.tasks.detection.data import DetectionBatch, DetectionData, open_detection_data
@@ -77,4 +78,4 @@ def write_per_class(precision: ApResult, path: Path) -> None:
         (name, *("" if value is None else f"{value:.3f}" for value in values))
         for name, values in precision.per_class.items()
     )
-    write_table(path, ("class", "box AP", "mask AP"), rows)
+    write_csv(path, ("class", "box AP", "mask AP"), rows)

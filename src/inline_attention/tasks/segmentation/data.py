@@ -10,14 +10,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from inline_attention.data.dataset import read_or_replace
+from inline_attention.data.dataset import read_each, read_or_replace
 from inline_attention.data.decode import UnreadableImage, read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
 from inline_attention.data.sampler import SampleKey, TrainBatchSampler
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
 from inline_attention.data.skipped import SkippedImage, SkippedImages
-from inline_attention.tasks.dense.data import eval_batches, open_train_loader, read_each
+from inline_attention.tasks.dense.data import eval_batches, open_train_loader
 from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, open_split

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from inline_attention.models.registry import check_arguments
+from inline_attention.models.registry import check_argument_names
 from inline_attention.tasks.dense.backbone import STRIDES, Backbone, HeadedModel, create_backbone
 from inline_attention.tasks.segmentation.heads import FCNHead, SemanticFPN, UperNet, own_levels, to_pixels
 
@@ -74,7 +74,7 @@ def create_segmenter(
         raise ValueError(f"num_classes={num_classes}; expected 1 or more")
     _, build_head, auxiliary_dim = HEADS[head]
     features = create_backbone(backbone, weights=weights, drop_path=drop_path, kwargs=kwargs)
-    check_arguments(build_head, head_kwargs or {})
+    check_argument_names(build_head, head_kwargs or {})
     auxiliary = None
     if auxiliary_dim is not None:
         auxiliary = FCNHead(features.channels[STRIDES.index(AUXILIARY_STRIDE)], num_classes, dim=auxiliary_dim)

@@ -5,6 +5,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
+from inline_attention.training.distributed import is_distributed
+
 
 class BatchNorm(nn.BatchNorm2d):
     """Batch norm with statistics over the batches of all ranks, without the padding of images.
@@ -14,7 +16,7 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
         """(B, C, H, W) → the same; present (B, 1, H, W) bool, False on padding, None where there is none"""
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        ranks = dist.get_world_size() if is_distributed() else 1
         if not self.training or (ranks == 1 and present is None):
             return super().forward(x)
         assert self.running_mean is not None

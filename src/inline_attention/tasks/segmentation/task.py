@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inline_attention.tasks.dense.task import DenseTask, write_table
+from inline_attention.printing import write_csv
+from inline_attention.tasks.dense.task import DenseTask
 from inline_attention.tasks.segmentation.config import SegmentConfig
 from inline_attention.tasks.segmentation.data import SegmentBatch, SegmentData, open_segment_data
 from inline_attention.tasks.segmentation.evaluation import SegmentResult, evaluate
@@ -107,4 +108,4 @@ def write_per_class(scores: Scores, class_names: list[str], path: Path) -> None:
         (name, *("" if math.isnan(value) else f"{value:.3f}" for value in (iou, accuracy)), pixels)
         for name, iou, accuracy, pixels in zip(class_names, *columns, strict=True)
     )
-    write_table(path, ("class", "iou", "accuracy", "pixels"), rows)
+    write_csv(path, ("class", "iou", "accuracy", "pixels"), rows)

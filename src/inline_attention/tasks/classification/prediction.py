@@ -1,0 +1,65 @@
+"""The most probable classes of images, by a trained classifier."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from timm.data import ImageNetInfo
+
+from inline_attention.data import EvalLoader
+from inline_attention.tasks.classification.classifier import Classifier
+
+
+class Guess(NamedTuple):
+    """One class, and how probable the model finds it."""
+
+    label: int
+    name: str  # the class as the weights file has it; the label where it names none
+    description: str  # "tench, Tinca tinca" for a WordNet number such as n01440764; "" otherwise
+    probability: float
+
+
+class Prediction(NamedTuple):
+    """What a model sees in one image."""
+
+    sample: int  # the image's number in the loader
+    guesses: list[Guess]  # the most probable first
+
+
+@torch.no_grad()
+def predict(
+    classifier: Classifier,
+    loader: EvalLoader,
+    *,
+    device: torch.device,
+    topk: int,
+    amp_dtype: torch.dtype | None = None,
+) -> Iterator[Prediction]:
+    """The `topk` most probable classes of every image that can be read (all of them where there are fewer)."""
+    loader.to(device)
+    model: Any = classifier.model.to(device).eval()  # timm's contract
+    names = classifier.class_names or [str(label) for label in range(model.num_classes)]
+    descriptions = _descriptions(names)
+    for batch in loader:
+        if len(batch.images) == 0:  # none of them could be read
+            continue
+        with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            logits = model(batch.images)
+        probabilities = logits.float().softmax(dim=1)
+        best = probabilities.topk(min(topk, len(names)), dim=1)
+        columns = (batch.sample_ids.tolist(), best.indices.tolist(), best.values.tolist())
+        for sample, labels, values in zip(*columns, strict=True):
+            ranked = zip(labels, values, strict=True)
+            yield Prediction(sample, [Guess(label, names[label], descriptions[label], p) for label, p in ranked])
+
+
+def _descriptions(names: Sequence[str]) -> list[str]:
+    imagenet = ImageNetInfo()
+
+    def describe(name: str) -> str:
+        try:
+            return imagenet.label_name_to_description(name)  # knows all WordNet numbers, not only the thousand
+        except KeyError:
+            return ""
+
+    return [describe(name) for name in names]

@@ -153,10 +153,10 @@ def run_report(args: argparse.Namespace) -> int:
 
     results = collect(out)
     if results.runs and not args.no_analyses:
-        measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, tell=say)
+        measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, log=say)
     if not args.no_speed:
         runs = [result.run for result in results.runs]
-        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), tell=say)
+        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), log=say)
     results = collect(out, onto=args.onto)
     files = write_report(results, out)
     if args.docs:
@@ -187,7 +187,7 @@ def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
 
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        runner.tell = say
+        runner.log = say
         return runner.make(runs)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[running]}"), console=console) as progress:
@@ -197,7 +197,7 @@ def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
             where = ", ".join(f"{name} epoch {0 if epoch is None else epoch:g}" for name, epoch in running.items())
             progress.update(task, completed=done, running=where)
 
-        runner.show, runner.tell = show, lambda line: console.print(line, markup=False)
+        runner.show, runner.log = show, lambda line: console.print(line, markup=False)
         return runner.make(runs)
 
 

@@ -48,7 +48,7 @@ def analyse_runs(
     paths: dict[str, str],
     device: torch.device,
     images: int = IMAGES,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """analysis.json in the folder of each finished run of seed 0 whose weights are there, once."""
     for run, folder in run_folders(out):
@@ -57,7 +57,7 @@ def analyse_runs(
             continue
         if run.dataset not in paths:
             raise ValueError(f"{run.name} needs its images to be analysed: give --data {run.dataset}=FOLDER")
-        tell(f"analysing {run.name}")
+        log(f"analysing {run.name}")
         few = images if run.tokens < MANY_TOKENS else max(1, images // 5)
         found = analyse_model(weights_file(folder), path=paths[run.dataset], device=device, images=few)
         write_atomically(folder / ANALYSIS, json.dumps(found).encode())
@@ -151,7 +151,7 @@ def build_model(run: Run) -> nn.Module:
     return create_model(config.model.name, num_classes=DATASETS[run.dataset].num_classes, **options)
 
 
-def time_runs(out: Path, runs: list[Run], *, device: torch.device, effort: Effort, tell: Callable[[str], None]) -> None:
+def time_runs(out: Path, runs: list[Run], *, device: torch.device, effort: Effort, log: Callable[[str], None]) -> None:
     """speed.json: the models that are not in it yet, on the machine that timed the others."""
     path = out / SPEED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -160,9 +160,9 @@ def time_runs(out: Path, runs: list[Run], *, device: torch.device, effort: Effor
     if not due:
         return
     if known and known["machine"] != machine:
-        tell(f"{len(due)} models are not timed: the others were on another machine, {known['machine']}")
+        log(f"{len(due)} models are not timed: the others were on another machine, {known['machine']}")
         return
-    found = measure_speed(due, device=device, effort=effort, tell=tell)
+    found = measure_speed(due, device=device, effort=effort, log=log)
     found["rows"] = {**known.get("rows", {}), **found["rows"]}
     found["commits"] = sorted({*known.get("commits", ()), found["environment"]["inline-attention"]})
     write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
@@ -173,7 +173,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def measure_speed(
-    runs: list[Run], *, device: torch.device, effort: Effort, tell: Callable[[str], None]
+    runs: list[Run], *, device: torch.device, effort: Effort, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Images a second of each model, training and inference, all timed in turn: {"machine", "rows": {name: …}}
 
@@ -192,7 +192,7 @@ def measure_speed(
         images = torch.randn(batch, data.in_chans, *data.size, device=device)
         labels = torch.zeros(batch, dtype=torch.int64, device=device)
         for training in (False, True):
-            tell(f"timing {'training' if training else 'inference'}, {dataset}, patch {patch}")
+            log(f"timing {'training' if training else 'inference'}, {dataset}, patch {patch}")
             candidates = {}
             for row, run in chosen.items():
                 step = partial(training_step, images=images, labels=labels, autocast=autocast)

@@ -126,13 +126,13 @@ def _check_same(model: VisionModel, trained: VisionModel, name: str) -> None:
 
 def _architecture(model: VisionModel) -> dict[str, Any]:
     left_out = (*_TRAINING_ARGUMENTS, *_RESOLVED_ARGUMENTS)
-    given = {key: value for key, value in model.config.items() if key not in left_out}
+    arguments = {key: value for key, value in model.config.items() if key not in left_out}
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    given["feature_map"] = [f"affine {a.feature_map}" if a.affine else a.feature_map for a in attentions]
-    given["local_residual"] = [a.local is not None for a in attentions]
+    arguments["feature_map"] = [f"affine {a.feature_map}" if a.affine else a.feature_map for a in attentions]
+    arguments["local_residual"] = [a.local is not None for a in attentions]
     parsed = dict(attention=model.attention, img_size=model.img_size, num_classes=model.num_classes)
     channels = dict(in_chans=model.in_chans, global_pool=model.global_pool)
-    return {"family": type(model).__name__, **given, **parsed, **channels}
+    return {"family": type(model).__name__, **arguments, **parsed, **channels}
 
 
 def _check_preprocessing(saved: dict[str, Any], model: VisionModel) -> None:

@@ -8,6 +8,7 @@ Mean: the brightness of the whole image, which any attention can average.
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,11 +272,11 @@ def run_probe(
 def run_probes(
     *, effort: Effort | None = None, seed: int = 0, on_done: Callable[[str], None] | None = None
 ) -> ProbeResult:
-    """All three probes; seeds seed, seed + 1, … `on_done` hears a line after each contestant."""
+    """All three probes; seeds seed, seed + 1, … `on_done` is called with a line after each contestant."""
     effort = effort or Effort()
     photographs, result = Photographs(), ProbeResult()
 
-    def tell(what: str, name: str, score: Score) -> None:
+    def report_score(what: str, name: str, score: Score) -> None:
         if on_done is not None:
             on_done(f"{what:12} {name:22} {score.mean:5.1f} ± {score.std:.1f} %  (bound {score.bound:.1f})")
 
@@ -285,17 +286,17 @@ def run_probes(
         scores = result.length.setdefault(variant, {})
         for name, contestant in LENGTH_CONTESTANTS.items():
             scores[name] = length_score(contestant, variant, length_task, photographs, effort=effort, seed=seed)
-            tell(f"length {variant}", name, scores[name])
+            report_score(f"length {variant}", name, scores[name])
     tasks: dict[str, Task] = {"local": local_task, "mean": MeanTask(some)}
     for what, task in tasks.items():
         block_scores: dict[str, Score] = getattr(result, what)
         for name, contestant in LOCAL_CONTESTANTS.items():
             runs = [
-                run_probe(lambda c=contestant: BlockProbe(c), task, photographs, effort=effort, seed=seed + i)  # type: ignore[misc]  # mypy cannot type the default
+                run_probe(partial(BlockProbe, contestant), task, photographs, effort=effort, seed=seed + i)
                 for i in range(effort.seeds)
             ]
             block_scores[name] = Score([run.accuracy for run in runs], bound=100.0)
-            tell(what, name, block_scores[name])
+            report_score(what, name, block_scores[name])
     return result
 
 
@@ -306,7 +307,7 @@ def length_score(
     values, bounds = [], []
     for i in range(effort.seeds):
         run = run_probe(
-            lambda: LengthProbe(contestant, variant=variant), task, photographs, effort=effort, seed=seed + i
+            partial(LengthProbe, contestant, variant=variant), task, photographs, effort=effort, seed=seed + i
         )
         assert isinstance(run.model, LengthProbe)
         with torch.no_grad():

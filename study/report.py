@@ -280,7 +280,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
 
 def _setting(results: Results, setting: Setting) -> str:
     """The section of one setting: the DeiT rows, then the Swin rows, each with what its analyses saw."""
-    values: dict[str, object] = {"setting": setting, "made_where": made_where(results, setting)}
+    values: dict[str, object] = {"setting": setting, "provenance": provenance(results, setting)}
     for family in ("deit", "swin"):
         rows = [row for row in results.rows(setting) if ROWS[row].is_deit == (family == "deit")]
         if rows:
@@ -318,7 +318,7 @@ def _where(commits: Sequence[str], machine: str) -> str:
     return f"{', '.join(f'`{commit}`' for commit in commits)} on {machine}"
 
 
-def made_where(results: Results, setting: Setting) -> str:
+def provenance(results: Results, setting: Setting) -> str:
     """Commit, machine and settings that are not the grid's: a line for each, with its rows where it is not all."""
     rows: dict[str, list[str]] = {}
     for result in results.runs:

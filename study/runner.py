@@ -77,11 +77,11 @@ class GridRunner:
         paths: data set → where its images are.
         jobs: runs at a time.
         minutes: after which nothing runs any more; None: until all is done.
-        whole_runs: begin nothing that would not end in time, as far as finished runs tell.
+        whole_runs: begin no run that would not end in time, judged by the finished ones.
         settings: key=value, of every run.
         retry: make failed runs again.
-        tell: hears a line about each event.
-        show: hears often which runs are running, with the epoch of each, and how many are finished of how many.
+        log: called with a line about each event.
+        show: called often, with the epoch of each run that is running, how many are finished, and how many there are.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GridRunner:
         whole_runs: bool = False,
         settings: Sequence[str] = (),
         retry: bool = False,
-        tell: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         show: Callable[[dict[str, float | None], int, int], None] | None = None,
     ) -> None:
         if jobs < 1:
@@ -104,7 +104,7 @@ class GridRunner:
         self.out, self.paths, self.jobs, self.settings = out, paths, jobs, tuple(settings)
         self.retry, self.whole_runs = retry, whole_runs
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self.tell, self.show = tell, show
+        self.log, self.show = log, show
         self.running: list[_Job] = []
         self.pending: list[Run] = []
         self.outcome = Outcome()
@@ -122,7 +122,7 @@ class GridRunner:
                 (self.out / run.name / FAILURE).unlink(missing_ok=True)  # another call may have done it
         elif failed:
             names = ", ".join(run.name for run in failed)
-            self.tell(f"failed earlier and skipped: {names}; --retry makes them again")
+            self.log(f"failed earlier and skipped: {names}; --retry makes them again")
         self.out.mkdir(parents=True, exist_ok=True)
         begun, clock = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.monotonic()
         with self._heeding_signals(), contextlib.ExitStack() as last:
@@ -159,11 +159,11 @@ class GridRunner:
                 epochs = {job.run.name: _epoch(self.out / job.run.name) for job in self.running}
                 self.show(epochs, self.done, self.total)
             if self.outcome.interrupted:
-                self.tell("stopping: what runs is saved and goes on the next time; Ctrl-C again does not wait for that")
+                self.log("stopping: what runs is saved and goes on the next time; Ctrl-C again does not wait for that")
                 return
             left = self._seconds_left()
             if left is not None and left <= STOP_SECONDS and (self.running or self.pending):
-                self.tell("the time is up: what runs is saved and goes on the next time")
+                self.log("the time is up: what runs is saved and goes on the next time")
                 return
             while len(self.running) < self.jobs and self._start_next():
                 pass
@@ -174,9 +174,9 @@ class GridRunner:
                     job.under_way = time.monotonic() - job.started
             time.sleep(POLL_SECONDS)
         if self.outcome.elsewhere:
-            self.tell(f"another process is making {', '.join(self.outcome.elsewhere)}: skipped")
+            self.log(f"another process is making {', '.join(self.outcome.elsewhere)}: skipped")
         if too_long := len(self.pending) - len(self.outcome.elsewhere):
-            self.tell(f"{too_long} runs are left, none of which would end in time")
+            self.log(f"{too_long} runs are left, none of which would end in time")
 
     def _start_next(self) -> bool:
         """Start the first run that no other process is making; with `whole_runs` the first of them that is expected to
@@ -218,7 +218,7 @@ class GridRunner:
     def _start(self, run: Run, claim: FileLock) -> None:
         folder = self.out / run.name
         where = (self.paths[run.dataset], self.out)
-        self.tell(command_line(run.arguments(*where, extra=self.settings)))
+        self.log(command_line(run.arguments(*where, extra=self.settings)))
         log = open(folder / LOG, "ab")  # noqa: SIM115  # until the process ends
         # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
         process = subprocess.Popen(
@@ -247,12 +247,12 @@ class GridRunner:
                 self.done += 1
                 self.outcome.finished.append(name)
                 summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
-                self.tell(f"{name}: top-1 {summary['val_top1']:.2f}% in {seconds:.0f} s ({self.done}/{self.total})")
+                self.log(f"{name}: top-1 {summary['val_top1']:.2f}% in {seconds:.0f} s ({self.done}/{self.total})")
             elif not job.stopped and job.process.returncode not in STOPPED:
                 lines = (folder / LOG).read_text(errors="replace").splitlines()
                 (folder / FAILURE).write_text("\n".join(lines[-5:]) + "\n")
                 self.outcome.failed.append(name)
-                self.tell(f"{name} failed: {lines[-1] if lines else 'nothing was printed'}")
+                self.log(f"{name} failed: {lines[-1] if lines else 'nothing was printed'}")
 
     def _stop_all(self) -> None:
         for job in self.running:

@@ -1,14 +1,17 @@
 """Checks of the Triton kernels that take a GPU and more time than a test. Run from a checkout:
 
+    PYTHONPATH=src python tests/gpu_check.py sanitize --processes 14
     PYTHONPATH=src compute-sanitizer --tool memcheck python tests/gpu_check.py sanitize
     PYTHONPATH=src compute-sanitizer --tool initcheck python tests/gpu_check.py sanitize
     PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
 
 `sanitize` calls forward and backward of every kernel once, on small shapes, and compares the results with float64 on
-the CPU. `repeat` makes the same call many times and counts results that differ in any bit. No kernel adds atomically,
-so there should be none. `random` compares random cases with float64 on the GPU, as `tests/ops/test_triton.py` does for
-210 of them. With `--seconds` it stops in time; `--first` starts at a later seed.
+the CPU. Run it without the sanitizer first: its processes compile the kernels, and Triton keeps them on disk for the
+runs that follow. `repeat` makes the same call many times and counts results that differ in any bit. No kernel adds
+atomically, so there should be none. `random` compares random cases with float64 on the GPU, as
+`tests/ops/test_triton.py` does for 210 of them. A process takes all cases of a specialization, so that each kernel is
+compiled once. With `--seconds` it stops in time; `--first` starts at a later seed.
 
 Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
 """
@@ -20,6 +23,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,18 @@ from torch import Tensor
 if not torch.cuda.is_available():  # to try this script; the interpreter takes its time
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernel_cases import DEVICE, DTYPES, PATHS, compare, configured, make_inputs, random_case, run
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    PATHS,
+    Specialization,
+    compare,
+    configured,
+    make_inputs,
+    random_case,
+    run,
+    specialization_of,
+)
 
 from inline_attention.layers import LocalWeight
 from inline_attention.ops import fused, inline_attention_packed, inline_attention_projected
@@ -44,6 +59,15 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 Tensors = dict[str, Tensor]
 Case = tuple[str, Callable[[], tuple[Tensors, Tensors]]]  # a name, and what gives (kernel's results, exact ones)
+
+
+def in_processes(f: Callable[[Any], Any], items: Iterable[Any], processes: int) -> Iterator[Any]:
+    """`map(f, items)`, in order. A process takes the next item when it is done with one."""
+    if processes == 1:
+        yield from map(f, items)
+        return
+    with torch.multiprocessing.get_context("spawn").Pool(processes, torch.set_num_threads, (1,)) as pool:
+        yield from pool.imap(f, items)
 
 
 # sanitize
@@ -176,17 +200,24 @@ def sanitized_cases() -> Iterator[Case]:
         yield local_weight_case(DTYPES[i % len(DTYPES)], *shape)
 
 
-def sanitize(args: argparse.Namespace) -> dict[str, Any]:
+def run_sanitized(index: int) -> list[dict[str, Any]]:
+    """The case of that index in `sanitized_cases`, one row for each result."""
+    name, call = list(sanitized_cases())[index]
+    fast, exact = call()
     rows = []
-    for name, call in sanitized_cases():
-        fast, exact = call()
-        for result, x in exact.items():
-            z = fast[result].detach().cpu().double()
-            size = float(x.norm()) or 1.0
-            error = float((z - x).norm()) / size
-            rows.append(dict(case=name, result=result, error=error, passed=error <= TOLERANCE[fast[result].dtype]))
-        print(f"{'ok  ' if all(r['passed'] for r in rows if r['case'] == name) else 'FAIL'} {name}", flush=True)
-    return dict(results=rows, failed=[r for r in rows if not r["passed"]])
+    for result, x in exact.items():
+        z = fast[result].detach().cpu().double()
+        size = float(x.norm()) or 1.0
+        error = float((z - x).norm()) / size
+        rows.append(dict(case=name, result=result, error=error, passed=error <= TOLERANCE[fast[result].dtype]))
+    print(f"{'ok  ' if all(row['passed'] for row in rows) else 'FAIL'} {name}", flush=True)
+    return rows
+
+
+def sanitize(args: argparse.Namespace) -> dict[str, Any]:
+    cases = range(len(list(sanitized_cases())))
+    rows = [row for found in in_processes(run_sanitized, cases, args.processes) for row in found]
+    return dict(results=rows, failed=[row for row in rows if not row["passed"]])
 
 
 # repeat
@@ -227,46 +258,63 @@ def repeat(args: argparse.Namespace) -> dict[str, Any]:
 # random
 
 
-def run_seeds(seeds: Iterable[int], until: float) -> list[dict[str, Any]]:
+@contextmanager
+def recorded_kernels() -> Iterator[set[str]]:
+    """The kernels that Triton compiles, or finds compiled on disk: for which types, constants and alignments."""
+    kernels: set[str] = set()
+
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
+        facts = [compile[name] for name in ("signature", "constants", "configs", "num_warps", "num_stages")]
+        kernels.add(f"{fn.name} {facts}")
+
+    knobs = fused.triton.knobs.runtime
+    before, knobs.jit_cache_hook = knobs.jit_cache_hook, record
+    try:
+        yield kernels
+    finally:
+        knobs.jit_cache_hook = before
+
+
+def run_seeds(share: tuple[list[int], float]) -> tuple[list[dict[str, Any]], set[str]]:
+    """The cases of some seeds, none begun after a time, and the kernels that were compiled for them."""
+    seeds, until = share
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
     rows = []
-    for seed in seeds:
-        if time.time() > until:
-            break
-        case = random_case(seed)
-        row: dict[str, Any] = dict(seed=seed, case=str(case))
-        try:
-            with configured(**case.config):
-                found = compare(*case.inputs, feature_map=case.feature_map)
-            row["ratio"] = {name: error / allowed if allowed else error for name, error, allowed in found}
-            row["passed"] = all(error <= allowed for _, error, allowed in found)
-        except Exception as error:  # a kernel that does not compile or run is a result too
-            row |= dict(ratio={}, passed=False, exception=repr(error)[:500])
-        rows.append(row)
-    return rows
-
-
-def _worker(arguments: tuple[list[int], float]) -> list[dict[str, Any]]:
-    # What a kernel leaves unwritten shows as NaN.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    return run_seeds(*arguments)
+    with recorded_kernels() as kernels:
+        for seed in seeds:
+            if time.time() > until:
+                break
+            case = random_case(seed)
+            row: dict[str, Any] = dict(seed=seed, case=str(case))
+            try:
+                with configured(**case.config):
+                    found = compare(*case.inputs, feature_map=case.feature_map)
+                row["ratio"] = {name: error / allowed if allowed else error for name, error, allowed in found}
+                row["passed"] = all(error <= allowed for _, error, allowed in found)
+            except Exception as error:  # a kernel that does not compile or run is a result too
+                row |= dict(ratio={}, passed=False, exception=repr(error)[:500])
+            rows.append(row)
+    return rows, kernels
 
 
 def random(args: argparse.Namespace) -> dict[str, Any]:
     seeds = range(args.first, args.first + args.cases)
     until = time.time() + args.seconds
-    shares = [(list(seeds[i :: args.processes]), until) for i in range(args.processes)]
-    if args.processes == 1:
-        shared = [_worker(shares[0])]
-    else:
-        with torch.multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-            shared = pool.map(_worker, shares)
-    rows = sorted((row for share in shared for row in share), key=lambda row: row["seed"])
+    shares: dict[Specialization, list[int]] = defaultdict(list)
+    for seed in seeds:
+        shares[specialization_of(seed)].append(seed)
+    # The split path has more kernels to compile, so its cases begin first.
+    ordered = sorted(shares, key=lambda specialization: specialization.path != "split")
+    shared = list(in_processes(run_seeds, [(shares[x], until) for x in ordered], args.processes))
+    kernels = set().union(*(kernels for _, kernels in shared))
+    rows = sorted((row for share, _ in shared for row in share), key=lambda row: row["seed"])
     worst: dict[str, float] = defaultdict(float)
     for row in rows:
         for name, ratio in row["ratio"].items():
             worst[name] = max(worst[name], ratio)
     failed = [row for row in rows if not row["passed"]]
     print(f"{len(rows)} of {args.cases} cases from seed {args.first} on, {len(failed)} failed")
+    print(f"{len(shares)} specializations, {len(kernels)} compiled kernels")
     print("largest error as a share of what is allowed:")
     for name, ratio in worst.items():
         print(f"  {name:8} {ratio:.3f}")
@@ -275,7 +323,8 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
     missing = sorted(set(seeds) - {row["seed"] for row in rows})
     if missing:
         print(f"not run in {args.seconds} s: {len(missing)} cases, the first is seed {missing[0]}")
-    return dict(cases=len(rows), missing=missing, worst=dict(worst), failed=failed, results=rows)
+    counts = dict(cases=len(rows), specializations=len(shares), kernels=len(kernels))
+    return dict(**counts, missing=missing, worst=dict(worst), failed=failed, results=rows)
 
 
 def main() -> int:
@@ -286,10 +335,11 @@ def main() -> int:
         command.add_argument("--out", type=Path, help="folder for a JSON file")
         if name == "repeat":
             command.add_argument("--times", type=int, default=1000)
+        else:
+            command.add_argument("--processes", type=int, default=1)
         if name == "random":
             command.add_argument("--cases", type=int, default=2000)
             command.add_argument("--first", type=int, default=0, help="the first seed")
-            command.add_argument("--processes", type=int, default=1)
             command.add_argument("--seconds", type=float, default=1e9, help="no case begins after this time")
     args = parser.parse_args()
     facts = dict(

@@ -1,5 +1,7 @@
 """Inputs for the Triton kernels, and the rule that their results are held to. Tests and `gpu_check.py` share them."""
 
+import itertools
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -113,37 +115,86 @@ def compare(
     return errors(exact, plain, run(*inputs, backend="triton", feature_map=feature_map))
 
 
+class Specialization(NamedTuple):
+    """What the kernels of a random case are compiled for."""
+
+    path: str
+    dtype: torch.dtype
+    feature_map: str
+    heads: int
+    head_dim: int
+    local: bool
+    masks: tuple[str, ...]
+    narrow: bool  # a map of at most eight columns; the kernels' tiles are narrower then
+
+
+def _specializations() -> list[Specialization]:
+    """Each head size in each dtype. Few enough that thousands of cases are not bound by the compiler."""
+    generator = random.Random(0)
+    sizes = list(itertools.product((16, 24, 32, 40, 48, 64, 80, 128) if GPU else (16, 32), DTYPES))
+    generator.shuffle(sizes)
+    paths = itertools.cycle(("fused", "split", "split"))  # most kernels are on the split path
+    feature_maps = itertools.cycle(("identity", "relu", "leaky_relu", "exp"))
+    masks = [(), ("token_mask",), ("query_mask",), ("token_mask", "query_mask")]
+    return [
+        Specialization(
+            path, dtype, feature_map, generator.choice((1, 2, 3, 6)), head_dim,
+            generator.random() < 2 / 3, generator.choice(masks), generator.random() < 1 / 3,
+        )
+        for (head_dim, dtype), path, feature_map in zip(sizes, paths, feature_maps, strict=False)
+    ]  # fmt: skip
+
+
+SPECIALIZATIONS = _specializations()
+
+
+def specialization_of(seed: int) -> Specialization:
+    return SPECIALIZATIONS[seed % len(SPECIALIZATIONS)]
+
+
 class RandomCase(NamedTuple):
     inputs: tuple[Tensor, Tensor | None, Tensor, dict[str, Any]]
     feature_map: str
     config: dict[str, Any]  # changes to `fused.CONFIG`
 
     def __str__(self) -> str:
-        qkv, weight, _, options = self.inputs
+        qkv, weight, grad, options = self.inputs
         masks = [name for name in ("token_mask", "query_mask") if options[name] is not None]
         batch, _, _, heads, head_dim = qkv.shape
         return (
             f"batch {batch}, grid {options['grid']}, prefix {options['num_prefix_tokens']}, {heads} heads of {head_dim}"
-            f", {qkv.dtype}, {self.feature_map}, local {weight is not None}, masks {masks}, config {self.config}"
+            f", {qkv.dtype}, {self.feature_map}, local {weight is not None}, masks {masks}"
+            f", strides {qkv.stride()} and {grad.stride()}, config {self.config}"
         )
 
 
+def _apart(x: Tensor, times: int) -> Tensor:
+    """The same tokens, `times` as far apart, with NaN between them."""
+    return torch.stack([x, *[torch.full_like(x, torch.nan)] * (times - 1)], 2)[:, :, 0]
+
+
 def random_case(seed: int) -> RandomCase:
-    """A case of any shape, dtype, feature map and masks, through one of the two paths or as the heuristic takes it."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(*options: Any) -> Any:
-        return options[torch.randint(len(options), (), generator=generator)]
-
-    config: dict[str, Any] = {1: PATHS["fused"], 3: PATHS["split"]}.get(seed % 4, {})
-    limit = 6 if not GPU else 17 if seed % 4 == 1 else 96  # one program a sample serves short sequences
-    grid = tuple(int(torch.randint(1, limit, (), generator=generator)) for _ in range(2))
-    heads, head_dim = pick(1, 2, 3, 6), pick(16, 24, 32, 40, 48, 64, 80, 128) if GPU else pick(16, 32)
-    options = dict(local=pick(True, True, False), masked=pick(True, False), mean=pick(0.0, 1.0, 4.0), seed=seed)
-    case = (pick(1, 2, 5), grid, pick(0, 1, 4), heads, head_dim, DTYPES[seed % len(DTYPES)])
-    inputs = make_inputs(*case, **options)
-    if inputs[3]["token_mask"] is not None:  # of queries and keys alike, of keys, of queries, or different ones
-        mask = inputs[3]["token_mask"]
-        masks = pick((mask, mask), (mask, None), (None, mask), (mask, mask.flip(1)))
-        inputs[3].update(zip(("token_mask", "query_mask"), masks, strict=True))
-    return RandomCase(inputs, pick("identity", "relu", "leaky_relu", "exp"), config)
+    """A case for the kernels of `specialization_of(seed)`, with any batch, grid, prefix, mean, masks and strides."""
+    generator = random.Random(seed)
+    kernels = specialization_of(seed)
+    longest = 5 if not GPU else 16 if kernels.path == "fused" else 95  # one program a sample serves short sequences
+    widths = (1, 5) if not GPU else (1, 8) if kernels.narrow else (9, longest)
+    qkv, weight, grad, options = make_inputs(
+        generator.choice((1, 2, 5)),
+        (generator.randint(1, longest), generator.randint(*widths)),
+        generator.choice((0, 1, 4)),
+        kernels.heads,
+        kernels.head_dim,
+        kernels.dtype,
+        local=kernels.local,
+        masked=True,
+        mean=generator.choice((0.0, 1.0, 4.0)),
+        seed=seed,
+    )
+    masks = dict(token_mask=options["token_mask"], query_mask=options["query_mask"])
+    if generator.random() < 0.5:
+        masks["query_mask"] = masks["query_mask"].flip(1)
+    options |= {name: mask if name in kernels.masks else None for name, mask in masks.items()}
+    # An odd number of times, so that strides of an odd multiple of eight stay so: kernels are compiled for either.
+    qkv, grad = (_apart(x, generator.choice((1, 3))) for x in (qkv, grad))
+    return RandomCase((qkv, weight, grad, options), kernels.feature_map, PATHS[kernels.path])

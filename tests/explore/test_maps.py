@@ -42,7 +42,7 @@ def test_a_map_is_a_row_of_the_layer(
     subjects: list[Subject], picture: Image.Image, model: int, head: int | None
 ) -> None:
     """Row and column are where the picture was touched: in the third row and second column of four."""
-    found = Maps(subjects, device=CPU).look("a", picture, model=model, layer=2, head=head, x=0.3, y=0.6)
+    found = Maps(subjects, device=CPU).attention_map("a", picture, model=model, layer=2, head=head, x=0.3, y=0.6)
     assert found.query == (2, 1)
     assert found.grid == found.query_grid == (GRID, GRID)
     assert (found.heads, found.tokens) == (2, 1 + GRID * GRID)
@@ -55,8 +55,8 @@ def test_a_map_is_a_row_of_the_layer(
 
 def test_the_residual_is_on_the_neighbours(subjects: list[Subject], picture: Image.Image) -> None:
     maps = Maps(subjects, device=CPU)
-    assert maps.look("a", picture, model=0, layer=0, head=0, x=0.5, y=0.5).with_local is None
-    found = maps.look("a", picture, model=2, layer=0, head=0, x=0.0, y=0.0)
+    assert maps.attention_map("a", picture, model=0, layer=0, head=0, x=0.5, y=0.5).with_local is None
+    found = maps.attention_map("a", picture, model=2, layer=0, head=0, x=0.0, y=0.0)
     assert found.with_local is not None
     difference = torch.tensor(found.with_local) - torch.tensor(found.weights)
     touched = difference.view(GRID, GRID) != 0
@@ -68,7 +68,7 @@ def test_the_residual_is_on_the_neighbours(subjects: list[Subject], picture: Ima
 def test_the_last_head_stands_for_those_beyond(subjects: list[Subject], picture: Image.Image) -> None:
     """Stages of a pyramid have different numbers of heads; a page that changes the layer keeps the head it had."""
     maps = Maps(subjects, device=CPU)
-    beyond, last = (maps.look("a", picture, model=2, layer=0, head=head, x=0.5, y=0.5) for head in (7, 1))
+    beyond, last = (maps.attention_map("a", picture, model=2, layer=0, head=head, x=0.5, y=0.5) for head in (7, 1))
     assert beyond == last
     assert beyond.head == 1
 
@@ -77,7 +77,7 @@ def test_outside_a_window_there_is_no_weight(picture: Image.Image) -> None:
     name = "softmax_swin_tiny"  # windows of 2 tokens on maps of 16, 8, 4 and 2
     data = DataConfig(img_size=[SIZE, SIZE])
     subject = Subject("softmax", name, create_small(name), data, None)
-    found = Maps([subject], device=CPU).look("a", picture, model=0, layer=0, head=0, x=0.99, y=0.99)
+    found = Maps([subject], device=CPU).attention_map("a", picture, model=0, layer=0, head=0, x=0.99, y=0.99)
     assert found.grid == (16, 16)
     assert found.query == (15, 15)
     seen = [i for i, weight in enumerate(found.weights) if weight is not None]
@@ -87,7 +87,7 @@ def test_outside_a_window_there_is_no_weight(picture: Image.Image) -> None:
 def test_few_layers_are_kept(subjects: list[Subject], picture: Image.Image) -> None:
     maps = Maps(subjects, device=CPU)
     for i in range(CACHED_LAYERS + 3):
-        maps.look(f"picture {i}", picture, model=0, layer=0, head=0, x=0, y=0)
+        maps.attention_map(f"picture {i}", picture, model=0, layer=0, head=0, x=0, y=0)
     assert len(maps._layers) == CACHED_LAYERS
 
 

@@ -150,7 +150,7 @@ def test_the_recorded_results_can_be_added_to(tmp_path: Path) -> None:
 
 
 def test_a_page_leaves_out_what_is_not_known() -> None:
-    empty = fill("setting", {"setting": "here", "made_where": "there"})
+    empty = fill("setting", {"setting": "here", "provenance": "there"})
     assert empty == "## here\n\nthere\n"
     assert "InLine-Swin instead of DeiT" in fill("setting", {"setting": "here", "swin_table": "| a |"})
     assert fill("results", {"settings": "## here\n\nthere"}).startswith("## here\n\nthere")

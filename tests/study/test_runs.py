@@ -49,7 +49,7 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     """The finished ones say how long a start and an epoch take."""
     long, of_a_row = Run("digits", "softmax", 100_000, 0, 2), Run("digits", ROWS[0], 100_000, 0, 2)
     lines: list[str] = []
-    runner = GridRunner(grid, paths=DIGITS, minutes=1, whole_runs=True, tell=lines.append)
+    runner = GridRunner(grid, paths=DIGITS, minutes=1, whole_runs=True, log=lines.append)
     walls = [json.loads((grid / run.name / "wall.json").read_text()) for run in RUNS]
     assert all(0 < wall["under_way"] < wall["seconds"] for wall in walls)
     epochs = [(wall["seconds"] - wall["under_way"]) / CHECK_EPOCHS for wall in walls]
@@ -170,7 +170,7 @@ def test_what_another_process_makes_is_skipped(file: str, tmp_path: Path, hold: 
     folder.mkdir()
     hold(folder / file)
     lines: list[str] = []
-    outcome = GridRunner(tmp_path, paths=DIGITS, tell=lines.append).make(RUNS[:1])
+    outcome = GridRunner(tmp_path, paths=DIGITS, log=lines.append).make(RUNS[:1])
     assert (outcome.elsewhere, outcome.left, outcome.failed) == ([folder.name], [folder.name], [])
     assert lines == [f"another process is making {folder.name}: skipped"]
     assert not (folder / "log.txt").exists()
@@ -182,12 +182,12 @@ def test_a_run_whose_folder_was_locked_while_it_started_has_not_failed(
     folder = tmp_path / RUNS[0].name
     lines: list[str] = []
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         if line.startswith("inline train"):
             hold(folder / LOCK)
         lines.append(line)
 
-    outcome = GridRunner(tmp_path, paths=DIGITS, settings=["device=cpu"], tell=tell).make(RUNS[:1])
+    outcome = GridRunner(tmp_path, paths=DIGITS, settings=["device=cpu"], log=log).make(RUNS[:1])
     assert (outcome.elsewhere, outcome.failed) == ([folder.name], [])
     assert f"trains in {folder}: wait for it" in (folder / "log.txt").read_text()
     assert not has_failed(folder)

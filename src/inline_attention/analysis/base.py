@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Batches = Iterable[tuple[Tensor, Tensor | None]]  # images (B, C, H, W), normalised, and their labels
 Table = tuple[Sequence[str], Sequence[Sequence[object]]]  # header and lines
-OnImages = Callable[[int], None]  # hears how many images are done
+OnImages = Callable[[int], None]  # called with the number of images done since the last call
 Progress = Callable[[str], AbstractContextManager[OnImages]]
 
 
@@ -112,7 +112,7 @@ class Analysis:
         raise NotImplementedError(f"{type(self).__name__} has no picture")
 
     def run(self, subjects: Sequence[Subject], *, progress: Progress) -> Findings:
-        from . import figures  # noqa: F401  # a missing matplotlib is told before anything is measured
+        from . import figures  # noqa: F401  # a missing matplotlib is an error before anything is measured
 
         results = {}
         for subject in subjects:

@@ -1,6 +1,6 @@
 """The attention layers of a running model, one by one.
 
-Nothing in a model is changed: hooks hear what goes into its attention modules and what comes out, and the weights are
+Nothing in a model is changed: hooks see what goes into its attention modules and what comes out, and the weights are
 computed again from it. An attention of this library writes itself out (`Attention.write_out`); `timm_models` does so
 for the softmax attention of timm's vision transformers and Swins.
 """
@@ -90,19 +90,20 @@ def _hooks(
 ) -> Iterator[None]:
     """Hands each of the named layers to `on_layer` when it has run, and puts what that returns in place of its output.
 
-    A block is heard first: it knows how the map around a window was cut, which the attention in it is not told.
+    The hook of a block runs before that of its attention. It records how the map was cut into windows, which the
+    attention does not know.
     """
     plans: dict[nn.Module, WindowPlan | None] = {}
     vit_map = timm_models.VitMap()
 
-    def hear_images(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def read_grid(module: nn.Module, args: tuple[Any, ...]) -> None:
         vit_map.read(module, args[0])
 
-    def hear_block(block: Any, args: tuple[Any, ...]) -> None:
+    def record_plan(block: Any, args: tuple[Any, ...]) -> None:
         is_own = isinstance(block, Block)
         plans[block.attn] = block.window_plan(args[1]) if is_own else timm_models.window_plan(block, args[0])
 
-    def hear_attention(name: str) -> Callable[..., Tensor | None]:
+    def attention_hook(name: str) -> Callable[..., Tensor | None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             plan = plans.get(module)
             if isinstance(module, Attention):
@@ -115,12 +116,12 @@ def _hooks(
         return hook
 
     with ExitStack() as stack:
-        handles = [model.register_forward_pre_hook(hear_images)]
+        handles = [model.register_forward_pre_hook(read_grid)]
         for module in model.modules():
             if isinstance(module, (Block, timm_models.WINDOWED_BLOCK)):
-                handles.append(module.register_forward_pre_hook(hear_block))
+                handles.append(module.register_forward_pre_hook(record_plan))
         for name in names:
-            handles.append(model.get_submodule(name).register_forward_hook(hear_attention(name), with_kwargs=True))
+            handles.append(model.get_submodule(name).register_forward_hook(attention_hook(name), with_kwargs=True))
         for handle in handles:
             stack.callback(handle.remove)
         yield

@@ -67,9 +67,9 @@ def html_report(
             f'<img alt="{found.name}" src="data:image/png;base64,{picture}">',
             _table(found.summaries),
         ]
-        given = {key: value for key, value in found.parameters.items() if value is not None}
-        if given:
-            words = ", ".join(f"{key} = {_cell(value)}" for key, value in given.items())
+        parameters = {key: value for key, value in found.parameters.items() if value is not None}
+        if parameters:
+            words = ", ".join(f"{key} = {_cell(value)}" for key, value in parameters.items())
             parts.append(f'<p class="small">{words}</p>')
         parts.append("</section>")
     return "\n".join([*parts, "</body></html>", ""])

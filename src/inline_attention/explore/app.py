@@ -132,7 +132,7 @@ class App:
         head = None if body.get("head") is None else _integer(body, "head", MAX_HEADS)
         x, y = (_fraction(body, key) for key in ("x", "y"))
         with self._gate.turn():
-            found = self._maps.look(name, picture.image, model=model, layer=layer, head=head, x=x, y=y)
+            found = self._maps.attention_map(name, picture.image, model=model, layer=layer, head=head, x=x, y=y)
         return Response.json(dataclasses.asdict(found))
 
     def _cost(self, request: Request) -> Response:

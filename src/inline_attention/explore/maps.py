@@ -53,10 +53,11 @@ class Maps:
         self._layers: OrderedDict[tuple[str, int, int], LayerAttention] = OrderedDict()
         self.layer_counts = [len(layer_names(subject.model)) for subject in subjects]
 
-    def look(
+    def attention_map(
         self, name: str, image: Image.Image, *, model: int, layer: int, head: int | None, x: float, y: float
     ) -> AttentionMap:
-        """
+        """What the token at a point of a picture gives to the others.
+
         Args:
             name: of the picture, the same for the same image.
             model, layer: their numbers.

@@ -36,19 +36,19 @@ def load_subjects(weights: Sequence[str] = (), *, device: torch.device) -> list[
     Files must be safetensors that say how their model was built, as `inline train` writes them. Where none are named,
     those that come with the package are taken.
     """
-    given: dict[str, Subject] = {}
+    loaded: dict[str, Subject] = {}
     for file in weights or [str(shipped_weights(name)) for name in shipped_models()]:
         subject = _load(file)
-        if subject.kind in given:
+        if subject.kind in loaded:
             raise ValueError(
-                f"{given[subject.kind].weights} and {subject.weights} both have {subject.kind} attention; "
+                f"{loaded[subject.kind].weights} and {subject.weights} both have {subject.kind} attention; "
                 "expected one file for each attention"
             )
-        given[subject.kind] = subject
-    like = next(iter(given.values()), None)
-    missing = {kind: _random(kind, like) for kind in DEIT_TINY if kind not in given}
-    others = [kind for kind in given if kind not in DEIT_TINY]
-    subjects = [(given | missing)[kind] for kind in (*DEIT_TINY, *others)]
+        loaded[subject.kind] = subject
+    like = next(iter(loaded.values()), None)
+    missing = {kind: _random(kind, like) for kind in DEIT_TINY if kind not in loaded}
+    others = [kind for kind in loaded if kind not in DEIT_TINY]
+    subjects = [(loaded | missing)[kind] for kind in (*DEIT_TINY, *others)]
     for subject in subjects:
         subject.model.to(device).eval().requires_grad_(False)
     return subjects

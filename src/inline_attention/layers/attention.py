@@ -255,7 +255,7 @@ class Attention(nn.Module):
             num_prefix_tokens=self.num_prefix_tokens,
             q=q,
             k=k,
-            v=v if token_mask is None else v.masked_fill(~token_mask[:, :, None, None], 0),
+            v=zero_absent(v, token_mask),
             local=tuple(self.local_terms(self.local_weight(x, token_mean, token_mask))),
             token_mask=token_mask,
             matrix=matrix,

@@ -114,10 +114,10 @@ class Windows(NamedTuple):
 
 def to_windows(x: Tensor, plan: WindowPlan, padding: Padding | None = None) -> Windows:
     """Cuts a map (B, H, W, C), of a padded batch where `padding` is given."""
-    token_mask = None
     if padding is not None:
         present = plan.pad_and_shift(padding.token_mask.unflatten(1, plan.size)[..., None], padding.sizes)
         return Windows(plan.cut(plan.pad_and_shift(x, padding.sizes)), plan.cut(present)[..., 0])
+    token_mask = None
     if not all(is_equal(n, 0) for n in plan.padding()):
         present = plan.pad_and_shift(torch.ones((1, *plan.size, 1), dtype=torch.bool, device=x.device))
         token_mask = plan.cut(present)[..., 0].repeat(x.shape[0], 1)

@@ -39,7 +39,7 @@ def hf_arguments(
             "the model was changed since it was built, in a way that timm cannot repeat (layers were pruned, or the "
             "input size was set): build it with the arguments it should have, and load its weights with load_weights"
         )
-    cfg: dict[str, Any] = dict(model.pretrained_cfg)  # type: ignore[arg-type]  # timm's builder sets it
+    cfg: Any = model.pretrained_cfg  # timm's builder sets it
     left_out = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture")
     cfg = {key: value for key, value in cfg.items() if key not in left_out and value is not None}
     cfg |= {"input_size": (model.in_chans, *model.img_size), "num_classes": model.num_classes, **(preprocessing or {})}

@@ -88,7 +88,7 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         if token_mask is not None:
             mask = mask.masked_fill(~keys_to_attend(token_mask)[:, None, None, :], -torch.inf)
         out = self.softmax_rows(q, k, v, mask=mask.to(q.dtype))
-        return self.proj_drop(self.proj(out.flatten(2)))
+        return self.merge(out)
 
     def score_bias(self, window: Grid, regions: Tensor | None) -> Tensor:
         """What is added to the scores of each pair of tokens → (B·windows or 1, heads, N, N)"""

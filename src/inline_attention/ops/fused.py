@@ -283,7 +283,7 @@ def run_forward(
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
             *_strides(plan.packed, q, k, v, out),
             **mapped, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=tile_columns(width),
-            **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.forward_stages),
+            **_step_settings(plan, q.dtype, CONFIG.fused_warps, CONFIG.forward_stages),
         )  # fmt: skip
         return out, state, means
     size = plan.block_channels * (plan.block_channels + 4)
@@ -292,9 +292,9 @@ def run_forward(
     launch(forward.state_kernel, (plan.programs, parts.number))(
         k, v, masks[0], sequences, sums, plan.tokens, height, width, plan.blocks, channels,
         *_strides(plan.packed, k, v),
-        **mapped, **products, CENTRE=centre, **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
+        **mapped, **products, CENTRE=centre, **_step_settings(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
-    block = _summed(plan, parts)
+    block = _sum_settings(plan, parts)
     launch(forward.finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
         sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
         **common, **block, CENTRE=centre,
@@ -306,13 +306,13 @@ def run_forward(
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
         *strides,
         **mapped, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns, WIDE=tiles.wide(strides),
-        **_pace(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
+        **_step_settings(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
     return out, state, means
 
 
-def _pace(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, int]:
-    """Tokens per step, warps and stages: as configured for blocks of 32 channels, with more warps for 64.
+def _step_settings(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, int]:
+    """Launch settings of a kernel that steps over tokens: as configured for 32 channels, with more warps for 64.
 
     A state of 128² takes the registers of eight warps and most of the shared memory, so steps are short and not
     pipelined there. Float32 products are unrolled over a step, which must be short for registers to hold it.
@@ -325,8 +325,8 @@ def _pace(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, 
     return dict(BN=tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
 
 
-def _summed(plan: Plan, parts: Parts) -> dict[str, int]:
-    """How many parts, and rows of the state, one program sums.
+def _sum_settings(plan: Plan, parts: Parts) -> dict[str, int]:
+    """Launch settings of a kernel that adds the parts: how many of them, and rows of the state, a program sums.
 
     It sums all parts at once if there are not too many, and few rows, so that registers hold them and many programs
     share the work. Warps are few, so that a thread sums most parts by itself.
@@ -379,7 +379,7 @@ def run_backward(
             plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
             **mapped, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, LAYOUT=layout,
             BW=tile_columns(width),
-            **_pace(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
+            **_step_settings(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
         return [*grads, grad_local]
     size = plan.block_channels * (plan.block_channels + 10)
@@ -392,9 +392,9 @@ def run_backward(
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
         *_strides(plan.packed, q, v, g),
         **mapped, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
-        **_pace(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
+        **_step_settings(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
-    block = _summed(plan, parts)
+    block = _sum_settings(plan, parts)
     launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
         sums, count, sequences, grad_state, grad_mean, grad_local,
         plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
@@ -407,7 +407,7 @@ def run_backward(
         plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
         *strides,
         **mapped, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
-        **_pace(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
+        **_step_settings(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
     )  # fmt: skip
     return [*grads, grad_local]
 

@@ -217,8 +217,9 @@ def _differentiable_backward(
     `backward` treats the state as a constant. Here autograd records the forward pass, state included.
     """
     # Views, so that one tensor given as q and as k gets the gradient of each.
-    inputs = [None if x is None else x.view_as(x) for x in (q, k, v, local_weight)]
-    q, k, v, local_weight = inputs  # type: ignore[assignment]  # q, k and v are tensors
+    q, k, v = (x.view_as(x) for x in (q, k, v))
+    local_weight = None if local_weight is None else local_weight.view_as(local_weight)
+    inputs = (q, k, v, local_weight)
     # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN where an absent token is.
     cleaned = (zero_absent(q, query_mask), zero_absent(k, token_mask), zero_absent(v, token_mask), local_weight)
     out, _ = forward(*cleaned, token_mask, query_mask, **options)

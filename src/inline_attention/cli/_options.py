@@ -32,6 +32,10 @@ def add_img_size(parser: argparse.ArgumentParser, *, default: str = "the model's
     )
 
 
+def add_eval_transform(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
+
+
 def add_loading(parser: argparse.ArgumentParser, *, batch_size: int | None = None) -> None:
     """--workers, and --batch-size where a command has batches."""
     if batch_size is not None:

@@ -8,6 +8,7 @@ import argparse
 
 from inline_attention.cli._options import (
     add_device,
+    add_eval_transform,
     add_img_size,
     add_loading,
     add_precision,
@@ -23,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME")
     parser.add_argument("--split", default="val", help="split to evaluate on (default: val)")
     add_img_size(parser)
-    parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
+    add_eval_transform(parser)
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
     parser.add_argument("--num-classes", type=int, help="of data that do not list their classes (wds/)")
     add_loading(parser, batch_size=64)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inline_attention.cli._options import (
     add_device,
+    add_eval_transform,
     add_img_size,
     add_loading,
     add_precision,
@@ -31,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_weights(parser, otherwise="those of the package")
     parser.add_argument("--topk", type=int, default=5, help="classes to show for each image (default: 5)")
     add_img_size(parser)
-    parser.add_argument("--eval-transform", choices=("published", "timm", "resize"), help="default: the weights' own")
+    add_eval_transform(parser)
     add_loading(parser, batch_size=32)
     add_device(parser)
     add_precision(parser, default="fp32")

@@ -29,10 +29,10 @@ class TooManyPixels(UnreadableImage):
     """An image above the pixel limit, refused before its pixels are decoded."""
 
 
-def read_image(path: str | Path, *, in_chans: int = 3) -> Image.Image:
-    """Decode an image file, as `decode_image` does."""
+def read_image(path: str | Path) -> Image.Image:
+    """Decode an image file to "RGB", as `decode_image` does."""
     with open_file(path) as file:
-        return decode_image(file, in_chans=in_chans)
+        return decode_image(file, in_chans=3)
 
 
 def open_file(path: str | Path) -> BinaryIO:

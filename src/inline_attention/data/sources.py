@@ -83,7 +83,7 @@ def check_same_classes(train: Source, val: Source, *, train_split: str, val_spli
     only_val = sorted(set(val.class_names) - set(train.class_names), key=natural_key)
     raise ValueError(
         f"splits {train_split!r} and {val_split!r} have different classes: "
-        f"only in {train_split!r}: {_some(only_train)}; only in {val_split!r}: {_some(only_val)}. "
+        f"only in {train_split!r}: {list_some(only_train)}; only in {val_split!r}: {list_some(only_val)}. "
         "Both need the same classes"
     )
 
@@ -229,7 +229,7 @@ class ZipSource:
         missing = [path for path in paths if path not in members]
         if missing:
             what = f"{len(missing)} of {len(paths)} images of the map are not in {str(archive)!r}"
-            raise ValueError(f"{what}: {_some(missing)}")
+            raise ValueError(f"{what}: {list_some(missing)}")
         chosen = [members[path] for path in paths]
         readable = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
         if any(member.compress_type not in readable or member.flag_bits & 1 for member in chosen):
@@ -456,7 +456,7 @@ def label_map(data_classes: list[str], *, named: bool, model_classes: list[str])
     if unknown:
         raise ValueError(
             f"{len(unknown)} of the {len(data_classes)} classes of the data are not among the model's "
-            f"{len(model_classes)}: {_some(unknown)}; the model knows {_some(model_classes)}"
+            f"{len(model_classes)}: {list_some(unknown)}; the model knows {list_some(model_classes)}"
         )
     return np.array([positions[name] for name in data_classes])
 
@@ -499,13 +499,12 @@ def _check_every_class_has_images(labels: np.ndarray, class_names: list[str], *,
     counts = np.bincount(labels, minlength=len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty:
-        raise ValueError(f"{len(empty)} class(es) without images in {where}: {_some(empty)}; remove or fill them")
+        raise ValueError(f"{len(empty)} class(es) without images in {where}: {list_some(empty)}; remove or fill them")
 
 
-def _some(names: Sequence[str], count: int = 5) -> str:
+def list_some(names: Sequence[str], *, most: int = 5) -> str:
     """The first names, for a message."""
     if not names:
         return "none"
-    return ", ".join(repr(name) for name in names[:count]) + (
-        f" and {len(names) - count} more" if len(names) > count else ""
-    )
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more

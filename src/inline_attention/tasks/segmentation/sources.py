@@ -8,7 +8,7 @@ import numpy as np
 from timm.utils.misc import natural_key
 
 from inline_attention.data.decode import UnreadableImage, load_upright, open_file, open_image, read_image, reason
-from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files
+from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files, list_some
 from inline_attention.tasks.segmentation.config import Layout, SegmentDataConfig
 
 IGNORED = 255  # in every mask that a source returns, whatever number the files use; at most 255 classes are possible
@@ -115,7 +115,7 @@ def _match(images: Path, masks: Path, image_ending: str = "", mask_ending: str =
         raise ValueError(f"no images in {images}")
     without = [str(path) for name, path in image_of.items() if name not in mask_of]
     if without:
-        raise ValueError(f"{len(without)} image(s) without a mask in {masks}: {_some(without)}")
+        raise ValueError(f"{len(without)} image(s) without a mask in {masks}: {list_some(without, most=3)}")
     return [Pair(path, mask_of[name]) for name, path in image_of.items()]
 
 
@@ -203,7 +203,3 @@ def _listed_names(config: SegmentDataConfig, root: Path) -> list[str]:
 def _describe(labels: np.ndarray) -> str:
     counted = np.flatnonzero((labels >= 0) & (labels != IGNORED))
     return f"the numbers {counted[0]} to {counted[-1]}"
-
-
-def _some(names: Sequence[str], count: int = 3) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

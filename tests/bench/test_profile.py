@@ -43,7 +43,7 @@ def test_kinds(kernel: str, kind: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the kernels need Triton to be imported")
-@pytest.mark.parametrize("module", ["forward", "backward", "taps"])
+@pytest.mark.parametrize("module", ["forward", "backward", "local_weight"])
 def test_our_kernels_are_attention(module: str) -> None:
     kernels = [
         name
@@ -143,5 +143,5 @@ def test_kernels_in_cuda_graphs() -> None:
     setting = bench.Setting("inline_deit_tiny", 224, 1, training=False)
     options = dict(contenders=["fused"], mode="reduce-overhead", device=torch.device("cuda"), dtype=torch.bfloat16)
     launches = {r.kernel: r.launches for r in profile.run_setting(setting, **options)}
-    assert launches["taps_kernel"] == 12, launches  # one a block
+    assert launches["local_weight_kernel"] == 12, launches  # one a block
     assert sum(n for name, n in launches.items() if profile.kind_of(name) == "matrix products") >= 4 * 12, launches

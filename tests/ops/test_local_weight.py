@@ -1,16 +1,14 @@
-"""The taps' kernel against the layers that it replaces, in float64. Without a GPU it runs in Triton's interpreter."""
+"""The kernel of the local weight against the reference in float64. Without a GPU it runs in Triton's interpreter."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from kernel_cases import DEVICE, DTYPES, GPU
+
 from inline_attention.layers import LocalWeight
 from inline_attention.ops import fused_local_weight
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 
 
 def make_layer(batch, heads, head_dim):
@@ -20,8 +18,8 @@ def make_layer(batch, heads, head_dim):
 
 def run(layer, mean, grad, make):
     mean = mean.detach().requires_grad_()
-    taps = make(layer, mean)
-    return [taps, *torch.autograd.grad(taps, [mean, *layer.parameters()], grad.to(taps.dtype))]
+    weight = make(layer, mean)
+    return [weight, *torch.autograd.grad(weight, [mean, *layer.parameters()], grad.to(weight.dtype))]
 
 
 def by_kernel(layer, mean):
@@ -30,9 +28,8 @@ def by_kernel(layer, mean):
     )
 
 
-@pytest.fixture
-def by_layers():
-    return lambda layer, mean: layer(mean, backend="reference")
+def by_reference(layer, mean):
+    return layer(mean, backend="reference")
 
 
 SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128)]
@@ -40,16 +37,16 @@ SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128)]
 
 @pytest.mark.parametrize(("batch", "heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_taps_and_gradients(batch, heads, head_dim, dtype, by_layers):
-    """At most twice the error of the layers under autocast, and one rounding of the result."""
+def test_weight_and_gradients(batch, heads, head_dim, dtype):
+    """At most twice the error of the reference under autocast, and one rounding of the result."""
     layer, mean = make_layer(batch, heads, head_dim)
     grad = torch.randn(batch, heads, head_dim, 9, device=DEVICE)
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
         fast = run(layer, mean, grad, by_kernel)
-        plain = run(layer, mean, grad, by_layers)
-    exact = run(layer.double(), mean.double(), grad.double(), by_layers)
+        plain = run(layer, mean, grad, by_reference)
+    exact = run(layer.double(), mean.double(), grad.double(), by_reference)
     assert fast[0].dtype == dtype
-    names = ("taps", "mean", *(name for name, _ in layer.named_parameters()))
+    names = ("local weight", "mean", *(name for name, _ in layer.named_parameters()))
     for name, x, y, z in zip(names, exact, plain, fast, strict=True):
         error, allowed = (z - x).norm(), 2 * (y - x).norm() + torch.finfo(dtype).eps * x.norm()
         assert error <= allowed, f"{name}: {error / x.norm():.2e}, allowed {allowed / x.norm():.2e}"
@@ -70,7 +67,7 @@ def test_a_mean_of_another_width_is_refused(shape, backend):
 
 
 def test_a_module_takes_the_backend_it_is_set_to():
-    """The attention's, for its taps too."""
+    """The attention's, for its local weight too."""
     from inline_attention.layers import InLineAttention
 
     torch.manual_seed(0)
@@ -92,20 +89,20 @@ def test_refuses_forward_mode_differentiation():
         torch.func.jvp(lambda mean: by_kernel(layer, mean), (mean,), (mean,))
 
 
-def test_compiles_as_one_graph(by_layers):
+def test_compiles_as_one_graph():
     layer, mean = make_layer(3, 2, 16)
     compiled = torch.compile(by_kernel, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     grad = torch.randn(3, 2, 16, 9, device=DEVICE)
-    for one, other in zip(run(layer, mean, grad, compiled), run(layer, mean, grad, by_layers), strict=True):
+    for one, other in zip(run(layer, mean, grad, compiled), run(layer, mean, grad, by_reference), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_flop_formula(by_layers):
+def test_flop_formula():
     from torch.utils.flop_counter import FlopCounterMode
 
     layer, mean = make_layer(3, 2, 16)
     counts = []
-    for make in (by_kernel, by_layers):
+    for make in (by_kernel, by_reference):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             make(layer, mean)
         counts.append(counter.get_total_flops())

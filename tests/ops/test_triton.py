@@ -233,18 +233,18 @@ def test_no_query(path):
     assert not torch.autograd.grad(out.sum(), k)[0].any()
 
 
-def test_frozen_taps(path):
-    """Their gradient is neither computed nor returned, and the others are what they are with it."""
+def test_a_frozen_local_weight(path):
+    """Its gradient is neither computed nor returned. The other gradients do not change."""
     from torch.utils.flop_counter import FlopCounterMode
 
     qkv, weight, grad, options = make_inputs(1, (3, 5), 1, 2, 16, torch.float32)
     qkv.requires_grad_()
     results, flops = [], []
     for frozen in (False, True):
-        taps = weight.clone().requires_grad_(not frozen)
+        local_weight = weight.clone().requires_grad_(not frozen)
         with FlopCounterMode(display=False) as counter:
-            out = inline_attention(*qkv.unbind(2), local_weight=taps, backend="triton", **options)
-            results.append(torch.autograd.grad(out, qkv if frozen else [qkv, taps], grad)[0])
+            out = inline_attention(*qkv.unbind(2), local_weight=local_weight, backend="triton", **options)
+            results.append(torch.autograd.grad(out, qkv if frozen else [qkv, local_weight], grad)[0])
         flops.append(counter.get_total_flops())
     assert torch.equal(*results)
     assert flops[0] - flops[1] == 2 * qkv.shape[1] * 32 * 9
@@ -272,7 +272,7 @@ def test_no_more_parts_than_work():
 
 @pytest.mark.parametrize("grid", [(1, 70), (2, 50)])
 def test_few_long_rows(grid, monkeypatch):
-    """The sums of the taps' gradient are shared out by columns too."""
+    """Programs share the sums of the local weight's gradient by columns too."""
     monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(fused_tokens=0, state_programs=8))
     check(*make_inputs(1, grid, 1, 1, 16, torch.float32))
 

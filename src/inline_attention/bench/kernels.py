@@ -11,7 +11,7 @@ from .record import table
 from .timing import profiled
 
 # What a kernel must read and write, in units of the bytes of one of q, k, v, where φ is the identity. What it has
-# beside that (states, sums, taps) does not grow with the tokens.
+# beside that (states, sums, local weights) does not grow with the tokens.
 UNITS = {
     "forward_kernel": 4,  # q, k, v → out
     "state_kernel": 2,  # k, v →

@@ -31,7 +31,7 @@ KINDS = (
     (r"^triton_tem_\w*mm", PRODUCTS),  # Inductor's templates, which max-autotune tries
     (r"^triton_tem_\w*conv", "convolutions"),
     (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's, whose names list all that was fused
-    (rf"^({'|'.join(UNITS)}|taps_kernel)$", "attention"),  # ours
+    (rf"^({'|'.join(UNITS)}|local_weight_kernel)$", "attention"),  # ours
     (r"flash|fmha|sdpa|scaled_dot_product|inline_?attention", "attention"),
     (r"conv(?!ert)|fprop|dgrad|wgrad", "convolutions"),
     (r"gemm|gemv|nvjet|cutlass|splitk|^aten::b?(add)?b?mm$|mkl\w*_linear", PRODUCTS),

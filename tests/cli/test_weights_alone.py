@@ -73,4 +73,4 @@ def test_a_file_that_does_not_say(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main([*command, "--weights", str(tmp_path / "other.pth")]) == 2
         assert "does not say which model it is for" in capsys.readouterr().err
     assert main(["info"]) == 2
-    assert "give the name of a model, or --weights" in capsys.readouterr().err
+    assert "there is neither a model nor a weights file" in capsys.readouterr().err

@@ -309,7 +309,7 @@ def test_errors_of_ours_are_no_stack_traces(
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(server.app._maps, "look", fail)
+    monkeypatch.setattr(server.app._maps, "attention_map", fail)
     status, content, _ = ask(server, "POST", "/api/map", QUERY)
     assert status == 500
     assert "secret" not in content["error"]

@@ -123,7 +123,7 @@ def create(**kwargs: Any) -> Any:
 
 def test_it_is_listed_and_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert NAME in inline_attention.list_models()
-    assert main(["models", "*toy*", "--json"]) == 0
+    assert main(["models", "*toy*", "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["img_size"], row["attention"], row["weights"]) == (64, "II", False)
     assert main(["info", NAME]) == 0

@@ -9,7 +9,9 @@ from inline_attention.ops import (
     inline_attention,
     inline_attention_packed,
     linear_attention,
+    linear_attention_packed,
     set_backend,
+    tangent_attention,
     use_backend,
 )
 from inline_attention.optimize import optimize
@@ -24,11 +26,13 @@ __all__ = [
     "inline_attention",
     "inline_attention_packed",
     "linear_attention",
+    "linear_attention_packed",
     "list_models",
     "load_model",
     "load_weights",
     "optimize",
     "save_weights",
     "set_backend",
+    "tangent_attention",
     "use_backend",
 ]

@@ -20,7 +20,7 @@ from inline_attention.ops import (
     linear_attention,
     local_residual,
 )
-from inline_attention.ops.attention import _warn_of_order
+from inline_attention.ops.checks import warn_of_order
 
 MAPS = sorted(FEATURE_MAPS)
 # Tokens of a 4×5 map behind one prefix token.
@@ -657,7 +657,7 @@ def test_a_hint_at_rows_in_the_order_of_pytorchs_attention(attend: Callable[...,
     rows = qkv()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _warn_of_order.cache_clear()
+        warn_of_order.cache_clear()
         attend(*rows)
         attend(rows[0][:, :2], *rows[1:])
         with pytest.raises(UserWarning, match=r"pass x\.transpose\(1, 2\)"):

@@ -4,7 +4,7 @@ A new attention is a registered subclass of `Attention`, which every model then 
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,18 @@ from inline_attention.ops import (
     FEATURE_MAPS,
     Backend,
     Grid,
+    Normalization,
     attention_matrix,
-    inline_attention_projected,
+    linear_attention_projected,
     local_residual,
 )
-from inline_attention.ops.attention import check_mask
 from inline_attention.ops.backends import check_backend
+from inline_attention.ops.checks import check_mask
 from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import accumulation_dtype, linear_attention, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, zero_absent
 from inline_attention.ops.tracing import is_exporting
 
 from .local import LocalTerm, LocalWeight, ParameterPair
@@ -292,15 +293,12 @@ class Attention(nn.Module):
         return [LocalTerm(local_weight.flatten(1, 2).unflatten(2, (3, 3)), bias)]
 
 
-@register_attention
-class InLineAttention(Attention):
-    """InLine attention, by default with its local residual. See `Attention` for the arguments."""
+class FusedAttention(Attention):
+    """An attention that is one call of `linear_attention`, its local residual included. A subclass names its kind."""
 
-    kind = "inline"
+    normalization: ClassVar[Normalization]
+    matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
     follows = ("feature_map", "local_residual")
-
-    def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
-        super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)
 
     def attend(
         self,
@@ -310,8 +308,9 @@ class InLineAttention(Attention):
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
-        return inline_attention_projected(
+        return linear_attention_projected(
             *projections,
+            normalization=self.normalization,
             feature_map=self.feature_map,
             scale=self.scale,
             local_weight=local_weight,
@@ -323,12 +322,24 @@ class InLineAttention(Attention):
         )
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
-        options: dict[str, Any] = dict(kind="inline", feature_map=self.feature_map, scale=self.scale)
+        options: dict[str, Any] = dict(kind=self.matrix_kind, feature_map=self.feature_map, scale=self.scale)
         return attention_matrix(q[:, rows], k, pair_mask=mask, **options)
 
 
 @register_attention
-class LinearAttention(Attention):
+class InLineAttention(FusedAttention):
+    """InLine attention, by default with its local residual. See `Attention` for the arguments."""
+
+    kind = "inline"
+    normalization = "subtract"
+    matrix_kind = "inline"
+
+    def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)
+
+
+@register_attention
+class LinearAttention(FusedAttention):
     """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default.
 
     With a φ that can be negative ("identity", "leaky_relu") the divisor passes through zero, and outputs grow without
@@ -336,16 +347,11 @@ class LinearAttention(Attention):
     """
 
     kind = "linear"
-    follows = ("feature_map", "local_residual")
+    normalization = "divide"
+    matrix_kind = "linear"
 
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:
         super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
-
-    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        return linear_attention(q, k, v, token_mask, token_mask, feature_map=get_feature_map(self.feature_map))
-
-    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
-        return attention_matrix(q[:, rows], k, kind="linear", feature_map=self.feature_map, pair_mask=mask)
 
 
 @register_attention

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import FEATURE_MAPS, Grid, attention_matrix
+from inline_attention.ops import Grid, attention_matrix, linear_attention
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import accumulation_dtype, linear_attention, without_autocast, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
 
 from .attention import Attention, register_attention
 from .embed import resize_map
@@ -168,7 +168,7 @@ class EnhancedAttention(Attention):
         self.conv = MapConv(dim)
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        out = linear_attention(q, k, v, token_mask, token_mask, feature_map=FEATURE_MAPS["relu"])
+        out = linear_attention(q, k, v, token_mask=token_mask, query_mask=token_mask, backend=self.backend)
         v = zero_absent(v, token_mask)
         return out + self.conv.on_tokens(v, grid, num_prefix_tokens=self.num_prefix_tokens)
 

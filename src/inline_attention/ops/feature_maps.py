@@ -1,7 +1,7 @@
 """The feature maps φ of linear attention that have no parameters, each for PyTorch and for the Triton kernels.
 
-A new φ is an entry of `FEATURE_MAPS`, which runs on the reference backend. For the kernels, add a branch to the three
-Triton functions below and name that branch in the entry's `kernel`.
+A new φ is an entry of `FEATURE_MAPS`. PyTorch then applies it before the kernels. To have it inside them, add a branch
+to the Triton functions below and name that branch in the entry's `kernel`.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,29 @@ EXP_RATE = 0.2
 
 
 class FeatureMap(NamedTuple):
-    """φ, applied element by element in the dtype of its input."""
+    """φ of the last dimension, in the dtype of its input."""
 
     apply: Callable[[Tensor], Tensor]  # φ(x)
     backward: Callable[[Tensor, Tensor], Tensor]  # (x, grad) → φ'(x)·grad
-    kernel: str | None = None  # its branch in the Triton functions below; None: the kernels do not have it
+    kernel: str | None = None  # its branch in the Triton functions below; None: PyTorch applies φ before the kernels
+    expansion: int = 1  # features for each channel of x
 
 
 def _leaky_relu_backward(x: Tensor, grad: Tensor) -> Tensor:
     return torch.where(x > 0, grad, LEAKY_SLOPE * grad)
+
+
+def _elu_plus_one_backward(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.where(x > 0, grad, torch.exp(x.clamp(max=0)) * grad)
+
+
+def _signed_halves(x: Tensor) -> Tensor:
+    return torch.cat([F.relu(x), F.relu(-x)], -1)
+
+
+def _signed_halves_backward(x: Tensor, grad: Tensor) -> Tensor:
+    positive, negative = grad.chunk(2, -1)
+    return positive * (x > 0) - negative * (x < 0)
 
 
 FEATURE_MAPS: dict[str, FeatureMap] = {
@@ -40,6 +54,8 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
     "exp": FeatureMap(
         lambda x: torch.exp(EXP_RATE * x), lambda x, grad: EXP_RATE * torch.exp(EXP_RATE * x) * grad, "exp"
     ),
+    "elu_plus_one": FeatureMap(lambda x: F.elu(x) + 1, _elu_plus_one_backward, "elu_plus_one"),
+    "signed_halves": FeatureMap(_signed_halves, _signed_halves_backward, expansion=2),
 }
 """φ by name."""
 

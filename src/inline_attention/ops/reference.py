@@ -1,10 +1,10 @@
-"""InLine attention in plain PyTorch. It runs on a CPU, it is what exporters see, and the kernels are compared with it.
+"""Linear attention in plain PyTorch. It runs on a CPU, it is what exporters see, and the kernels are compared with it.
 
 Everything is computed in at least float32, for every input dtype and under autocast. Sums over an image of products of
 keys and values leave the range of half precision, and centring them in half precision loses the signal.
 
 q, k and v come as (B, N, heads, d). They are copied once to (B, heads, N, d), the layout of batched products, so that
-every later pass reads contiguous memory. The state S is (B, heads, d, d), token means are (B, heads, 1, d).
+every later pass reads contiguous memory. The state S is (B, heads, d, e), token means are (B, heads, 1, d).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +22,25 @@ from .tracing import is_exporting
 LINEAR_EPS = 1e-6
 
 
-class State(NamedTuple):
-    """What all queries of a sample share: out = φ(q)·covariance + v_mean."""
+class Inputs(NamedTuple):
+    """The tensors of a call, checked."""
 
-    covariance: Tensor  # (B, heads, d, d): (s/n) Σ_j (φ(k_j) − k̄)(v_j − v̄)ᵀ
+    q: Tensor  # (B, Nq, heads, d)
+    k: Tensor  # (B, N, heads, d)
+    v: Tensor  # (B, N, heads, e)
+    local_weight: Tensor | None = None  # (B, heads, e, 9)
+    token_weight: Tensor | None = None  # (B, heads, N): shares, of sum one
+    query_offset: Tensor | None = None  # (B, 1, heads, d)
+    token_mask: Tensor | None = None  # (B, N) bool
+    query_mask: Tensor | None = None  # (B, Nq) bool
+
+
+class State(NamedTuple):
+    """What all queries of a sample share: out = g(z)·φ(q)·covariance + f(z)·v_mean with z = s·φ(q)·k_mean."""
+
+    covariance: Tensor  # (B, heads, d, e): s·Σ_j p_j (φ(k_j) − k̄)(v_j − v̄)ᵀ, p_j = 1/n or the token weight
     k_mean: Tensor  # (B, heads, 1, d)
-    v_mean: Tensor  # (B, heads, 1, d)
+    v_mean: Tensor  # (B, heads, 1, e)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,15 +76,56 @@ def _token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
     return token_mask.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
 
 
-def _state(k: Tensor, v: Tensor, token_mask: Tensor | None, scale: float) -> State:
+def _state(k: Tensor, v: Tensor, inputs: Inputs, scale: float) -> State:
     """k (after φ) and v, heads first, zero where absent. They are overwritten, unless something records this."""
-    count = _token_count(k, token_mask)
-    k_mean = k.sum(2, keepdim=True) / count
-    v_mean = v.sum(2, keepdim=True) / count
+    mask, weight = inputs.token_mask, inputs.token_weight
+    count = _token_count(k, mask)
     subtract = torch.sub if torch.is_grad_enabled() or is_exporting() else Tensor.sub_
-    k_centred = _zero_absent_heads_first(subtract(k, k_mean), token_mask)
-    v_centred = _zero_absent_heads_first(subtract(v, v_mean), token_mask)
-    return State(k_centred.mT @ v_centred * (scale / count), k_mean, v_mean)
+    if weight is None:
+        k_mean = k.sum(2, keepdim=True) / count
+        v_mean = v.sum(2, keepdim=True) / count
+    else:
+        shares = weight.to(k.dtype).unsqueeze(2)  # (B, heads, 1, N)
+        k_mean, v_mean = shares @ k, shares @ v
+    k_centred = _zero_absent_heads_first(subtract(k, k_mean), mask)
+    v_centred = _zero_absent_heads_first(subtract(v, v_mean), mask)
+    if weight is None:
+        return State(k_centred.mT @ v_centred * (scale / count), k_mean, v_mean)
+    return State(k_centred.mT @ (v_centred * shares.mT) * scale, k_mean, v_mean)
+
+
+def factors(z: Tensor, normalization: str, eps: Tensor | float) -> tuple[Tensor | float, Tensor | float]:
+    """g and f of out = g·φ(q)·S + f·v̄. `eps` is what "divide" adds to z."""
+    if normalization == "subtract":
+        return 1.0, 1.0
+    if normalization == "divide":
+        g = 1 / (z + eps)
+        return g, z * g
+    return 1 + _inverse(z), 1.0
+
+
+def _inverse(z: Tensor) -> Tensor:
+    """1/z, and zero for z = 0, where φ(q) is zero or orthogonal to all keys"""
+    return (1 / z.masked_fill(z == 0, 1)).masked_fill(z == 0, 0)
+
+
+def normalised_weight(token_weight: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Shares of sum one over the tokens present: (B, N, heads) → (B, heads, N), at least float32"""
+    weight = zero_absent(token_weight.to(accumulation_dtype(token_weight.dtype)), token_mask).permute(0, 2, 1)
+    total = weight.sum(2, keepdim=True)
+    return weight / total.where(total > 0, 1)
+
+
+def anchor_weight(anchor: Tensor, k: Tensor, token_mask: Tensor | None, scale: float) -> Tensor:
+    """softmax_j(s·a·k_j) over the tokens present: a (B, 1, heads, d), k (B, N, heads, d) → (B, heads, N)"""
+    dtype = accumulation_dtype(k.dtype)
+    with without_autocast(k.device):
+        scores = scale * (anchor.to(dtype) * zero_absent(k.to(dtype), token_mask)).sum(-1).permute(0, 2, 1)
+        if token_mask is None:
+            return scores.softmax(-1)
+        absent = ~token_mask[:, None]
+        # Finite, because the softmax of −inf alone, where a sample has no token, is NaN.
+        return scores.masked_fill(absent, torch.finfo(dtype).min).softmax(-1).masked_fill(absent, 0)
 
 
 def _product_plus(rows: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
@@ -92,178 +146,173 @@ def _add_map(x: Tensor, grid_map: Tensor, num_prefix_tokens: int) -> Tensor:
     return tokens if num_prefix_tokens == 0 else torch.cat([x[:, :num_prefix_tokens], tokens], dim=1)
 
 
+def _shifted_queries(inputs: Inputs, dtype: torch.dtype) -> Tensor:
+    """q less its offset, heads first"""
+    q = _heads_first(inputs.q, dtype)
+    return q if inputs.query_offset is None else q - inputs.query_offset.to(dtype).transpose(1, 2)
+
+
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    local_weight: Tensor | None,
-    token_mask: Tensor | None,
-    query_mask: Tensor | None,
+    inputs: Inputs,
     *,
+    normalization: str,
     feature_map: FeatureMap,
     scale: float,
     grid: Grid | None,
     num_prefix_tokens: int,
 ) -> tuple[Tensor, State]:
-    """The output (B, Nq, heads, d) in q's dtype, and the state it was computed from."""
+    """The output (B, Nq, heads, e) in q's dtype, and the state it was computed from."""
+    q, k, v, local_weight, token_mask = inputs.q, inputs.k, inputs.v, inputs.local_weight, inputs.token_mask
     dtype = accumulation_dtype(q.dtype)
     with without_autocast(q.device):
-        phi_q = feature_map.apply(_heads_first(q, dtype))
+        phi_q = feature_map.apply(_shifted_queries(inputs, dtype))
         phi_k = _zero_absent_heads_first(feature_map.apply(_heads_first(k, dtype)), token_mask)
         v_ = _zero_absent_heads_first(_heads_first(v, dtype), token_mask)
-        state = _state(phi_k, v_, token_mask, scale)
-        out = _product_plus(phi_q, state.covariance, state.v_mean).transpose(1, 2)
+        state = _state(phi_k, v_, inputs, scale)
+        if normalization == "subtract":
+            out = _product_plus(phi_q, state.covariance, state.v_mean)
+        else:
+            z = scale * (phi_q @ state.k_mean.mT)
+            g, f = factors(z, normalization, scale * LINEAR_EPS / _token_count(v_, token_mask))
+            out = g * (phi_q @ state.covariance) + f * state.v_mean
+        out = out.transpose(1, 2)
         if local_weight is not None:
             assert grid is not None
             v_map = _to_map(v, token_mask, dtype=dtype, grid=grid, num_prefix_tokens=num_prefix_tokens)
             out = _add_map(out, local_sum(v_map, local_weight.to(dtype).flatten(1, 2)), num_prefix_tokens)
-        return zero_absent(out, query_mask).to(q.dtype), state
+        return zero_absent(out, inputs.query_mask).to(q.dtype), state
 
 
 def backward(
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    local_weight: Tensor | None,
-    token_mask: Tensor | None,
-    query_mask: Tensor | None,
+    inputs: Inputs,
     state: State,
     *,
+    normalization: str,
     feature_map: FeatureMap,
     scale: float,
     grid: Grid | None,
     num_prefix_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and local_weight, each in its tensor's dtype."""
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the first six tensors of `inputs`, each in its tensor's dtype."""
+    q, k, v, local_weight, token_weight, query_offset, token_mask, query_mask = inputs
     dtype = accumulation_dtype(q.dtype)
     with without_autocast(q.device):
-        q_, k_ = _heads_first(q, dtype), _heads_first(k, dtype)
+        q_, k_ = _shifted_queries(inputs, dtype), _heads_first(k, dtype)
         v_ = _zero_absent_heads_first(_heads_first(v, dtype), token_mask)
         grad = _zero_absent_heads_first(_heads_first(grad_out, dtype), query_mask)
         count = _token_count(v_, token_mask)
-
         phi_q = _zero_absent_heads_first(feature_map.apply(q_), query_mask)
-        grad_covariance = phi_q.mT @ grad * (scale / count)
-        grad_q = feature_map.backward(q_, grad @ state.covariance.mT)
-        grad_k = feature_map.backward(k_, v_.sub_(state.v_mean) @ grad_covariance.mT)
-        mean_grad = grad.sum(2, keepdim=True) / count
-        k_centred = feature_map.apply(k_).sub_(state.k_mean)  # overwrites k_ for the identity
-        grad_v = _product_plus(k_centred, grad_covariance, mean_grad)
+
+        # Gradients of φ(q)·S, of v̄ and of k̄. The factor 1/n or p_j comes later.
+        grad_product = grad_base = grad
+        grad_k_mean = None
+        if normalization != "subtract":
+            eps = scale * LINEAR_EPS / count
+            z = scale * (phi_q @ state.k_mean.mT)
+            along = (grad * (phi_q @ state.covariance)).sum(-1, keepdim=True)
+            g, f = factors(z, normalization, eps)
+            grad_product, grad_base = g * grad, f * grad
+            if normalization == "divide":
+                grad_z = g * g * (eps * (grad @ state.v_mean.mT) - along)
+            else:
+                grad_z = -(_inverse(z) ** 2) * along
+            grad_k_mean = scale * (grad_z.mT @ phi_q)
+        grad_phi_q = grad_product @ state.covariance.mT
+        if grad_k_mean is not None:
+            grad_phi_q = grad_phi_q + scale * grad_z * state.k_mean
+        grad_q = feature_map.backward(q_, grad_phi_q)
+        grad_covariance = scale * (phi_q.mT @ grad_product)
+        grad_v_mean = grad_base.sum(2, keepdim=True)
+        if token_weight is None:
+            grad_covariance, grad_v_mean = grad_covariance / count, grad_v_mean / count
+            grad_k_mean = None if grad_k_mean is None else grad_k_mean / count
+
+        v_centred = v_.sub_(state.v_mean)
+        k_centred = feature_map.apply(k_) - state.k_mean
+        grad_phi_k = v_centred @ grad_covariance.mT
+        if grad_k_mean is not None:
+            grad_phi_k += grad_k_mean
+        grad_v = _product_plus(k_centred, grad_covariance, grad_v_mean)
+        grad_weight = None
+        if token_weight is not None:
+            # Without what is the same for all tokens. It changes nothing, because the shares have a sum of one.
+            grad_weight = (grad_phi_k * k_centred).sum(-1) + (v_centred @ grad_v_mean.mT).squeeze(-1)
+            if token_mask is not None:
+                grad_weight = grad_weight.masked_fill(~token_mask[:, None], 0)
+            grad_weight = grad_weight.to(token_weight.dtype)
+            share = token_weight.to(dtype).unsqueeze(-1)
+            grad_phi_k, grad_v = grad_phi_k * share, grad_v * share
+        grad_k = feature_map.backward(k_, grad_phi_k)
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in (grad_q, grad_k, grad_v))
 
-        grad_weight = None
+        grad_local = None
         if local_weight is not None:
             assert grid is not None
             layout: dict[str, Any] = dict(dtype=dtype, grid=grid, num_prefix_tokens=num_prefix_tokens)
-            grad_map, grad_weight = local_sum_backward(
+            grad_map, grad_local = local_sum_backward(
                 _to_map(grad_out, query_mask, **layout),
                 _to_map(v, token_mask, **layout),
                 local_weight.to(dtype).flatten(1, 2),
             )
             grad_v = _add_map(grad_v, grad_map, num_prefix_tokens)
-            grad_weight = grad_weight.unflatten(1, local_weight.shape[1:3]).to(local_weight.dtype)
+            grad_local = grad_local.unflatten(1, local_weight.shape[1:3]).to(local_weight.dtype)
+        grad_q = zero_absent(grad_q, query_mask)
+        grad_offset = None
+        if query_offset is not None:
+            grad_offset = -grad_q.sum(1, keepdim=True).to(query_offset.dtype)
         return (
-            zero_absent(grad_q, query_mask).to(q.dtype),
+            grad_q.to(q.dtype),
             zero_absent(grad_k, token_mask).to(k.dtype),
             zero_absent(grad_v, token_mask).to(v.dtype),
+            grad_local,
             grad_weight,
+            grad_offset,
         )
 
 
-class _InLineAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     """Keeps the inputs and the state for the backward: nothing else of the size of the sequence."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        local_weight: Tensor | None,
-        token_mask: Tensor | None,
-        query_mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        out, state = forward(q, k, v, local_weight, token_mask, query_mask, **options)
-        ctx.save_for_backward(q, k, v, local_weight, token_mask, query_mask, *state)
+    def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Tensor:
+        out, state = forward(Inputs(*tensors), **options)
+        ctx.save_for_backward(*tensors, *state)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, local_weight, token_mask, query_mask, *state = ctx.saved_tensors
-        inputs = (grad_out, q, k, v, local_weight, token_mask, query_mask)
-        grads: tuple[Tensor | None, ...]
+        inputs = Inputs(*ctx.saved_tensors[: len(Inputs._fields)])
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _differentiable_backward(*inputs, **ctx.options)
+            grads = _differentiable_backward(grad_out, inputs, **ctx.options)
         else:
-            grads = backward(*inputs, State(*state), **ctx.options)
-        return *grads, None, None, None
+            grads = backward(grad_out, inputs, State(*ctx.saved_tensors[len(Inputs._fields) :]), **ctx.options)
+        return None, *grads, None, None
 
 
-def _differentiable_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    local_weight: Tensor | None,
-    token_mask: Tensor | None,
-    query_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor | None, ...]:
+def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -> tuple[Tensor | None, ...]:
     """The gradients as a function that autograd can differentiate again, for create_graph=True.
 
     `backward` treats the state as a constant. Here autograd records the forward pass, state included.
     """
     # Views, so that one tensor given as q and as k gets the gradient of each.
-    q, k, v = (x.view_as(x) for x in (q, k, v))
-    local_weight = None if local_weight is None else local_weight.view_as(local_weight)
-    inputs = (q, k, v, local_weight)
+    q, k, v = (x.view_as(x) for x in inputs[:3])
+    rest = [None if x is None else x.view_as(x) for x in inputs[3:6]]
+    leaves = [q, k, v, *rest]
+    token_mask, query_mask = inputs.token_mask, inputs.query_mask
     # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN where an absent token is.
-    cleaned = (zero_absent(q, query_mask), zero_absent(k, token_mask), zero_absent(v, token_mask), local_weight)
-    out, _ = forward(*cleaned, token_mask, query_mask, **options)
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    cleaned = Inputs(
+        zero_absent(q, query_mask), zero_absent(k, token_mask), zero_absent(v, token_mask), *rest, *inputs[6:]
+    )
+    out, _ = forward(cleaned, **options)
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
     grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
-    return tuple(next(grads) if x is not None and x.requires_grad else None for x in inputs)
+    return tuple(next(grads) if x is not None and x.requires_grad else None for x in leaves)
 
 
-def inline_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    local_weight: Tensor | None,
-    token_mask: Tensor | None,
-    query_mask: Tensor | None,
-    *,
-    feature_map: FeatureMap,
-    scale: float,
-    grid: Grid | None,
-    num_prefix_tokens: int,
-) -> Tensor:
-    """The backend's entry. Inputs are checked and defaults filled in."""
-    options: dict[str, Any] = dict(feature_map=feature_map, scale=scale, grid=grid, num_prefix_tokens=num_prefix_tokens)
+def attention(inputs: Inputs, **options: Any) -> Tensor:
+    """The backend's entry. Options are those of `forward`, with the defaults filled in."""
     if is_exporting():  # exporters trace operations, not autograd functions
-        return forward(q, k, v, local_weight, token_mask, query_mask, **options)[0]
-    return _InLineAttention.apply(q, k, v, local_weight, token_mask, query_mask, options)
-
-
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token_mask: Tensor | None,
-    query_mask: Tensor | None,
-    *,
-    feature_map: FeatureMap,
-) -> Tensor:
-    """Vanilla linear attention: φ(q_i)·(Σ_j φ(k_j)v_jᵀ) / (φ(q_i)·Σ_j φ(k_j) + 1e-6)"""
-    dtype = accumulation_dtype(q.dtype)
-    with without_autocast(q.device):
-        # Zeros before φ, because autograd multiplies by φ' of what an absent token holds; after it, for φ(0) ≠ 0.
-        q_, k_, v_ = (zero_absent(x.to(dtype), m) for x, m in ((q, query_mask), (k, token_mask), (v, token_mask)))
-        q_, k_ = feature_map.apply(q_), zero_absent(feature_map.apply(k_), token_mask)
-        state = k_.permute(0, 2, 3, 1) @ v_.transpose(1, 2)  # (B, heads, d, d)
-        out = (q_.transpose(1, 2) @ state).transpose(1, 2)
-        out = out / ((q_ * k_.sum(1, keepdim=True)).sum(-1, keepdim=True) + LINEAR_EPS)
-        return zero_absent(out, query_mask).to(q.dtype)
+        return forward(inputs, **options)[0]
+    return _Attention.apply(options, *inputs)

@@ -91,11 +91,10 @@ def linear_attention(
     Returns:
         (B, Nq, heads, e) in q's dtype.
     """
-    check_qkv(q, k, v, layout=ROWS)
-    hint_at_order(q, k)
-    return _attention(
-        [x.unsqueeze(2) for x in (q, k, v)],
-        (q, k, v),
+    return _attention_of_rows(
+        q,
+        k,
+        v,
         normalization=normalization,
         feature_map=feature_map,
         scale=scale,
@@ -249,7 +248,7 @@ def inline_attention(
     Returns:
         (B, Nq, heads, d) in q's dtype.
     """
-    return linear_attention(
+    return _attention_of_rows(
         q,
         k,
         v,
@@ -257,7 +256,7 @@ def inline_attention(
         feature_map=feature_map,
         scale=scale,
         local_weight=local_weight,
-        grid=grid,
+        grids=None if grid is None else [grid],
         num_prefix_tokens=num_prefix_tokens,
         token_mask=token_mask,
         query_mask=query_mask,
@@ -329,11 +328,10 @@ def tangent_attention(
 
     The other arguments and the result are those of `inline_attention`.
     """
-    check_qkv(q, k, v, layout=ROWS)
-    hint_at_order(q, k)
-    return _attention(
-        [x.unsqueeze(2) for x in (q, k, v)],
-        (q, k, v),
+    return _attention_of_rows(
+        q,
+        k,
+        v,
         normalization="subtract",
         feature_map="identity",
         scale=scale,
@@ -374,6 +372,12 @@ def tangent_attention_projected(
         query_mask=query_mask,
         backend=backend,
     )
+
+
+def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    check_qkv(q, k, v, layout=ROWS)
+    hint_at_order(q, k)
+    return _attention([x.unsqueeze(2) for x in (q, k, v)], (q, k, v), **options)
 
 
 def _unstack_checked(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

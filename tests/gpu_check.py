@@ -41,7 +41,10 @@ if not torch.cuda.is_available():  # to try this script; the interpreter takes i
 from kernel_cases import (
     DEVICE,
     DTYPES,
+    FAMILY,
+    INLINE,
     PATHS,
+    Kind,
     Specialization,
     compare,
     configured,
@@ -73,22 +76,20 @@ def in_processes(f: Callable[[Any], Any], items: Iterable[Any], processes: int) 
 # sanitize
 
 
-def attention_case(path: str, dtype: torch.dtype, feature_map: str, *shape: Any, **options: Any) -> Case:
+def attention_case(path: str, dtype: torch.dtype, kind: Kind, *shape: Any, **options: Any) -> Case:
     def call() -> tuple[Tensors, Tensors]:
         qkv, weight, grad, rest = make_inputs(*shape, dtype, **options)
         if rest["query_mask"] is not None:
             rest["query_mask"] = rest["query_mask"].flip(1)
         with configured(**PATHS[path]):
-            fast = run(qkv, weight, grad, rest, backend="triton", feature_map=feature_map)
+            fast = run(qkv, weight, grad, rest, backend="triton", kind=kind)
         on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in rest.items()}
         weight = None if weight is None else weight.cpu()
-        exact = run(
-            qkv.cpu(), weight, grad.cpu(), on_cpu, backend="reference", dtype=torch.float64, feature_map=feature_map
-        )
+        exact = run(qkv.cpu(), weight, grad.cpu(), on_cpu, backend="reference", dtype=torch.float64, kind=kind)
         return fast, exact
 
-    kind = ", ".join(name for name, value in options.items() if value)
-    return f"attention {path} {str(dtype)[6:]} {feature_map} {shape} {kind}", call
+    facts = ", ".join(name for name, value in options.items() if value)
+    return f"attention {path} {str(dtype)[6:]} {kind} {shape} {facts}", call
 
 
 def call_both(f: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tensors, Tensors]:
@@ -154,7 +155,7 @@ def queries_case(path: str) -> Case:
 
 
 def large_map_case() -> Case:
-    name, call = attention_case("split", DTYPES[-1], "identity", 1, (40, 18), 1, 1, 32)
+    name, call = attention_case("split", DTYPES[-1], INLINE, 1, (40, 18), 1, 1, 32)
 
     def call_with_a_small_axis() -> tuple[Tensors, Tensors]:
         before, fused.MOST_ON_AN_AXIS = fused.MOST_ON_AN_AXIS, 2
@@ -185,13 +186,15 @@ def sanitized_cases() -> Iterator[Case]:
     for path in PATHS:
         for i, feature_map in enumerate(("identity", "relu", "leaky_relu", "exp")):
             dtype = DTYPES[i % len(DTYPES)]
-            yield attention_case(path, dtype, feature_map, 2, (5, 19), 1, 3, 32, masked=True)
+            yield attention_case(path, dtype, Kind(feature_map=feature_map), 2, (5, 19), 1, 3, 32, masked=True)
+        for i, kind in enumerate(FAMILY):
+            yield attention_case(path, DTYPES[i % len(DTYPES)], kind, 2, (5, 19), 1, 3, (32, 16)[i % 2], masked=True)
         for dtype in DTYPES:
-            yield attention_case(path, dtype, "identity", 2, (7, 18), 0, 2, 32)
-            yield attention_case(path, dtype, "identity", 2, (3, 7), 1, 1, 24, local=False)
+            yield attention_case(path, dtype, INLINE, 2, (7, 18), 0, 2, 32)
+            yield attention_case(path, dtype, INLINE, 2, (3, 7), 1, 1, 24, local=False)
         for head_dim in (16, 40, 64, 80, 128):
-            yield attention_case(path, DTYPES[-1], "identity", 1, (3, 5), 1, 3, head_dim, masked=True)
-        yield attention_case(path, DTYPES[-1], "identity", 1, (1, 1), 0, 1, 16)
+            yield attention_case(path, DTYPES[-1], INLINE, 1, (3, 5), 1, 3, head_dim, masked=True)
+        yield attention_case(path, DTYPES[-1], INLINE, 1, (1, 1), 0, 1, 16)
         yield from (packed_case(path, DTYPES[-1], local=local) for local in (False, True))
         yield from (projected_case(path, sizes) for sizes in ((3,), (1, 2), (2, 1), (1, 1, 1)))
         yield queries_case(path)
@@ -242,6 +245,9 @@ def repeat(args: argparse.Namespace) -> dict[str, Any]:
     calls: dict[str, Callable[[], Tensors]] = {
         name: lambda inputs=inputs: run(*inputs, backend="triton") for name, inputs in cases.items()
     }
+    first_inputs = next(iter(cases.values()))
+    for kind in FAMILY[:3]:
+        calls[str(kind)] = lambda kind=kind: run(*first_inputs, backend="triton", kind=kind)
     calls["local_weight, 300 samples"] = local_weight
     rows = []
     for name, call in calls.items():
@@ -288,7 +294,7 @@ def run_seeds(share: tuple[list[int], float]) -> tuple[list[dict[str, Any]], set
             row: dict[str, Any] = dict(seed=seed, case=str(case))
             try:
                 with configured(**case.config):
-                    found = compare(*case.inputs, feature_map=case.feature_map)
+                    found = compare(*case.inputs, kind=case.kind, mean=case.mean)
                 row["ratio"] = {name: error / allowed if allowed else error for name, error, allowed in found}
                 row["passed"] = all(error <= allowed for _, error, allowed in found)
             except Exception as error:  # a kernel that does not compile or run is a result too

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inline_attention.ops import fused, inline_attention  # needs Triton
+from inline_attention.ops import fused, linear_attention, tangent_attention  # needs Triton
 
 GPU = torch.cuda.is_available()
 
@@ -17,7 +17,7 @@ DEVICE = "cuda" if GPU else "cpu"
 # The interpreter's bfloat16 is wrong.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 
-Results = dict[str, Tensor]  # the output and the gradients of q, k, v and of the local weight
+Results = dict[str, Tensor]  # the output and the gradients of q, k, v, of the local weight and of the token weight
 
 
 @contextmanager
@@ -62,6 +62,33 @@ def make_inputs(
     return qkv, weight, grad, dict(grid=grid, num_prefix_tokens=prefix, token_mask=mask, query_mask=mask)
 
 
+class Kind(NamedTuple):
+    """Which attention of the family. The default is InLine attention."""
+
+    normalization: Any = "subtract"
+    feature_map: str = "identity"
+    weighted: bool = False  # a token weight, and an offset where the normalization has one
+    anchored: bool = False  # tangent attention
+    value_channels: int | None = None  # of a head, if fewer than the keys have
+
+    def __str__(self) -> str:
+        if self.anchored:
+            return "tangent"
+        facts = [self.normalization, self.feature_map, "weighted" if self.weighted else ""]
+        return " ".join(filter(None, [*facts, f"e={self.value_channels}" if self.value_channels else ""]))
+
+
+INLINE = Kind()
+FAMILY = [
+    Kind("divide", "relu"),
+    Kind("magnitude", "elu_plus_one"),
+    Kind(anchored=True),
+    Kind("subtract", "identity", weighted=True, value_channels=16),
+    Kind("divide", "exp", weighted=True),
+    Kind("magnitude", "relu", weighted=True, value_channels=16),
+]
+
+
 def run(
     qkv: Tensor,
     weight: Tensor | None,
@@ -70,19 +97,37 @@ def run(
     *,
     backend: Any,
     dtype: torch.dtype | None = None,
-    feature_map: str = "identity",
+    kind: Kind = INLINE,
 ) -> Results:
-    """Output and gradients of q, k, v and of the local weight, by name."""
+    """Output and gradients of q, k, v, of the local weight and of the token weight and offset, by name."""
     dtype = dtype or qkv.dtype
-    qkv = qkv.detach().to(dtype).requires_grad_()
-    leaves = [qkv]
+    channels = kind.value_channels or qkv.shape[-1]
+    leaves = dict(qkv=qkv.detach().to(dtype).requires_grad_())
     if weight is not None:
-        weight = weight.detach().to(dtype).requires_grad_()
-        leaves.append(weight)
-    out = inline_attention(*qkv.unbind(2), feature_map=feature_map, local_weight=weight, backend=backend, **options)
-    grad_qkv, *grad_weight = torch.autograd.grad(out, leaves, grad.to(dtype))
-    results = [out.detach(), *grad_qkv.unbind(2), *grad_weight]
-    return dict(zip(("out", "dq", "dk", "dv", "dweight"), results, strict=False))
+        leaves["dweight"] = weight.detach().to(dtype)[:, :, :channels].contiguous().requires_grad_()
+    if kind.weighted:
+        # Any positive numbers, the same in every precision.
+        leaves["dtoken_weight"] = qkv.detach()[:, :, 1].nan_to_num().mean(-1).exp().to(dtype).requires_grad_()
+        if kind.normalization == "subtract":
+            leaves["doffset"] = qkv.detach()[:, :1, 0].nan_to_num().to(dtype).requires_grad_()
+    q, k, v = leaves["qkv"].unbind(2)
+    common = dict(local_weight=leaves.get("dweight"), backend=backend, **options)
+    if kind.anchored:
+        out = tangent_attention(q, k, v[..., :channels], **common)
+    else:
+        out = linear_attention(
+            q,
+            k,
+            v[..., :channels],
+            normalization=kind.normalization,
+            feature_map=kind.feature_map,
+            token_weight=leaves.get("dtoken_weight"),
+            query_offset=leaves.get("doffset"),
+            **common,
+        )
+    grads = torch.autograd.grad(out, list(leaves.values()), grad[..., :channels].to(dtype))
+    named = dict(zip(leaves, grads, strict=True))
+    return dict(out=out.detach(), **dict(zip(("dq", "dk", "dv"), named.pop("qkv").unbind(2), strict=True)), **named)
 
 
 class Error(NamedTuple):
@@ -93,26 +138,37 @@ class Error(NamedTuple):
     allowed: float
 
 
-def errors(exact: Results, plain: Results, fast: Results) -> list[Error]:
-    """Allowed is twice the error of the reference backend on the same inputs, and one rounding, for each result."""
+def errors(exact: Results, plain: Results, fast: Results, *, mean: float = 0.0) -> list[Error]:
+    """Allowed is twice the error of the reference backend on the same inputs, and one rounding, for each result.
+
+    A rounding is relative to the size of the inputs. Tokens of mean `mean` and spread 1 are that much larger than
+    their spread, which is what the gradients depend on.
+    """
     found = []
     for name, z in fast.items():
         x, y = exact[name], plain[name]
         assert z.dtype == y.dtype
         size = float(x.norm()) or 1.0
-        error, allowed = (z - x).norm(), 2 * (y - x).norm() + torch.finfo(z.dtype).eps * x.norm()
+        rounding = torch.finfo(z.dtype).eps * max(1.0, mean)
+        error, allowed = (z - x).norm(), 2 * (y - x).norm() + rounding * x.norm()
         found.append(Error(name, float(error) / size, float(allowed) / size))
     return found
 
 
 def compare(
-    qkv: Tensor, weight: Tensor | None, grad: Tensor, options: Mapping[str, Any], *, feature_map: str = "identity"
+    qkv: Tensor,
+    weight: Tensor | None,
+    grad: Tensor,
+    options: Mapping[str, Any],
+    *,
+    kind: Kind = INLINE,
+    mean: float = 0.0,
 ) -> list[Error]:
     """The kernels against float64."""
     inputs = (qkv, weight, grad, options)
-    exact = run(*inputs, backend="reference", dtype=torch.float64, feature_map=feature_map)
-    plain = run(*inputs, backend="reference", feature_map=feature_map)
-    return errors(exact, plain, run(*inputs, backend="triton", feature_map=feature_map))
+    exact = run(*inputs, backend="reference", dtype=torch.float64, kind=kind)
+    plain = run(*inputs, backend="reference", kind=kind)
+    return errors(exact, plain, run(*inputs, backend="triton", kind=kind), mean=mean)
 
 
 class Specialization(NamedTuple):
@@ -120,7 +176,7 @@ class Specialization(NamedTuple):
 
     path: str
     dtype: torch.dtype
-    feature_map: str
+    kind: Kind
     heads: int
     head_dim: int
     local: bool
@@ -129,19 +185,21 @@ class Specialization(NamedTuple):
 
 
 def _specializations() -> list[Specialization]:
-    """Each head size in each dtype. Few enough that thousands of cases are not bound by the compiler."""
+    """Each head size in each dtype, for InLine attention and for the family. Few enough that thousands of cases are not
+    bound by the compiler."""
     generator = random.Random(0)
     sizes = list(itertools.product((16, 24, 32, 40, 48, 64, 80, 128) if GPU else (16, 32), DTYPES))
     generator.shuffle(sizes)
     paths = itertools.cycle(("fused", "split", "split"))  # most kernels are on the split path
-    feature_maps = itertools.cycle(("identity", "relu", "leaky_relu", "exp"))
+    inline = [Kind(feature_map=name) for name in ("identity", "relu", "leaky_relu", "exp")]
     masks = [(), ("token_mask",), ("query_mask",), ("token_mask", "query_mask")]
     return [
         Specialization(
-            path, dtype, feature_map, generator.choice((1, 2, 3, 6)), head_dim,
+            path, dtype, kind, generator.choice((1, 2, 3, 6)), head_dim,
             generator.random() < 2 / 3, generator.choice(masks), generator.random() < 1 / 3,
         )
-        for (head_dim, dtype), path, feature_map in zip(sizes, paths, feature_maps, strict=False)
+        for kinds in (inline, FAMILY)
+        for (head_dim, dtype), path, kind in zip(sizes, paths, itertools.cycle(kinds), strict=False)
     ]  # fmt: skip
 
 
@@ -154,8 +212,9 @@ def specialization_of(seed: int) -> Specialization:
 
 class RandomCase(NamedTuple):
     inputs: tuple[Tensor, Tensor | None, Tensor, dict[str, Any]]
-    feature_map: str
+    kind: Kind
     config: dict[str, Any]  # changes to `fused.CONFIG`
+    mean: float  # of the tokens
 
     def __str__(self) -> str:
         qkv, weight, grad, options = self.inputs
@@ -163,7 +222,7 @@ class RandomCase(NamedTuple):
         batch, _, _, heads, head_dim = qkv.shape
         return (
             f"batch {batch}, grid {options['grid']}, prefix {options['num_prefix_tokens']}, {heads} heads of {head_dim}"
-            f", {qkv.dtype}, {self.feature_map}, local {weight is not None}, masks {masks}"
+            f", {qkv.dtype}, {self.kind}, mean {self.mean}, local {weight is not None}, masks {masks}"
             f", strides {qkv.stride()} and {grad.stride()}, config {self.config}"
         )
 
@@ -188,7 +247,7 @@ def random_case(seed: int) -> RandomCase:
         kernels.dtype,
         local=kernels.local,
         masked=True,
-        mean=generator.choice((0.0, 1.0, 4.0)),
+        mean=(mean := generator.choice((0.0, 1.0, 4.0))),
         seed=seed,
     )
     masks = dict(token_mask=options["token_mask"], query_mask=options["query_mask"])
@@ -197,4 +256,4 @@ def random_case(seed: int) -> RandomCase:
     options |= {name: mask if name in kernels.masks else None for name, mask in masks.items()}
     # An odd number of times, so that strides of an odd multiple of eight stay so: kernels are compiled for either.
     qkv, grad = (_apart(x, generator.choice((1, 3))) for x in (qkv, grad))
-    return RandomCase((qkv, weight, grad, options), kernels.feature_map, PATHS[kernels.path])
+    return RandomCase((qkv, weight, grad, options), kernels.kind, PATHS[kernels.path], mean)

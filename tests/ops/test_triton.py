@@ -14,7 +14,21 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, DTYPES, GPU, PATHS, compare, configured, errors, make_inputs, random_case, run
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    FAMILY,
+    GPU,
+    INLINE,
+    PATHS,
+    Kind,
+    compare,
+    configured,
+    errors,
+    make_inputs,
+    random_case,
+    run,
+)
 
 from inline_attention.ops import (
     FEATURE_MAPS,
@@ -23,8 +37,10 @@ from inline_attention.ops import (
     fused,
     inline_attention,
     inline_attention_packed,
+    inline_attention_projected,
+    linear_attention,
+    linear_attention_packed,
 )
-from inline_attention.ops.attention import inline_attention_projected
 from inline_attention.ops.kernels.blocks import tile_tokens
 
 
@@ -50,9 +66,9 @@ def assert_accurate(exact, plain, fast, what=""):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e} {what}"[:400]
 
 
-def check(*inputs, feature_map="identity"):
-    for name, error, allowed in compare(*inputs, feature_map=feature_map):
-        what = f"{tuple(inputs[0].shape)}, {inputs[0].dtype}, {feature_map}, {inputs[3]}"
+def check(*inputs, kind=INLINE, mean=0.0):
+    for name, error, allowed in compare(*inputs, kind=kind, mean=mean):
+        what = f"{tuple(inputs[0].shape)}, {inputs[0].dtype}, {kind}, {inputs[3]}"
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e} for {what}"[:400]
 
 
@@ -90,7 +106,30 @@ def test_forward_and_gradients(shape, dtype, path):
 
 @pytest.mark.parametrize(("feature_map", "masked"), [("relu", True), ("leaky_relu", False), ("exp", True)])
 def test_feature_maps_and_masks(feature_map, masked, path):
-    check(*make_inputs(2, (3, 4), 1, 2, 16, torch.float32, masked=masked), feature_map=feature_map)
+    check(*make_inputs(2, (3, 4), 1, 2, 16, torch.float32, masked=masked), kind=Kind(feature_map=feature_map))
+
+
+@pytest.mark.parametrize("kind", FAMILY, ids=str)
+def test_family(kind, path):
+    """Heads that share a block, or fill it if values have fewer channels."""
+    check(*make_inputs(2, (3, 4), 1, 3, 32 if kind.value_channels else 16, torch.float32, masked=True), kind=kind)
+
+
+@pytest.mark.parametrize("kind", FAMILY[:2], ids=str)
+def test_family_packed(kind, path):
+    grids, bounds = [(2, 3), (1, 1), (3, 5)], [0, 7, 9, 25]
+    tensors = [x.requires_grad_() for x in torch.randn(3, bounds[-1], 2, 16, device=DEVICE)]
+    weight = (torch.randn(3, 2, 16, 9, device=DEVICE) / 9).requires_grad_()
+    options = dict(normalization=kind.normalization, feature_map=kind.feature_map, num_prefix_tokens=1)
+    grad = torch.randn(bounds[-1], 2, 16, device=DEVICE)
+    results = []
+    for backend in ("triton", "reference"):
+        out = linear_attention_packed(
+            *tensors, cu_seqlens=bounds, grids=grids, local_weight=weight, backend=backend, **options
+        )
+        results.append([out, *torch.autograd.grad(out, [*tensors, weight], grad)])
+    for fast, exact in zip(*results, strict=True):
+        torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -101,7 +140,7 @@ def test_without_local_residual(masked, path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inputs_far_from_zero(dtype, path):
     large = GPU and path == "split"  # what is done at once is short
-    check(*make_inputs(1, (64, 64) if large else (3, 7), 1, 2, 16, dtype, mean=4.0))
+    check(*make_inputs(1, (64, 64) if large else (3, 7), 1, 2, 16, dtype, mean=4.0), mean=4.0)
 
 
 def test_a_state_beyond_the_range_of_float16(path):
@@ -257,14 +296,14 @@ def test_parts_that_tensor_cores_sum_are_short(monkeypatch):
     )
     inputs = make_inputs(1, (10, 10), 1, 1, 16, torch.float32)
     q, k, _ = inputs[0].unbind(2)
-    plan = fused.make_plan(q, k, None, (10, 10), 1)
+    plan = fused.make_plan(q, k, k, None, (10, 10), 1)
     assert fused.split(plan, 101, q.device) == (4, 4)
     check(*inputs)
 
 
 def test_no_more_parts_than_work():
     q = torch.empty(1, 50, 1, 32, device=DEVICE)
-    plan = fused.make_plan(q, q, None, (1, 1), 0)
+    plan = fused.make_plan(q, q, q, None, (1, 1), 0)
     steps = -(-50 // fused.CONFIG.tokens)
     assert fused.split(plan, 50, q.device).number == steps
     assert fused.split(plan, 50, q.device, rows=steps + 1).number == steps + 1
@@ -284,7 +323,7 @@ def test_a_batch_that_is_left_open_stays_open():
     seen = []
 
     def allocate(q):
-        plan = fused.make_plan(q, q, None, (1, 1), 0)
+        plan = fused.make_plan(q, q, q, None, (1, 1), 0)
         seen.append((plan.programs, fused.split(plan, q.shape[1], q.device).most))
         return q.new_empty(plan.programs, seen[-1][1])
 
@@ -399,7 +438,7 @@ def test_offsets_in_a_large_map():
 def plan_of(*grids, channels=32):
     x = torch.empty(1, 1, 1, channels, device=DEVICE)
     sequences = torch.zeros(len(grids), 4, device=DEVICE) if len(grids) > 1 else None
-    return fused.make_plan(x, x, sequences, [length for grid in grids for length in grid], 0)
+    return fused.make_plan(x, x, x, sequences, [length for grid in grids for length in grid], 0)
 
 
 def test_which_maps_are_large():
@@ -462,23 +501,33 @@ def test_old_gpus_get_the_reference(monkeypatch):
 
 
 def test_a_feature_map_that_the_kernels_do_not_have(monkeypatch):
-    """ "auto" takes the reference, "triton" refuses, and no kernel takes it for another."""
+    """PyTorch applies it before the kernels, and no kernel takes it for another."""
     square = FeatureMap(torch.square, lambda x, grad: 2 * x * grad)
-    q = torch.randn(1, 6, 1, 16, device=DEVICE)
-    for name in ("square", "relu"):  # a new name, and one that is given another meaning
+    x = torch.randn(1, 6, 1, 16, device=DEVICE, requires_grad=True)
+    for name in ("square", "relu"):  # a new name, and one that gets another meaning
         monkeypatch.setitem(FEATURE_MAPS, name, square)
-        assert torch.equal(
-            inline_attention(q, q, q, feature_map=name),
-            inline_attention(q, q, q, feature_map=name, backend="reference"),
-        )
-        with pytest.raises(ValueError, match=f"the kernels do not have feature_map='{name}'"):
-            inline_attention(q, q, q, feature_map=name, backend="triton")
+        results = []
+        for backend in ("triton", "reference"):
+            out = inline_attention(x, x, x, feature_map=name, backend=backend)
+            results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        for fast, exact in zip(*results, strict=True):
+            torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-5)
     with pytest.raises(Exception) as caught:  # noqa: PT011  # the interpreter's is another than the compiler's
-        fused.inline_attention(
-            [q[:, :, None]] * 3, None, None, None, None,
+        fused.attention(
+            [x[:, :, None]] * 3, None, None, None, None, None, None, anchored=False, normalization="subtract",
             feature_map="square", scale=1.0, grids=[(1, 1)], num_prefix_tokens=0,
         )  # fmt: skip
     assert "no branch in the kernels" in "".join(traceback.format_exception(caught.value))
+
+
+def test_signed_halves_before_the_kernels():
+    q, k, v = (torch.randn(1, 9, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    results = []
+    for backend in ("triton", "reference"):
+        out = linear_attention(q, k, v, feature_map="signed_halves", backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for fast, exact in zip(*results, strict=True):
+        torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_rocm_gets_the_reference(monkeypatch):
@@ -509,12 +558,12 @@ def test_says_why_not():
         inline_attention(q, q, q, backend="triton")
 
 
-@pytest.mark.parametrize("seed", range(210 if GPU else 4))
+@pytest.mark.parametrize("seed", range(210 if GPU else 8))
 def test_random_shapes(seed):
     """`gpu_check.py random` runs more of them."""
     case = random_case(seed)
     with configured(**case.config):
-        check(*case.inputs, feature_map=case.feature_map)
+        check(*case.inputs, kind=case.kind, mean=case.mean)
 
 
 @pytest.mark.gpu

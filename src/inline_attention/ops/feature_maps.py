@@ -60,7 +60,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
 """φ by name."""
 
 # The branches whose φ(0) is not zero. The kernels use φ(x) − φ(0) and add what φ(0) contributes at the end.
-NONZERO_AT_ZERO = ("exp",)
+NONZERO_AT_ZERO = ("exp", "elu_plus_one")
 
 
 def get_feature_map(name: str) -> FeatureMap:
@@ -82,6 +82,8 @@ if triton is not None:
             b_x = tl.where(b_x > 0, b_x, b_x * K_LEAKY_SLOPE)
         elif MAP == "exp":
             b_x = tl.exp(b_x * K_EXP_RATE) - 1.0
+        elif MAP == "elu_plus_one":
+            b_x = tl.where(b_x > 0, b_x, tl.exp(tl.minimum(b_x, 0.0)) - 1.0)
         else:
             tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
         return b_x
@@ -95,6 +97,8 @@ if triton is not None:
             b_grad = tl.where(b_x > 0, b_grad, b_grad * K_LEAKY_SLOPE)
         elif MAP == "exp":
             b_grad = tl.exp(b_x * K_EXP_RATE) * K_EXP_RATE * b_grad
+        elif MAP == "elu_plus_one":
+            b_grad = tl.where(b_x > 0, b_grad, tl.exp(tl.minimum(b_x, 0.0)) * b_grad)
         else:
             tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
         return b_grad
@@ -102,6 +106,6 @@ if triton is not None:
     @triton.jit
     def add_map_at_zero(b_sum, b_x, MAP: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's types
         """b_sum + φ(0)·b_x"""
-        if MAP == "exp":
+        if MAP == "exp" or MAP == "elu_plus_one":
             b_sum += b_x
         return b_sum

@@ -1,8 +1,8 @@
-"""InLine attention as Triton kernels: how they are launched, their gradients and their cost.
+"""Linear attention as Triton kernels: how they are launched, their gradients and their cost.
 
 q, k and v arrive as `projections`: tensors (B, N, m, heads, d) that hold m of them next to each other. A qkv projection
 is one tensor of three, q and kv are tensors of one and two. The kernels read q, k and v, and write their gradients, in
-the layout of these tensors.
+the layout of these tensors. Values may have another number of channels than queries and keys.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .feature_maps import NONZERO_AT_ZERO
-from .kernels import backward, forward
+from .kernels import anchor, backward, forward
 from .local import Grid
 from .projections import unstack
 
@@ -87,10 +87,12 @@ class Plan(NamedTuple):
     queries: int  # of a sample, or of the longest packed image
     tokens: int
     heads: int
-    head_dim: int
+    key_dim: int  # channels of a head, of queries and keys
+    value_dim: int  # of values
     heads_per_block: int
-    block_channels: int
-    blocks: int  # blocks of channels
+    block_keys: int  # channels of a block, a power of two
+    block_values: int
+    blocks: int  # blocks of heads
     fused: bool  # one program per sample and block
     packed: bool
     grids: list[Grid]  # one, or one for each packed image
@@ -98,6 +100,10 @@ class Plan(NamedTuple):
     @property
     def programs(self) -> int:
         return self.batch * self.blocks
+
+    @property
+    def block_channels(self) -> int:
+        return max(self.block_keys, self.block_values)
 
     @property
     def height(self) -> int:
@@ -108,10 +114,12 @@ class Plan(NamedTuple):
         return max(width for _, width in self.grids)
 
 
-def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, grids: Sequence[int], num_prefix_tokens: int) -> Plan:
-    heads, head_dim = q.shape[2:]
-    heads_per_block = max(1, min(LEAST_CHANNELS // head_dim, heads))
-    block_channels = max(16, triton.next_power_of_2(heads_per_block * head_dim))
+def make_plan(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None, grids: Sequence[int], num_prefix_tokens: int
+) -> Plan:
+    heads, key_dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    heads_per_block = max(1, min(LEAST_CHANNELS // max(key_dim, value_dim), heads))
+    block_keys, block_values = (max(16, triton.next_power_of_2(heads_per_block * d)) for d in (key_dim, value_dim))
     blocks = triton.cdiv(heads, heads_per_block)
     pairs = list(zip(grids[::2], grids[1::2], strict=True))
     batch, queries, tokens = q.shape[0], q.shape[1], k.shape[1]
@@ -119,8 +127,8 @@ def make_plan(q: Tensor, k: Tensor, sequences: Tensor | None, grids: Sequence[in
         batch = sequences.shape[0]
         queries = tokens = num_prefix_tokens + max(height * width for height, width in pairs)
     fused = tokens <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * _multiprocessors(q.device)
-    return Plan(batch, queries, tokens, heads, head_dim, heads_per_block, block_channels, blocks, fused,
-                sequences is not None, pairs)  # fmt: skip
+    return Plan(batch, queries, tokens, heads, key_dim, value_dim, heads_per_block, block_keys, block_values, blocks,
+                fused, sequences is not None, pairs)  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -147,9 +155,11 @@ def split(plan: Plan, tokens: int, device: torch.device, *, rows: int = 0) -> Pa
 
 def _common(plan: Plan, token_mask: Tensor | None) -> dict[str, Any]:
     return dict(
-        D=plan.head_dim,
+        DK=plan.key_dim,
+        DV=plan.value_dim,
         HEADS=plan.heads_per_block,
-        BC=plan.block_channels,
+        BK=plan.block_keys,
+        BV=plan.block_values,
         HAS_MASK=token_mask is not None,
         PACKED=plan.packed,
     )
@@ -162,12 +172,14 @@ def dot_settings(dtype: torch.dtype) -> dict[str, Any]:
     return dict(DOT=tl.float32, PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 
-def _state_dtype(dtype: torch.dtype, feature_map: str) -> torch.dtype:
+def _state_dtype(dtype: torch.dtype, feature_map: str, anchored: bool) -> torch.dtype:
     """The dtype that S is kept in: that of the products for bfloat16, else float32.
 
-    Where φ(0) is not zero the sum of S's rows is needed too, and that takes all digits of S.
+    Where φ(0) is not zero the sum of S's rows is needed too, and the backward of an anchor needs the product of S and
+    its gradient. Both take all digits of S.
     """
-    return dtype if dtype == torch.bfloat16 and feature_map not in NONZERO_AT_ZERO else torch.float32
+    rounded = dtype == torch.bfloat16 and feature_map not in NONZERO_AT_ZERO and not anchored
+    return dtype if rounded else torch.float32
 
 
 def _layout(projections: Sequence[Tensor]) -> str:
@@ -245,70 +257,101 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
+class Options(NamedTuple):
+    """What an operator gets besides tensors."""
+
+    normalization: str
+    feature_map: str
+    anchored: bool  # the token weights are the softmax of the offset's scores
+    scale: float
+    grids: Sequence[int]
+    num_prefix_tokens: int
+
+
+class Tensors(NamedTuple):
+    """What an operator gets besides q, k and v."""
+
+    local_weight: Tensor | None
+    token_mask: Tensor | None
+    query_mask: Tensor | None
+    sequences: Tensor | None
+    shares: Tensor | None  # (B, heads, N) float32
+    offset: Tensor | None  # (B, 1, heads, d) float32
+
+
+def anchor_shares(k: Tensor, tensors: Tensors, options: Options, plan: Plan) -> Tensor:
+    """The softmax of s·a·k over the tokens: (B, heads, N) float32"""
+    scores = torch.empty((plan.batch, plan.heads, plan.tokens), dtype=torch.float32, device=k.device)
+    mask = _as_bytes(tensors.token_mask)
+    tokens = CONFIG.tokens * CONFIG.steps
+    launch(anchor.scores_kernel, (plan.programs, triton.cdiv(plan.tokens, tokens)))(
+        k, tensors.offset, mask, scores, plan.tokens, options.scale, plan.blocks, plan.heads, *_strides(False, k),
+        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=tokens, HAS_MASK=mask is not None,
+    )  # fmt: skip
+    return scores.softmax(-1)
+
+
 def run_forward(
-    projections: Sequence[Tensor],
-    local_weight: Tensor | None,
-    token_mask: Tensor | None,
-    query_mask: Tensor | None,
-    sequences: Tensor | None,
-    feature_map: str,
-    scale: float,
-    grids: Sequence[int],
-    num_prefix_tokens: int,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    projections: Sequence[Tensor], tensors: Tensors, options: Options, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what the backward needs: the state, the means of φ(k) − φ(0) and of v, and an anchor's shares"""
     q, k, v = unstack(projections)
-    plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
+    local_weight, token_mask, query_mask, sequences, shares, offset = tensors
+    plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
     height, width = plan.height, plan.width
     local = local_weight is not None
-    channels = plan.heads * plan.head_dim
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:3], plan.value_dim), dtype=q.dtype, device=q.device)
     kept = plan.batch if save or not plan.fused else 0
-    state = torch.empty(
-        (kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map), device=q.device
-    )
-    means = torch.empty((kept, 2, channels), dtype=torch.float32, device=q.device)
+    state_dtype = _state_dtype(q.dtype, options.feature_map, options.anchored)
+    state = torch.empty((kept, plan.heads, plan.key_dim, plan.value_dim), dtype=state_dtype, device=q.device)
+    means = torch.empty((kept, plan.heads * (plan.key_dim + plan.value_dim)), dtype=torch.float32, device=q.device)
+    kept_shares = torch.empty((0,), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
-        return out, state, means
+        return out, state, means, kept_shares
+    if options.anchored:
+        shares = kept_shares = anchor_shares(k, tensors, options, plan)
     masks = _as_bytes(token_mask), _as_bytes(query_mask)
     count = _count(token_mask)
-    common = _common(plan, token_mask)
-    mapped = dict(**common, MAP=feature_map)
+    common = dict(**_common(plan, token_mask), WEIGHTED=shares is not None)
     products = dot_settings(q.dtype)
-    centre = q.dtype == torch.float32
+    centre = q.dtype == torch.float32 or shares is not None
+    chosen = dict(MAP=options.feature_map, NORM=options.normalization, OFFSET=offset is not None)
+    scale, prefix = options.scale, options.num_prefix_tokens
     mask_q = query_mask is not None
     if plan.fused:
         launch(forward.forward_kernel, (plan.programs,))(
-            q, k, v, local_weight, *masks, count, sequences, out, state, means,
-            plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels,
+            q, k, v, local_weight, *masks, count, sequences, shares, offset, out, state, means,
+            plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
             *_strides(plan.packed, q, k, v, out),
-            **mapped, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save, BW=tile_columns(width),
+            **common, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
+            BW=tile_columns(width),
             **_step_settings(plan, q.dtype, CONFIG.fused_warps, CONFIG.forward_stages),
         )  # fmt: skip
-        return out, state, means
-    size = plan.block_channels * (plan.block_channels + 4)
+        return out, state, means, kept_shares
+    size = plan.block_keys * plan.block_values + 2 * (plan.block_keys + plan.block_values)
     parts = split(plan, plan.tokens, q.device)
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     launch(forward.state_kernel, (plan.programs, parts.number))(
-        k, v, masks[0], sequences, sums, plan.tokens, height, width, plan.blocks, channels,
+        k, v, masks[0], sequences, shares, sums, plan.tokens, height, width, plan.blocks, plan.heads,
         *_strides(plan.packed, k, v),
-        **mapped, **products, CENTRE=centre, **_step_settings(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
+        **common, **products, MAP=options.feature_map, CENTRE=centre,
+        **_step_settings(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _sum_settings(plan, parts)
-    launch(forward.finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
-        sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
+    launch(forward.finish_kernel, (plan.programs, plan.block_keys // block["BR"]))(
+        sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **block, CENTRE=centre,
     )  # fmt: skip
     tiles = make_tiles(plan, columns=CONFIG.output_columns, local=local)
     strides = _strides(plan.packed, q, v, out)
     launch(forward.output_kernel, tiles.grid(plan))(
-        q, v, local_weight, *masks, sequences, out, state, means,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
+        q, v, local_weight, *masks, count, sequences, offset, out, state, means,
+        plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
-        **mapped, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns, WIDE=tiles.wide(strides),
-        **_step_settings(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
+        **_common(plan, token_mask), **chosen, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns,
+        WIDE=tiles.wide(strides), **_step_settings(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
     )  # fmt: skip
-    return out, state, means
+    return out, state, means, kept_shares
 
 
 def _step_settings(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, int]:
@@ -332,32 +375,27 @@ def _sum_settings(plan: Plan, parts: Parts) -> dict[str, int]:
     share the work. Warps are few, so that a thread sums most parts by itself.
     """
     at_once = min(parts.most, CONFIG.summed_parts)
-    rows = max(1, min(4, 16384 // (at_once * plan.block_channels)))
-    warps = max(1, min(4, at_once * rows * plan.block_channels // 2048))
+    rows = max(1, min(4, 16384 // (at_once * plan.block_values)))
+    warps = max(1, min(4, at_once * rows * plan.block_values // 2048))
     return dict(BP=at_once, STEPS=parts.most // at_once, BR=rows, num_warps=warps)
 
 
 def run_backward(
     grad_out: Tensor,
     projections: Sequence[Tensor],
-    local_weight: Tensor | None,
-    token_mask: Tensor | None,
-    query_mask: Tensor | None,
-    sequences: Tensor | None,
+    tensors: Tensors,
     state: Tensor,
     means: Tensor,
-    feature_map: str,
-    scale: float,
-    grids: Sequence[int],
-    num_prefix_tokens: int,
+    options: Options,
     grad_of_local: bool,
 ) -> list[Tensor]:
+    """Gradients of the projections, of the local weight, of the shares and of the offset; empty where not wanted"""
     q, k, v = unstack(projections)
+    local_weight, token_mask, query_mask, sequences, shares, offset = tensors
     g = _rows(grad_out)
-    plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
+    plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
     height, width = plan.height, plan.width
     local = local_weight is not None
-    channels = plan.heads * plan.head_dim
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in projections]
     grad_tensors = (*grads, None, None)[:3]
     layout = _layout(projections)
@@ -365,51 +403,110 @@ def run_backward(
     grad_local = torch.empty(
         (0,) if wanted is None else wanted.shape, dtype=(q if wanted is None else wanted).dtype, device=q.device
     )
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    grad_shares = room(0) if shares is None else room(*shares.shape)
     if g.numel() == 0:
-        return [x.zero_() for x in (*grads, grad_local)]
+        rest = (room(0) if x is None else torch.zeros_like(x) for x in (shares, offset))
+        return [*(x.zero_() for x in (*grads, grad_local)), *rest]
     masks = _as_bytes(token_mask), _as_bytes(query_mask)
     count = _count(token_mask)
-    mapped = dict(**_common(plan, token_mask), MAP=feature_map)
+    common = dict(**_common(plan, token_mask), MAP=options.feature_map, NORM=options.normalization)
+    weighted, shifted = dict(WEIGHTED=shares is not None), dict(OFFSET=offset is not None)
     products = dot_settings(q.dtype)
+    scale, prefix = options.scale, options.num_prefix_tokens
     mask_q = query_mask is not None
     strides = _strides(plan.packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
+    grad_mean = room(plan.batch, plan.heads, 1, plan.value_dim)
     if plan.fused:
         launch(backward.backward_kernel, (plan.programs,))(
-            q, k, v, local_weight, g, *masks, count, sequences, state, means, *grad_tensors, grad_local,
-            plan.queries, plan.tokens, height, width, num_prefix_tokens, scale, plan.blocks, channels, *strides,
-            **mapped, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, LAYOUT=layout,
-            BW=tile_columns(width),
+            q, k, v, local_weight, g, *masks, count, sequences, shares, offset, state, means,
+            *grad_tensors, grad_local, grad_shares, grad_mean,
+            plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads, *strides,
+            **common, **weighted, **shifted, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q,
+            ANCHORED=options.anchored, LAYOUT=layout, BW=tile_columns(width),
             **_step_settings(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
         )  # fmt: skip
-        return [*grads, grad_local]
-    size = plan.block_channels * (plan.block_channels + 10)
+        return [
+            *grads,
+            grad_local,
+            grad_shares,
+            _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan),
+        ]
+    size = plan.block_keys * plan.block_values + plan.block_keys + 10 * plan.block_values
     parts = split(plan, plan.queries, q.device, rows=height if grad_of_local else 0)
-    sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
-    grad_state = torch.empty(state.shape, dtype=torch.float32, device=q.device)
-    grad_mean = torch.empty((plan.batch, channels), dtype=torch.float32, device=q.device)
+    sums = room(plan.programs, parts.most, size)
+    grad_state = room(*state.shape)
+    grad_k_mean = room(plan.batch, plan.heads, 1, plan.key_dim)
     launch(backward.grad_state_kernel, (plan.programs, parts.number))(
-        q, v, g, *masks, sequences, sums,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, channels,
+        q, v, g, *masks, count, sequences, offset, state, means, sums,
+        plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
         *_strides(plan.packed, q, v, g),
-        **mapped, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
+        **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
         **_step_settings(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
     )  # fmt: skip
     block = _sum_settings(plan, parts)
     launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
-        sums, count, sequences, grad_state, grad_mean, grad_local,
-        plan.tokens, height, width, scale, parts.number, plan.blocks, channels,
-        **mapped, **block, GRAD_LOCAL=grad_of_local,
+        sums, count, sequences, grad_state, grad_k_mean, grad_mean, grad_local,
+        plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
+        **common, **weighted, **block, GRAD_LOCAL=grad_of_local,
     )  # fmt: skip
     columns = tile_columns(width)
     tiles = make_tiles(plan, columns=columns, local=local)
     launch(backward.grad_kernel, tiles.grid(plan))(
-        q, k, v, local_weight, g, *masks, sequences, state, means, grad_state, grad_mean, *grad_tensors,
-        plan.queries, plan.tokens, height, width, num_prefix_tokens, plan.blocks, tiles.columns, tiles.rows, channels,
+        q, k, v, local_weight, g, *masks, count, sequences, shares, offset, state, means,
+        grad_state, grad_k_mean, grad_mean, *grad_tensors, grad_shares,
+        plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
-        **mapped, **products, LOCAL=local, MASK_Q=mask_q, LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
+        **common, **weighted, **shifted, **products, LOCAL=local, MASK_Q=mask_q, ANCHORED=options.anchored,
+        LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
         **_step_settings(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
     )  # fmt: skip
-    return [*grads, grad_local]
+    return [
+        *grads,
+        grad_local,
+        grad_shares,
+        _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan),
+    ]
+
+
+def _offset_grad(
+    grads: Sequence[Tensor],
+    k: Tensor,
+    state: Tensor,
+    grad_mean: Tensor,
+    grad_shares: Tensor,
+    tensors: Tensors,
+    options: Options,
+    plan: Plan,
+) -> Tensor:
+    """The gradient of the offset (B, 1, heads, d): −Σ dq and, for an anchor, what its scores add.
+
+    `grad_mean` is dv̄/n, and `grad_shares` the gradient of an anchor's scores.
+    """
+    if tensors.offset is None:
+        return grad_mean.new_empty(0)
+    if options.feature_map != "identity":
+        return -unstack(grads)[0].sum(1, keepdim=True, dtype=torch.float32)
+    # Σ dq = dv̄·Sᵀ, without a pass over the queries.
+    total = grad_mean @ state.float().mT
+    if tensors.shares is None:
+        mask = tensors.token_mask
+        count = plan.tokens if mask is None else mask.sum(1).clamp(min=1)[:, None, None, None]
+        total = total * count
+    grad = -total.transpose(1, 2)
+    if not options.anchored:
+        return grad
+    parts = split(plan, plan.tokens, k.device)
+    sums = grad.new_empty((parts.number, plan.batch, 1, plan.heads, plan.key_dim))
+    mask = _as_bytes(tensors.token_mask)
+    launch(anchor.weighted_sum_kernel, (plan.programs, parts.number))(
+        k, grad_shares, mask, sums, plan.tokens, plan.blocks, plan.heads, *_strides(False, k),
+        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=CONFIG.tokens, HAS_MASK=mask is not None,
+    )  # fmt: skip
+    return grad + options.scale * sums.sum(0)
 
 
 # torch.compile sees the launches inside a `triton_op` and inlines them, so that no Python runs between kernels.
@@ -424,17 +521,20 @@ def _forward_op(
     token_mask: Tensor | None,
     query_mask: Tensor | None,
     sequences: Tensor | None,
+    shares: Tensor | None,
+    offset: Tensor | None,
+    normalization: str,
     feature_map: str,
+    anchored: bool,
     scale: float,
     grids: Sequence[int],
     num_prefix_tokens: int,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with on_device_of(projections[0]):
-        return run_forward(
-            projections, local_weight, token_mask, query_mask, sequences,
-            feature_map, scale, grids, num_prefix_tokens, save,
-        )  # fmt: skip
+        tensors = Tensors(local_weight, token_mask, query_mask, sequences, shares, offset)
+        options = Options(normalization, feature_map, anchored, scale, grids, num_prefix_tokens)
+        return run_forward(projections, tensors, options, save)
 
 
 @register("inline_attention::backward", mutates_args=())
@@ -445,68 +545,93 @@ def _backward_op(
     token_mask: Tensor | None,
     query_mask: Tensor | None,
     sequences: Tensor | None,
+    shares: Tensor | None,
+    offset: Tensor | None,
     state: Tensor,
     means: Tensor,
+    normalization: str,
     feature_map: str,
+    anchored: bool,
     scale: float,
     grids: Sequence[int],
     num_prefix_tokens: int,
     grad_of_local: bool,
 ) -> list[Tensor]:
     with on_device_of(grad_out):
-        return run_backward(
-            grad_out, projections, local_weight, token_mask, query_mask, sequences, state, means,
-            feature_map, scale, grids, num_prefix_tokens, grad_of_local,
-        )  # fmt: skip
+        tensors = Tensors(local_weight, token_mask, query_mask, sequences, shares, offset)
+        options = Options(normalization, feature_map, anchored, scale, grids, num_prefix_tokens)
+        return run_backward(grad_out, projections, tensors, state, means, options, grad_of_local)
 
 
 @_forward_op.register_fake
-def _(projections, local_weight, token_mask, query_mask, sequences, *options):  # type: ignore[no-untyped-def]  # as the operator
-    feature_map, _, grids, num_prefix_tokens, save = options
-    q, k, _ = unstack(projections)
-    plan = make_plan(q, k, sequences, grids, num_prefix_tokens)
+def _(projections, local_weight, token_mask, query_mask, sequences, shares, offset, *rest):  # type: ignore[no-untyped-def]  # as the operator
+    options, save = Options(*rest[:-1]), rest[-1]
+    q, k, v = unstack(projections)
+    plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
     kept = plan.batch if save or not plan.fused else 0
-    state = q.new_empty((kept, plan.heads, plan.head_dim, plan.head_dim), dtype=_state_dtype(q.dtype, feature_map))
-    return q.new_empty(q.shape), state, q.new_empty((kept, 2, plan.heads * plan.head_dim), dtype=torch.float32)
+    state_dtype = _state_dtype(q.dtype, options.feature_map, options.anchored)
+    kept_shares = (plan.batch, plan.heads, plan.tokens) if options.anchored else (0,)
+    return (
+        q.new_empty((*q.shape[:3], plan.value_dim)),
+        q.new_empty((kept, plan.heads, plan.key_dim, plan.value_dim), dtype=state_dtype),
+        q.new_empty((kept, plan.heads * (plan.key_dim + plan.value_dim)), dtype=torch.float32),
+        q.new_empty(kept_shares, dtype=torch.float32),
+    )
 
 
 @_backward_op.register_fake
-def _(grad_out, projections, local_weight, *args):  # type: ignore[no-untyped-def]  # as the operator
-    grad_of_local = args[-1]
+def _(grad_out, projections, local_weight, token_mask, query_mask, sequences, shares, offset, *rest):  # type: ignore[no-untyped-def]  # as the operator
+    grad_of_local = rest[-1]
+    empty = grad_out.new_empty((0,), dtype=torch.float32)
     return [
         *(x.new_empty(x.shape) for x in projections),
         torch.empty_like(local_weight) if grad_of_local else grad_out.new_empty((0,)),
+        empty if shares is None else torch.empty_like(shares),
+        torch.empty_like(empty) if offset is None else torch.empty_like(offset),
     ]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    projections, local_weight, token_mask, query_mask, sequences, *options, _ = inputs
-    ctx.save_for_backward(*projections, local_weight, token_mask, query_mask, sequences, *output[1:])
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    projections, *rest = inputs
+    tensors, options = Tensors(*rest[:6]), Options(*rest[6:-1])
+    _, state, means, kept_shares = output
+    if options.anchored:
+        tensors = tensors._replace(shares=kept_shares)
+    ctx.save_for_backward(*projections, *tensors, state, means)
     ctx.options = options
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    *projections, local_weight, token_mask, query_mask, sequences, state, means = ctx.saved_tensors
+    *projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means = ctx.saved_tensors
     grad_of_local = ctx.needs_input_grad[1]
-    *grads, grad_local = _backward_op(
-        grad_out, projections, local_weight, token_mask, query_mask, sequences, state, means,
+    *grads, grad_local, grad_shares, grad_offset = _backward_op(
+        grad_out, projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means,
         *ctx.options, grad_of_local,
     )  # fmt: skip
-    return grads, grad_local if grad_of_local else None, *[None] * 8
+    return (
+        grads,
+        grad_local if grad_of_local else None,
+        None,
+        None,
+        None,
+        grad_shares if ctx.needs_input_grad[5] else None,
+        grad_offset if ctx.needs_input_grad[6] else None,
+        *[None] * 7,
+    )
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _flops(projections: Any, local_weight: Any, products: int, local: int) -> int:
-    """`products` products of queries with d×d states, as many of keys, and `local` sums over nine taps.
+    """`products` products of queries with d×e states, as many of keys, and `local` sums over nine taps.
 
     The arguments are shapes in the place of tensors.
     """
-    batch, queries, _, heads, head_dim = projections[0]
-    tokens = projections[-1][1]
+    batch, queries, _, heads, key_dim = projections[0]
+    _, tokens, _, _, value_dim = projections[-1]
     sums = 0 if local_weight is None else local * 9 * tokens
-    return 2 * batch * heads * head_dim * (products * (queries + tokens) * head_dim + sums)
+    return 2 * batch * heads * value_dim * (products * (queries + tokens) * key_dim + sums)
 
 
 @register_flop_formula(torch.ops.inline_attention.forward)
@@ -530,14 +655,21 @@ def why_not(x: Tensor) -> str | None:
     """Why the kernels cannot run on tensors such as x (…, heads, d), or None if they can."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels compute in bfloat16, float16 or float32, not in {x.dtype}"
-    if x.shape[-1] > MOST_CHANNELS:
-        return f"the kernels hold heads of up to {MOST_CHANNELS} channels, not of {x.shape[-1]}"
+    if reason := why_not_widths(x.shape[-1], x.shape[-1]):
+        return reason
     if not x.is_cuda and not INTERPRETED:
         return f"the kernels run on a GPU, and the inputs are on {x.device}"
     if x.is_cuda and torch.version.hip is not None:
         return "the kernels are tuned and tested on NVIDIA GPUs, and this PyTorch is built for ROCm"
     if x.is_cuda and _capability(x.device) < LEAST_CAPABILITY:
         return f"the kernels need a GPU of compute capability 8.0 (Ampere) or above, and {x.device} has less"
+    return None
+
+
+def why_not_widths(key_dim: int, value_dim: int) -> str | None:
+    """Why the kernels cannot run with heads of so many features and values, or None if they can."""
+    if max(key_dim, value_dim) > MOST_CHANNELS:
+        return f"the kernels hold heads of up to {MOST_CHANNELS} channels, not of {max(key_dim, value_dim)}"
     return None
 
 
@@ -550,13 +682,17 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         )
 
 
-def inline_attention(
+def attention(
     projections: Sequence[Tensor],
     local_weight: Tensor | None,
     token_mask: Tensor | None,
     query_mask: Tensor | None,
     sequences: Tensor | None,
+    shares: Tensor | None,
+    offset: Tensor | None,
     *,
+    anchored: bool,
+    normalization: str,
     feature_map: str,
     scale: float,
     grids: Sequence[Grid],
@@ -566,21 +702,29 @@ def inline_attention(
 
     Args:
         sequences: (images, 4) integers for a packed batch: first token, tokens, height and width of each image.
+        shares: the normalised token weight (B, heads, N).
+        offset: what is subtracted from the queries, (B, 1, heads, d).
+        anchored: the shares are the softmax of the offset's scores. They are computed here.
         feature_map: the kernels' name of φ, `FeatureMap.kernel`.
         grids: (height, width) of the map; of each image's map for a packed batch.
     """
-    refuse_tangents(*projections, local_weight)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*projections, local_weight))
-    out, _, _ = _forward_op(
+    shares, offset = (None if x is None else x.float().contiguous() for x in (shares, offset))
+    differentiable = (*projections, local_weight, shares, offset)
+    refuse_tangents(*differentiable)
+    out, *_ = _forward_op(
         [_rows(x) for x in projections],
         None if local_weight is None else local_weight.contiguous(),
         None if token_mask is None else token_mask.contiguous(),
         None if query_mask is None else query_mask.contiguous(),
         sequences,
+        shares,
+        offset,
+        normalization,
         feature_map,
+        anchored,
         scale,
         [length for grid in grids for length in grid],
         num_prefix_tokens,
-        save,
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable),
     )
     return out

@@ -8,10 +8,18 @@ from .blocks import (
     SIZES,
     accumulate,
     add_local,
+    add_product,
+    divisor_of,
+    factors,
+    full_mean,
     gradient_pointers,
+    head_sums,
+    inverse,
     load_map_row,
     load_neighbours,
+    load_queries,
     load_rows,
+    load_shares,
     locate,
     operand,
     present,
@@ -19,10 +27,13 @@ from .blocks import (
     same_head,
     state_offsets,
     store_rows,
+    store_shares,
     sum_parts,
     tile_index,
     tile_tokens,
+    tokens_of,
 )
+from .forward import EPS
 
 
 @triton.jit
@@ -95,186 +106,372 @@ def store_local_grad(p, step, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8):
 
 
 @triton.jit
-def write_query_grads(
-    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_t, o_c, m_c, b_st,
-    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
+def divisor_grad(b_z, b_along, b_along_mean, eps, NORM: tl.constexpr):
+    """The gradient of z, from g·(φ(q)·S) and g·v̄ (g the gradient of the output)"""
+    if NORM == "divide":
+        b_g = tl.div_rn(1.0, b_z + eps)
+        return b_g * b_g * (eps * b_along_mean - b_along)
+    else:
+        b_inverse = inverse(b_z)
+        return -b_inverse * b_inverse * b_along
+
+
+@triton.jit
+def load_features(p_q, stride_q, t, o_t, m_t, o_k, m_k, MAP: tl.constexpr):
+    """Queries and φ of them, zeros where a query is absent: (BN, BK) float32 each"""
+    b_q = load_rows(p_q, stride_q, t, o_t, m_t, o_k, m_k).to(tl.float32)
+    b_phi = add_map_at_zero(feature_map(b_q, MAP), 1.0, MAP)
+    return b_q, tl.where(m_t[:, None] & m_k[None, :], b_phi, 0.0)
+
+
+@triton.jit
+def accumulate_normalised(
+    p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_k, m_k, o_v, m_v, b_st, b_k_mean, b_v_mean, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """dq = φ'(q)·(g·Sᵀ) for queries t + o_t where m_t; zeros for absent ones"""
+    """Sums over queries where NORM scales the outputs: dS = Σ φ(q)ᵀ(g(z)·g) (BK, BV), Σ dz·φ(q), Σ f(z)·g
+
+    b_k_mean holds s·k̄. The outputs without their scale are not needed: g·(φ(q)·S) = (g·Sᵀ)·φ(q).
+    """
+    o_t = tl.arange(0, BN)
+    b_ds = tl.zeros([BK, BV], tl.float32)
+    b_ones = tl.full([16, BN], 1.0, DOT)
+    b_q_sum = tl.zeros([16, BK], tl.float32)
+    b_g_sum = tl.zeros([16, BV], tl.float32)
+    for t in range(t_begin, t_end, BN):
+        m_t = present(p_mask, t, o_t, t + o_t < t_end, MASK_Q)
+        _, b_phi = load_features(p_q, stride_q, t, o_t, m_t, o_k, m_k, MAP)
+        b_g = load_rows(p_g, stride_g, t, o_t, m_t, o_v, m_v)
+        b_u = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
+        b_g = b_g.to(tl.float32)
+        b_terms = b_phi * b_k_mean[None, :]
+        b_dz = divisor_grad(
+            head_sums(b_terms, o_k, o_k, DK, DK, HEADS),
+            head_sums(b_u * b_phi, o_k, o_k, DK, DK, HEADS),
+            head_sums(b_g * b_v_mean[None, :], o_v, o_k, DV, DK, HEADS),
+            eps, NORM,
+        )  # fmt: skip
+        b_scale, b_f = factors(head_sums(b_terms, o_k, o_v, DK, DV, HEADS), eps, NORM)
+        b_ds = add_product(
+            b_ds, tl.trans(operand(b_phi, DOT, PRECISION)), operand(b_scale * b_g, DOT, PRECISION), PRECISION
+        )
+        b_q_sum = add_product(b_q_sum, b_ones, operand(b_dz * b_phi, DOT, PRECISION), PRECISION)
+        b_g_sum = add_product(b_g_sum, b_ones, operand(b_f * b_g, DOT, PRECISION), PRECISION)
+    return b_ds, tl.max(b_q_sum, 0), tl.max(b_g_sum, 0)
+
+
+@triton.jit
+def write_query_grads(
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_t, o_k, m_k, o_v, m_v,
+    b_st, b_k_mean, b_v_mean, b_offset, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """dq = φ'(q)·(g(z)·g·Sᵀ + dz·s·k̄) for queries t + o_t where m_t; zeros for absent ones. b_k_mean holds s·k̄"""
     m_here = present(p_mask, t, o_t, m_t, MASK_Q)
-    b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_c, m_c)
+    b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_v, m_v)
     b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
-    if MAP != "identity":
-        b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_c, m_c)
+    if NORM != "subtract":
+        b_q, b_phi = load_features(p_q, stride_q, t, o_t, m_here, o_k, m_k, MAP)
+        b_z = head_sums(b_phi * b_k_mean[None, :], o_k, o_k, DK, DK, HEADS)
+        b_scale, _ = factors(b_z, eps, NORM)
+        b_dz = divisor_grad(
+            b_z,
+            head_sums(b_dq * b_phi, o_k, o_k, DK, DK, HEADS),
+            head_sums(b_g.to(tl.float32) * b_v_mean[None, :], o_v, o_k, DV, DK, HEADS),
+            eps, NORM,
+        )  # fmt: skip
+        b_dq = feature_map_backward(b_q, b_scale * b_dq + b_dz * b_k_mean[None, :], MAP)
+        if MASK_Q:
+            b_dq = tl.where(m_here[:, None], b_dq, 0.0)
+    elif MAP != "identity":
+        b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, OFFSET)
         b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
-    store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_c, m_c)
+    store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_k, m_k)
 
 
 @triton.jit
 def write_key_grads(
-    p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, o_t, m_t, o_c, m_c,
-    b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    p_k, p_v, p_dk, p_dv, p_mask, p_share, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
+    t, o_t, m_t, N, o_k, m_k, o_v, m_v, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """dk = φ'(k)·((v − v̄)·dSᵀ), dv = (φ(k) − k̄)·dS + ḡ for tokens t + o_t where m_t; zeros for absent ones"""
+    """dk = φ'(k)·((v − v̄)·dSᵀ + dk̄), dv = (φ(k) − k̄)·dS + dv̄ for tokens t + o_t where m_t; zeros for absent ones
+
+    b_k_mean is the mean of φ(k) − φ(0). If WEIGHTED, dk and dv are multiplied by the token's share p, and
+    dp = ((v − v̄)·dSᵀ + dk̄)·(φ(k) − k̄) + dv̄·(v − v̄). If ANCHORED, p is the softmax of s·a·k: its scores have the
+    gradient p·(dp − Σ p·dp), which is stored instead of dp and adds its product with s·a to dk. b_overlap is the sum.
+    """
     m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
-    b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_c, m_c).to(tl.float32)
-    b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_c, m_c).to(tl.float32) - b_v_mean[None, :]
-    b_dk = feature_map_backward(b_k, tl.dot(operand(b_v, DOT, PRECISION), b_dst, input_precision=PRECISION), MAP)
-    b_k = feature_map(b_k, MAP) - b_k_mean[None, :]
-    b_dv = product_plus(operand(b_k, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)
+    b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_k, m_k).to(tl.float32)
+    b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_v, m_v).to(tl.float32) - b_v_mean[None, :]
+    if NORM == "subtract":
+        b_dk = tl.dot(operand(b_v, DOT, PRECISION), b_dst, input_precision=PRECISION)
+    else:
+        b_dk = product_plus(operand(b_v, DOT, PRECISION), b_dst, b_q_mean[None, :], PRECISION)
+    b_centred = feature_map(b_k, MAP) - b_k_mean[None, :]
+    b_dv = product_plus(operand(b_centred, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)
+    if WEIGHTED:
+        b_dp = head_sums(b_dk * b_centred, o_k, o_k, DK, DK, HEADS)
+        b_dp += head_sums(b_v * b_g_mean[None, :], o_v, o_k, DV, DK, HEADS)
+        b_share = load_shares(p_share, N, t, o_t, m_here, o_k, m_k, DK, HEADS)
+        b_dk *= b_share
+        b_dv *= load_shares(p_share, N, t, o_t, m_here, o_v, m_v, DV, HEADS)
+        if ANCHORED:
+            b_dp = b_share * (b_dp - b_overlap)
+            b_dk += b_dp * b_anchor[None, :]
+        if HAS_MASK:
+            b_dp = tl.where(m_here[:, None], b_dp, 0.0)
+        store_shares(p_dshare, b_dp, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
+    b_dk = feature_map_backward(b_k, b_dk, MAP)
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
         b_dv = tl.where(m_here[:, None], b_dv, 0.0)
-    store_rows(p_dk, b_dk, stride_dk, t, o_t, m_t, o_c, m_c)
-    store_rows(p_dv, b_dv, stride_dv, t, o_t, m_t, o_c, m_c)
+    store_rows(p_dk, b_dk, stride_dk, t, o_t, m_t, o_k, m_k)
+    store_rows(p_dv, b_dv, stride_dv, t, o_t, m_t, o_v, m_v)
 
 
 @triton.jit
 def write_grads(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
-    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_q, m_k, o_c, m_c,
-    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_q, m_t, N, o_k, m_k, o_v, m_v,
+    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr,
+    OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries t + o_t where m_q and of keys and values where m_k, without the local residual's part"""
+    """Gradients of queries t + o_t where m_q and of keys and values where m_t, without the local residual's part"""
     write_query_grads(
-        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t, o_t, m_q, o_c, m_c, b_st,
-        MAP, DOT, PRECISION, MASK_Q,
+        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t, o_t, m_q, o_k, m_k, o_v, m_v,
+        b_st, b_k_full, b_v_mean, b_offset, eps,
+        MAP, NORM, DK, DV, HEADS, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
     write_key_grads(
-        p_k, p_v, p_dk, p_dv, p_mask, stride_k, stride_v, stride_dk, stride_dv, t, o_t, m_k, o_c, m_c,
-        b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK,
+        p_k, p_v, p_dk, p_dv, p_mask, p_share, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
+        t, o_t, m_t, N, o_k, m_k, o_v, m_v, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
+        MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, WEIGHTED, ANCHORED,
     )  # fmt: skip
 
 
 @triton.jit
 def write_grads_run(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
-    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t_begin, t_end, Nq, N, o_c, m_c,
-    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean,
-    MAP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr,
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t_begin, t_end, Nq, N, o_k, m_k, o_v, m_v,
+    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr,
+    OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """`write_grads` for those of the tokens t_begin … t_end − 1 that exist as queries and as keys"""
     o_t = tl.arange(0, BN)
     for t in range(t_begin, t_end, BN):
         m_t = t + o_t < t_end
         write_grads(
-            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-            t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), o_c, m_c,
-            b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
+            t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), N, o_k, m_k, o_v, m_v,
+            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+            MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
         )  # fmt: skip
+
+
+@triton.jit
+def sum_queries(
+    p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+    b_st, b_k_full, b_v_mean, b_offset, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """dS, dk̄ and dv̄, without their factors: (BK, BV), (BK,), (BV,). dk̄ has no meaning for "subtract"."""
+    if NORM == "subtract":
+        b_ds, b_q_sum, b_g_sum, _, _ = accumulate(
+            p_q, p_g, p_mask, None, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, 0, 0,
+            MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, False, MASK_Q, False, OFFSET,
+        )  # fmt: skip
+    else:
+        b_ds, b_q_sum, b_g_sum = accumulate_normalised(
+            p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_k, m_k, o_v, m_v, b_st, b_k_full, b_v_mean, eps,
+            MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q,
+        )  # fmt: skip
+    return b_ds, b_q_sum, b_g_sum
+
+
+@triton.jit
+def add_map_to_state_grad(b_ds, b_g_sum, MAP: tl.constexpr, NORM: tl.constexpr):
+    """dS with the part of φ(0), which `accumulate` leaves out. b_g_sum (1, BV)"""
+    if NORM == "subtract":
+        b_ds = add_map_at_zero(b_ds, b_g_sum, MAP)
+    return b_ds
+
+
+@triton.jit
+def overlap_of(b_ds, b_s, scale, o_k, D: tl.constexpr, HEADS: tl.constexpr):
+    """Σ p·dp over the tokens: the sum of dS·S over the elements of a head, (1, 1) or (1, BK)
+
+    Both hold the factor s, and the sum has it once.
+    """
+    b_rows = tl.sum(b_ds * b_s, 1)[None, :]
+    return head_sums(b_rows, o_k, o_k, D, D, HEADS) * tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, scale))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_count, p_seq, p_s, p_means, p_d0, p_d1, p_d2, p_dw,
-    Nq, N, H, W, prefix, scale, blocks, C,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_count, p_seq, p_share, p_offset, p_s, p_means,
+    p_d0, p_d1, p_d2, p_dw, p_dshare, p_g_mean,
+    Nq, N, H, W, prefix, scale, blocks, heads,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
-    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_Q: tl.constexpr, PACKED: tl.constexpr, LAYOUT: tl.constexpr,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    LOCAL: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr,
+    WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ANCHORED: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
-    c = (tl.program_id(0) % blocks) * HEADS * D
+    h = (tl.program_id(0) % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
         Nq = N
-    o_c = tl.arange(0, BC)
-    m_c = (o_c < HEADS * D) & (c + o_c < C)
-    p_q += i_b * stride_qb + start * stride_q + c
-    p_k += i_b * stride_kb + start * stride_k + c
-    p_v += i_b * stride_vb + start * stride_v + c
-    p_g += i_b * stride_gb + start * stride_g + c
-    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT)
-    p_dq += i_b * stride_dqb + start * stride_dq + c
-    p_dk += i_b * stride_dkb + start * stride_dk + c
-    p_dv += i_b * stride_dvb + start * stride_dv + c
+    o_k = tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
+    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    p_q += i_b * stride_qb + start * stride_q + h * DK
+    p_k += i_b * stride_kb + start * stride_k + h * DK
+    p_v += i_b * stride_vb + start * stride_v + h * DV
+    p_g += i_b * stride_gb + start * stride_g + h * DV
+    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, heads * DK, LAYOUT)
+    p_dq += i_b * stride_dqb + start * stride_dq + h * DK
+    p_dk += i_b * stride_dkb + start * stride_dk + h * DK
+    p_dv += i_b * stride_dvb + start * stride_dv + h * DV
     if HAS_MASK:
         p_mask += i_b * N
     if MASK_Q:
         p_mask_q += i_b * Nq
-    count = tl.cast(N, tl.float32)
-    if HAS_MASK:
-        count = tl.load(p_count + i_b)
+    if WEIGHTED:
+        p_share += (i_b * heads + h) * N
+        p_dshare += (i_b * heads + h) * N
+    b_offset = 0.0
+    if OFFSET:
+        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    scale = tl.cast(scale, tl.float32)
+    tokens = tokens_of(p_count, i_b, N, HAS_MASK)
+    count = divisor_of(tokens, WEIGHTED)
+    eps = tl.div_rn(EPS, tokens)
 
-    b_ds, _, b_g_sum, _, _ = accumulate(
-        p_q, p_g, p_mask_q, stride_q, stride_g, 0, Nq, o_c, m_c, 0, 0, MAP, BN, BC, DOT, PRECISION, False, MASK_Q
-    )
-    b_ds = add_map_at_zero(b_ds, b_g_sum[None, :], MAP)
-    m_head = same_head(o_c, m_c, o_c, m_c, D)
-    b_ds = tl.where(m_head, b_ds * tl.div_rn(tl.cast(scale, tl.float32), count), 0.0)
+    m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
+    b_s = tl.load(p_s + (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV), mask=m_head, other=0.0)
+    b_st = tl.trans(operand(b_s, DOT, PRECISION))
+    p_means += i_b * heads * (DK + DV)
+    b_k_mean = tl.load(p_means + h * DK + o_k, mask=m_k, other=0.0)
+    b_v_mean = tl.load(p_means + heads * DK + h * DV + o_v, mask=m_v, other=0.0)
+    b_k_full = full_mean(b_k_mean, m_k, MAP) * scale
+    b_ds, b_q_sum, b_g_sum = sum_queries(
+        p_q, p_g, p_mask_q, stride_q, stride_g, 0, Nq, N, o_k, m_k, o_v, m_v,
+        b_st, b_k_full, b_v_mean, b_offset, eps,
+        MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
+    )  # fmt: skip
+    b_ds = add_map_to_state_grad(b_ds, b_g_sum[None, :], MAP, NORM)
+    b_ds = tl.where(m_head, b_ds * tl.div_rn(scale, count), 0.0)
+    b_q_mean = tl.div_rn(b_q_sum * scale, count)
     b_g_mean = tl.div_rn(b_g_sum, count)
+    b_anchor = 0.0
+    b_overlap = 0.0
+    if ANCHORED:
+        b_anchor = b_offset * scale
+        b_overlap = overlap_of(b_ds, b_s.to(tl.float32), scale, o_k, DK, HEADS)
+    if OFFSET:
+        tl.store(p_g_mean + (i_b * heads + h) * DV + o_v, b_g_mean, mask=m_v)
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
-    b_st = tl.load(p_s + i_b * C * D + c * D + state_offsets(o_c, o_c, D), mask=m_head, other=0.0)
-    b_st = tl.trans(operand(b_st, DOT, PRECISION))
-    p_means += i_b * 2 * C + c
-    b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
-    b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
     write_grads_run(
-        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
-        stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, tl.maximum(Nq, N), Nq, N, o_c, m_c,
-        b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
+        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+        stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+        0, tl.maximum(Nq, N), Nq, N, o_k, m_k, o_v, m_v,
+        b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+        MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
     )  # fmt: skip
     if LOCAL:
         tl.debug_barrier()  # add_local reads what other threads wrote
         for x in range(0, W, BW):
             add_local(
-                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
-                x, 0, H, H, W, prefix, o_c, m_c, BW, BC, True, MASK_Q, HAS_MASK,
+                p_g, p_w + (i_b * heads + h) * DV * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
+                x, 0, H, H, W, prefix, o_v, m_v, BW, BV, True, MASK_Q, HAS_MASK,
             )  # fmt: skip
     if GRAD_LOCAL:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
-            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, 0, W, 0, H, H, W, prefix, o_c, m_c,
-            BW, BC, HAS_MASK, MASK_Q,
+            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, 0, W, 0, H, H, W, prefix, o_v, m_v,
+            BW, BV, HAS_MASK, MASK_Q,
         )  # fmt: skip
-        store_local_grad(p_dw + (i_b * C + c + o_c) * 9, 1, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        store_local_grad(p_dw + ((i_b * heads + h) * DV + o_v) * 9, 1, m_v, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_state_kernel(
-    p_q, p_v, p_g, p_mask, p_mask_q, p_seq, p_part,
-    Nq, N, H, W, prefix, blocks, C, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
-    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr,
+    p_q, p_v, p_g, p_mask, p_mask_q, p_count, p_seq, p_offset, p_s, p_means, p_part,
+    Nq, N, H, W, prefix, scale, blocks, heads, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
     The gradient of the local weight is summed over about the same part of the map: some rows, or some columns of a row.
-    Parts are (B·blocks, parts, BC·(BC + 10)) float32: dS, Σ g and nine taps.
+    Parts are (B·blocks, parts, BK·BV + BK + 10·BV) float32: dS, dk̄, dv̄ and nine taps.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
     i_p = tl.program_id(1)
     parts = tl.num_programs(1)
-    c = (i % blocks) * HEADS * D
+    h = (i % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
         Nq = N
-    o_c = tl.arange(0, BC)
-    m_c = (o_c < HEADS * D) & (c + o_c < C)
-    p_q += i_b * stride_qb + start * stride_q + c
-    p_v += i_b * stride_vb + start * stride_v + c
-    p_g += i_b * stride_gb + start * stride_g + c
+    o_k = tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
+    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    p_q += i_b * stride_qb + start * stride_q + h * DK
+    p_v += i_b * stride_vb + start * stride_v + h * DV
+    p_g += i_b * stride_gb + start * stride_g + h * DV
     if HAS_MASK:
         p_mask += i_b * N
     if MASK_Q:
         p_mask_q += i_b * Nq
-    p_part += (i * parts + i_p) * (BC * (BC + 10))
+    b_offset = 0.0
+    if OFFSET:
+        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    b_st = 0.0
+    b_k_full = 0.0
+    b_v_mean = 0.0
+    eps = 0.0
+    if NORM != "subtract":
+        m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
+        b_s = tl.load(p_s + (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV), mask=m_head, other=0.0)
+        b_st = tl.trans(operand(b_s, DOT, PRECISION))
+        p_means += i_b * heads * (DK + DV)
+        b_k_full = full_mean(tl.load(p_means + h * DK + o_k, mask=m_k, other=0.0), m_k, MAP)
+        b_k_full *= tl.cast(scale, tl.float32)
+        b_v_mean = tl.load(p_means + heads * DK + h * DV + o_v, mask=m_v, other=0.0)
+        eps = tl.div_rn(EPS, tokens_of(p_count, i_b, N, HAS_MASK))
+    p_part += (i * parts + i_p) * (BK * BV + BK + 10 * BV)
     length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
     t_begin = tl.minimum(i_p * length, Nq)
     t_end = tl.minimum(t_begin + length, Nq)
-    b_ds, _, b_g_sum, _, _ = accumulate(
-        p_q, p_g, p_mask_q, stride_q, stride_g, t_begin, t_end, o_c, m_c, 0, 0,
-        MAP, BN, BC, DOT, PRECISION, False, MASK_Q,
+    b_ds, b_q_sum, b_g_sum = sum_queries(
+        p_q, p_g, p_mask_q, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+        b_st, b_k_full, b_v_mean, b_offset, eps,
+        MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
-    tl.store(p_part + o_c[:, None] * BC + o_c[None, :], b_ds)
-    tl.store(p_part + BC * BC + o_c, b_g_sum)
+    tl.store(p_part + o_k[:, None] * BV + o_v[None, :], b_ds)
+    p_part += BK * BV
+    if NORM != "subtract":
+        tl.store(p_part + o_k, b_q_sum)
+    p_part += BK
+    tl.store(p_part + o_v, b_g_sum)
     if GRAD_LOCAL:
         across = tl.maximum(parts // H, 1)
         rows = tl.cdiv(H, parts // across)
@@ -284,64 +481,71 @@ def grad_state_kernel(
         x_begin = i_p % across * span
         x_end = tl.minimum(x_begin + span, W)
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
-            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
-            BW, BC, HAS_MASK, MASK_Q,
+            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_v, m_v,
+            BW, BV, HAS_MASK, MASK_Q,
         )  # fmt: skip
-        store_local_grad(p_part + BC * BC + BC + o_c, BC, o_c >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
+        store_local_grad(p_part + BV + o_v, BV, o_v >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_finish_kernel(
-    p_part, p_count, p_seq, p_ds, p_g_mean, p_dw, N, H, W, scale, parts, blocks, C,
-    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    STEPS: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
+    p_part, p_count, p_seq, p_ds, p_q_mean, p_g_mean, p_dw, N, H, W, scale, parts, blocks, heads,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, STEPS: tl.constexpr, GRAD_LOCAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, PACKED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """dS with the factor s/n, ḡ and the gradient of the local weight from their parts. Grid (B·blocks, BC / BR)"""
+    """dS with the factor s/n, dk̄/n, dv̄/n and the gradient of the local weight from their parts
+
+    Grid (B·blocks, the larger of BK and BV / BR): a program sums BR rows of dS and the taps of BR channels
+    """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
-    c = (i % blocks) * HEADS * D
+    h = (i % blocks) * HEADS
     _, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
-    count = tl.cast(N, tl.float32)
-    if HAS_MASK:
-        count = tl.load(p_count + i_b)
-    o_c = tl.arange(0, BC)
-    m_c = (o_c < HEADS * D) & (c + o_c < C)
+    count = divisor_of(tokens_of(p_count, i_b, N, HAS_MASK), WEIGHTED)
+    scale = tl.cast(scale, tl.float32)
+    o_v = tl.arange(0, BV)
+    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
     o_r = tl.program_id(1) * BR + tl.arange(0, BR)
-    m_r = (o_r < HEADS * D) & (c + o_r < C)
-    m_head = same_head(o_r, m_r, o_c, m_c, D)
-    size: tl.constexpr = BC * (BC + 10)
+    m_r = (o_r < HEADS * DK) & (h * DK + o_r < heads * DK)
+    m_head = same_head(o_r, m_r, o_v, m_v, DK, DV)
+    size: tl.constexpr = BK * BV + BK + 10 * BV
     p_part += i * parts * size
-    b_ds = sum_parts(p_part, o_r[:, None] * BC + o_c[None, :], m_head, parts, size, BP, STEPS)
-    b_g_sum = sum_parts(p_part, BC * BC + o_c[None, :], m_c[None, :], parts, size, BP, STEPS)
-    b_ds = add_map_at_zero(b_ds, b_g_sum, MAP)
-    tl.store(
-        p_ds + i_b * C * D + c * D + state_offsets(o_r, o_c, D),
-        b_ds * tl.div_rn(tl.cast(scale, tl.float32), count),
-        mask=m_head,
-    )
+    b_ds = sum_parts(p_part, o_r[:, None] * BV + o_v[None, :], m_head, parts, size, BP, STEPS)
+    p_part += BK * BV
+    if NORM != "subtract":
+        b_q_sum = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
+        tl.store(p_q_mean + (i_b * heads + h) * DK + o_r, tl.sum(tl.div_rn(b_q_sum * scale, count), 1), mask=m_r)
+    p_part += BK
+    b_g_sum = sum_parts(p_part, o_v[None, :], m_v[None, :], parts, size, BP, STEPS)
+    b_ds = add_map_to_state_grad(b_ds, b_g_sum, MAP, NORM)
+    p = p_ds + (i_b * heads + h) * DK * DV + state_offsets(o_r, o_v, DV)
+    tl.store(p, b_ds * tl.div_rn(scale, count), mask=m_head)
     if tl.program_id(1) == 0:
-        tl.store(p_g_mean + i_b * C + c + o_c, tl.div_rn(tl.sum(b_g_sum, 0), count), mask=m_c)
+        tl.store(p_g_mean + (i_b * heads + h) * DV + o_v, tl.div_rn(tl.sum(b_g_sum, 0), count), mask=m_v)
     if GRAD_LOCAL:
         o_t = tl.arange(0, 16)
-        m_t = m_r[:, None] & (o_t < 9)[None, :]
-        b_dw = sum_parts(p_part, BC * BC + BC + o_t[None, :] * BC + o_r[:, None], m_t, parts, size, BP, STEPS)
-        p = p_dw + (i_b * C + c + o_r[:, None]) * 9 + o_t[None, :]
+        m_t = ((o_r < HEADS * DV) & (h * DV + o_r < heads * DV))[:, None] & (o_t < 9)[None, :]
+        b_dw = sum_parts(p_part, BV + o_t[None, :] * BV + o_r[:, None], m_t, parts, size, BP, STEPS)
+        p = p_dw + ((i_b * heads + h) * DV + o_r[:, None]) * 9 + o_t[None, :]
         tl.store(p, b_dw.to(p_dw.dtype.element_ty), mask=m_t)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_seq, p_s, p_means, p_ds, p_g_mean, p_d0, p_d1, p_d2,
-    Nq, N, H, W, prefix, blocks, columns, rows, C,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_count, p_seq, p_share, p_offset, p_s, p_means,
+    p_ds, p_q_mean, p_g_mean, p_d0, p_d1, p_d2, p_dshare,
+    Nq, N, H, W, prefix, scale, blocks, columns, rows, heads,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
     stride_dqb, stride_dq, stride_dkb, stride_dk, stride_dvb, stride_dv,
-    MAP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    OFFSET: tl.constexpr, ANCHORED: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
-    c = (tl.program_id(0) % blocks) * HEADS * D
+    h = (tl.program_id(0) % blocks) * HEADS
     i_t = tile_index(WIDE)
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
@@ -350,35 +554,59 @@ def grad_kernel(
         tiles = tl.cdiv(H, rows) * columns if LOCAL else tl.cdiv(N, rows)
         if i_t >= tiles:  # the grid is for the image with the most tiles
             return
-    o_c = tl.arange(0, BC)
-    m_c = (o_c < HEADS * D) & (c + o_c < C)
-    p_q += i_b * stride_qb + start * stride_q + c
-    p_k += i_b * stride_kb + start * stride_k + c
-    p_v += i_b * stride_vb + start * stride_v + c
-    p_g += i_b * stride_gb + start * stride_g + c
-    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT)
-    p_dq += i_b * stride_dqb + start * stride_dq + c
-    p_dk += i_b * stride_dkb + start * stride_dk + c
-    p_dv += i_b * stride_dvb + start * stride_dv + c
+    o_k = tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
+    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    p_q += i_b * stride_qb + start * stride_q + h * DK
+    p_k += i_b * stride_kb + start * stride_k + h * DK
+    p_v += i_b * stride_vb + start * stride_v + h * DV
+    p_g += i_b * stride_gb + start * stride_g + h * DV
+    p_dq, p_dk, p_dv = gradient_pointers(p_d0, p_d1, p_d2, heads * DK, LAYOUT)
+    p_dq += i_b * stride_dqb + start * stride_dq + h * DK
+    p_dk += i_b * stride_dkb + start * stride_dk + h * DK
+    p_dv += i_b * stride_dvb + start * stride_dv + h * DV
     if HAS_MASK:
         p_mask += i_b * N
     if MASK_Q:
         p_mask_q += i_b * Nq
-    m_head = same_head(o_c, m_c, o_c, m_c, D)
-    o_s = i_b * C * D + c * D + state_offsets(o_c, o_c, D)
-    b_st = tl.trans(operand(tl.load(p_s + o_s, mask=m_head, other=0.0), DOT, PRECISION))
-    b_ds = operand(tl.load(p_ds + o_s, mask=m_head, other=0.0), DOT, PRECISION)
+    if WEIGHTED:
+        p_share += (i_b * heads + h) * N
+        p_dshare += (i_b * heads + h) * N
+    b_offset = 0.0
+    if OFFSET:
+        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
+    o_s = (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV)
+    b_s = tl.load(p_s + o_s, mask=m_head, other=0.0)
+    b_st = tl.trans(operand(b_s, DOT, PRECISION))
+    b_ds = tl.load(p_ds + o_s, mask=m_head, other=0.0)
+    p_means += i_b * heads * (DK + DV)
+    b_k_mean = tl.load(p_means + h * DK + o_k, mask=m_k, other=0.0)
+    b_v_mean = tl.load(p_means + heads * DK + h * DV + o_v, mask=m_v, other=0.0)
+    b_g_mean = tl.load(p_g_mean + (i_b * heads + h) * DV + o_v, mask=m_v, other=0.0)
+    b_q_mean = 0.0
+    b_k_full = 0.0
+    b_anchor = 0.0
+    b_overlap = 0.0
+    eps = 0.0
+    if NORM != "subtract":
+        b_q_mean = tl.load(p_q_mean + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+        b_k_full = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)
+        eps = tl.div_rn(EPS, tokens_of(p_count, i_b, N, HAS_MASK))
+    if ANCHORED:
+        b_anchor = b_offset * tl.cast(scale, tl.float32)
+        b_overlap = overlap_of(b_ds, b_s.to(tl.float32), tl.cast(scale, tl.float32), o_k, DK, HEADS)
+    b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
-    p_means += i_b * 2 * C + c
-    b_k_mean = tl.load(p_means + o_c, mask=m_c, other=0.0)
-    b_v_mean = tl.load(p_means + C + o_c, mask=m_c, other=0.0)
-    b_g_mean = tl.load(p_g_mean + i_b * C + c + o_c, mask=m_c, other=0.0)
     if LOCAL:
         if i_t == 0:
             write_grads_run(
-                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
-                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, 0, prefix, Nq, N, o_c, m_c,
-                b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, 16, DOT, PRECISION, HAS_MASK, MASK_Q,
+                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+                0, prefix, Nq, N, o_k, m_k, o_v, m_v,
+                b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+                MAP, NORM, DK, DV, HEADS, 16, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip
         x = (i_t % columns) * BW
         y = (i_t // columns) * rows
@@ -388,19 +616,24 @@ def grad_kernel(
             for i in range(0, rows * BW, BN):
                 o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
                 write_grads(
-                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
-                    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_t, m_t, o_c, m_c,
-                    b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, DOT, PRECISION, HAS_MASK, MASK_Q,
+                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+                    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+                    t, o_t, m_t, m_t, N, o_k, m_k, o_v, m_v,
+                    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full,
+                    b_offset, b_anchor, b_overlap, eps,
+                    MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
                 )  # fmt: skip
             tl.debug_barrier()  # add_local reads what other threads wrote
             add_local(
-                p_g, p_w + (i_b * C + c) * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
-                x, y, y_end, H, W, prefix, o_c, m_c, BW, BC, True, MASK_Q, HAS_MASK,
+                p_g, p_w + (i_b * heads + h) * DV * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
+                x, y, y_end, H, W, prefix, o_v, m_v, BW, BV, True, MASK_Q, HAS_MASK,
             )  # fmt: skip
     else:
         t = i_t * rows
         write_grads_run(
-            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q,
-            stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, t + rows, Nq, N, o_c, m_c,
-            b_st, b_ds, b_dst, b_g_mean, b_k_mean, b_v_mean, MAP, BN, DOT, PRECISION, HAS_MASK, MASK_Q,
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+            stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+            t, t + rows, Nq, N, o_k, m_k, o_v, m_v,
+            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+            MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
         )  # fmt: skip

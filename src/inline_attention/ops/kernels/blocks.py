@@ -1,9 +1,9 @@
 """Functions that the kernels share.
 
-A program works on one sample and one block of BC channels, which holds whole heads. Products between different heads
-of a block are computed with the rest and then masked: the kernels are bound by memory, not by tensor cores. Masked
-products are zeros that take part in later products, so an infinity or NaN in one head becomes NaN in all heads of its
-block. Heads of up to 16 channels share a block.
+A program works on one sample and one block of heads: BK channels of queries and keys, BV channels of values. Products
+between different heads of a block are computed with the rest and then masked: the kernels are bound by memory, not by
+tensor cores. Masked products are zeros that take part in later products, so an infinity or NaN in one head becomes NaN
+in all heads of its block. Heads of up to 16 channels share a block.
 
 Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Shapes in comments are of blocks.
 - tokens: a sample's rows, `stride` elements apart, with contiguous channels; prefix tokens first, then the map.
@@ -11,15 +11,19 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
 - pivot: the mean of a sample's first tokens. It is subtracted from float32 inputs before their covariance is summed,
   because float32 loses the spread next to a large mean. Products of half-precision numbers leave enough digits, but
   tensor cores round sums towards zero: each sums a short part of the tokens, and the parts are added in float32. A
-  pivot is computed where it is used and never stored, because its last digits depend on the block's layout.
+  pivot is computed where it is used and never stored, because its last digits depend on the block's layout. Weighted
+  tokens are centred in every precision, because their products with the weights are rounded.
 - state: covariance S, mean of φ(k), mean of v, as in `reference.State`. φ(x) − φ(0) takes the place of φ(x), which
   leaves S unchanged.
+- NORM: the normalization. out = g(z)·φ(q)·S + f(z)·v̄ with z = s·φ(q)·k̄; g and f are 1 for "subtract".
+- shares: weights of the tokens with a sum of one, (heads, N) for a sample, if WEIGHTED. Otherwise all are 1/n.
+- OFFSET: a row that is subtracted from all queries exists. ANCHORED: the shares are the softmax of its scores.
 """
 
 import triton
 import triton.language as tl
 
-from ..feature_maps import feature_map
+from ..feature_maps import add_map_at_zero, feature_map
 
 # Arguments that change with the image size. A kernel is compiled once for all their values.
 SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
@@ -63,18 +67,18 @@ def present(p_mask, t, o_t, m_t, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def gradient_pointers(p_d0, p_d1, p_d2, C, LAYOUT: tl.constexpr):
+def gradient_pointers(p_d0, p_d1, p_d2, CK, LAYOUT: tl.constexpr):
     """Where the gradients of q, k and v begin, in one, two or three tensors whose tokens hold them side by side.
 
     The kernels get whole tensors and not one view each for q, k and v, because torch.compile copies what a kernel
     writes through a view.
     """
     if LAYOUT == "qkv":
-        return p_d0, p_d0 + C, p_d0 + 2 * C
+        return p_d0, p_d0 + CK, p_d0 + 2 * CK
     elif LAYOUT == "q,kv":
-        return p_d0, p_d1, p_d1 + C
+        return p_d0, p_d1, p_d1 + CK
     elif LAYOUT == "qk,v":
-        return p_d0, p_d0 + C, p_d1
+        return p_d0, p_d0 + CK, p_d1
     else:
         return p_d0, p_d1, p_d2
 
@@ -131,35 +135,112 @@ def add_product(b_sum, b_x, b_y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def load_queries(p_q, stride, t, o_t, m_t, o_k, m_k, b_offset, OFFSET: tl.constexpr):
+    """Queries t + o_t where m_t, less their offset (BK,), zeros elsewhere: (BN, BK)"""
+    b_q = load_rows(p_q, stride, t, o_t, m_t, o_k, m_k)
+    if OFFSET:
+        b_q = tl.where(m_t[:, None], b_q.to(tl.float32) - b_offset[None, :], 0.0)
+    return b_q
+
+
+@triton.jit
+def load_shares(p_share, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr):
+    """The shares of tokens t + o_t where m_t: (BN, 1) for one head, else (BN, BC) for each channel"""
+    if HEADS == 1:
+        return tl.load(p_share + t + o_t, mask=m_t, other=0.0)[:, None]
+    else:
+        p = p_share + (o_c // D)[None, :] * N + (t + o_t)[:, None]
+        return tl.load(p, mask=m_t[:, None] & m_c[None, :], other=0.0)
+
+
+@triton.jit
+def store_shares(p_share, b_x, N, t, o_t, m_t, o_k, m_k, D: tl.constexpr, HEADS: tl.constexpr):
+    """Stores a value per token and head, in the layout of `load_shares`"""
+    if HEADS == 1:
+        tl.store(p_share + t + o_t, tl.sum(b_x, 1), mask=m_t)
+    else:
+        p = p_share + (o_k // D)[None, :] * N + (t + o_t)[:, None]
+        tl.store(p, b_x, mask=m_t[:, None] & (m_k & (o_k % D == 0))[None, :])
+
+
+@triton.jit
+def head_sums(b_x, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.constexpr):
+    """Sums over the channels o_x of each head: (BN, 1) for one head, else (BN, BY), for each of the channels o_y"""
+    if HEADS == 1:
+        return tl.sum(b_x, 1)[:, None]
+    else:
+        b_sums = tl.zeros([b_x.shape[0], o_y.shape[0]], tl.float32)
+        for h in tl.static_range(HEADS):
+            b_sum = tl.sum(tl.where((o_x // DX == h)[None, :], b_x, 0.0), 1)
+            b_sums = tl.where((o_y // DY == h)[None, :], b_sum[:, None], b_sums)
+        return b_sums
+
+
+@triton.jit
+def inverse(b_z):
+    """1/z, and zero for z = 0"""
+    return tl.where(b_z == 0.0, 0.0, tl.div_rn(1.0, tl.where(b_z == 0.0, 1.0, b_z)))
+
+
+@triton.jit
+def factors(b_z, eps, NORM: tl.constexpr):
+    """g(z) and f(z)"""
+    if NORM == "divide":
+        b_g = tl.div_rn(1.0, b_z + eps)
+        return b_g, b_z * b_g
+    else:
+        tl.static_assert(NORM == "magnitude", "this normalization has no branch in the kernels")
+        return 1.0 + inverse(b_z), 1.0
+
+
+@triton.jit
 def accumulate(
-    p_k, p_v, p_mask, stride_k, stride_v, t_begin, t_end, o_c, m_c, b_k0, b_v0,
-    MAP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
+    p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, b_k0, b_v0,
+    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
+    WEIGHTED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BC, BC); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0), (BC,) each"""
+    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BK, BV); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0)
+
+    If WEIGHTED, every term of a sum is multiplied by the token's share.
+    """
     o_t = tl.arange(0, BN)
-    b_kv = tl.zeros([BC, BC], tl.float32)
+    b_kv = tl.zeros([BK, BV], tl.float32)
     # Column sums are products with ones, which need no reduction across threads inside the loop.
     b_ones = tl.full([16, BN], 1.0, DOT)
-    b_k_sum = tl.zeros([16, BC], tl.float32)
-    b_v_sum = tl.zeros([16, BC], tl.float32)
-    b_dk_sum = tl.zeros([16, BC], tl.float32)
-    b_dv_sum = tl.zeros([16, BC], tl.float32)
+    b_k_sum = tl.zeros([16, BK], tl.float32)
+    b_v_sum = tl.zeros([16, BV], tl.float32)
+    b_dk_sum = tl.zeros([16, BK], tl.float32)
+    b_dv_sum = tl.zeros([16, BV], tl.float32)
     for t in range(t_begin, t_end, BN):
         m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
-        b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_c, m_c)
-        b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_c, m_c)
+        b_k = load_queries(p_k, stride_k, t, o_t, m_t, o_k, m_k, b_offset, OFFSET)
+        b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_v, m_v)
         if MAP != "identity":
             b_k = feature_map(b_k.to(tl.float32), MAP)
-        b_k = operand(b_k, DOT, PRECISION)
-        b_v = operand(b_v, DOT, PRECISION)
-        b_k_sum = add_product(b_k_sum, b_ones, b_k, PRECISION)
-        b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
-        if CENTRE:
-            b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
+        if WEIGHTED:
+            tl.static_assert(CENTRE, "weighted tokens are centred")
+            b_share_k = load_shares(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
+            b_share_v = load_shares(p_share, N, t, o_t, m_t, o_v, m_v, DV, HEADS)
+            b_k = b_k.to(tl.float32)
+            b_v = b_v.to(tl.float32)
+            b_k_sum = add_product(b_k_sum, b_ones, operand(b_k * b_share_k, DOT, PRECISION), PRECISION)
+            b_v_sum = add_product(b_v_sum, b_ones, operand(b_v * b_share_v, DOT, PRECISION), PRECISION)
+            b_k = operand((b_k - b_k0[None, :]) * b_share_k, DOT, PRECISION)
             b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
             b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
-            b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
+            b_dv_sum = add_product(b_dv_sum, b_ones, operand(b_v * b_share_v, DOT, PRECISION), PRECISION)
+            b_v = operand(b_v, DOT, PRECISION)
+        else:
+            b_k = operand(b_k, DOT, PRECISION)
+            b_v = operand(b_v, DOT, PRECISION)
+            b_k_sum = add_product(b_k_sum, b_ones, b_k, PRECISION)
+            b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
+            if CENTRE:
+                b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
+                b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
+                b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
+                b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
         b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
     # Every row holds the same sum.
     b_k_sum = tl.max(b_k_sum, 0)
@@ -179,15 +260,38 @@ def covariance(b_kv, b_dk_sum, b_dv_sum, count, scale):
 
 
 @triton.jit
-def same_head(o_r, m_r, o_c, m_c, D: tl.constexpr):
-    """Whether two channels belong to one head: (R, BC)"""
-    return (o_r[:, None] // D == o_c[None, :] // D) & m_r[:, None] & m_c[None, :]
+def tokens_of(p_count, i_b, N, HAS_MASK: tl.constexpr):
+    """Tokens present in a sample"""
+    count = tl.cast(N, tl.float32)
+    if HAS_MASK:
+        count = tl.load(p_count + i_b)
+    return count
 
 
 @triton.jit
-def state_offsets(o_r, o_c, D: tl.constexpr):
-    """Offsets of pairs of channels of one head in (heads, d, d), from the block's first head on: (R, BC)"""
-    return o_r[:, None] * D + (o_c % D)[None, :]
+def divisor_of(count, WEIGHTED: tl.constexpr):
+    """What sums over tokens are divided by. Shares have a sum of one."""
+    if WEIGHTED:
+        count = count * 0.0 + 1.0
+    return count
+
+
+@triton.jit
+def full_mean(b_k_mean, m_k, MAP: tl.constexpr):
+    """k̄ from the mean of φ(k) − φ(0), zeros beyond the channels"""
+    return tl.where(m_k, add_map_at_zero(b_k_mean, 1.0, MAP), 0.0)
+
+
+@triton.jit
+def same_head(o_r, m_r, o_c, m_c, DR: tl.constexpr, DC: tl.constexpr):
+    """Whether channels of keys and of values belong to one head: (R, BV)"""
+    return (o_r[:, None] // DR == o_c[None, :] // DC) & m_r[:, None] & m_c[None, :]
+
+
+@triton.jit
+def state_offsets(o_r, o_c, DV: tl.constexpr):
+    """Offsets of pairs of channels of one head in (heads, d, e), from the block's first head on: (R, BV)"""
+    return o_r[:, None] * DV + (o_c % DV)[None, :]
 
 
 @triton.jit

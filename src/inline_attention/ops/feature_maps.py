@@ -83,7 +83,7 @@ if triton is not None:
         elif MAP == "exp":
             b_x = tl.exp(b_x * K_EXP_RATE) - 1.0
         elif MAP == "elu_plus_one":
-            b_x = tl.where(b_x > 0, b_x, tl.exp(tl.minimum(b_x, 0.0)) - 1.0)
+            b_x = tl.where(b_x > 0, b_x, tl.exp(b_x) - 1.0)
         else:
             tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
         return b_x
@@ -98,7 +98,7 @@ if triton is not None:
         elif MAP == "exp":
             b_grad = tl.exp(b_x * K_EXP_RATE) * K_EXP_RATE * b_grad
         elif MAP == "elu_plus_one":
-            b_grad = tl.where(b_x > 0, b_grad, tl.exp(tl.minimum(b_x, 0.0)) * b_grad)
+            b_grad = tl.where(b_x > 0, b_grad, tl.exp(b_x) * b_grad)
         else:
             tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
         return b_grad

@@ -25,6 +25,14 @@ from .projections import unstack
 INTERPRETED = triton.knobs.runtime.interpret
 
 
+class Steps(NamedTuple):
+    """Launch parameters of a kernel that steps over tokens."""
+
+    tokens: int  # per step
+    warps: int
+    stages: int
+
+
 class Config(NamedTuple):
     """Launch parameters, one set for every length, resolution and batch.
 
@@ -32,33 +40,57 @@ class Config(NamedTuple):
     accuracy and `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned.
     """
 
-    tokens: int = 64  # tokens per step of a loop
+    tokens: int = 64  # most tokens per step of a loop
     columns: int = 16  # of a tile of the map; half as many for a map that narrow
     output_columns: int = 8  # the same in output_kernel
     tile: int = 128  # most tokens in a tile of the map
     steps: int = 4  # steps over tokens in a tile where there is no map
-    state_warps: int = 1
-    state_stages: int = 2
-    output_warps: int = 1
-    grad_warps: int = 2
-    output_stages: int = 2
-    fused_warps: int = 2
-    forward_stages: int = 2
-    backward_stages: int = 3
     state_programs: int = 8  # programs per multiprocessor that the tokens of a sample are split for
+    scaled_state_programs: int = 16  # the same for "scaled" keys
     most_parts: int = 128  # most parts for that; a power of two
     part: int = 2048  # most tokens in a part: tensor cores sum a part, and round towards zero
     summed_parts: int = 128  # parts that are added at once
+    score_tokens: int = 256  # tokens whose scores with an anchor a program computes
     fused_tokens: int = 256  # most tokens of a sample that one program handles alone, if there are at least
     fused_programs: int = 4  # this many programs per multiprocessor
 
 
 CONFIG = Config()
+
+# By what the attention does with a token, and by kernel. The more it does, the fewer tokens its registers hold.
+STEPS = {
+    "plain": {
+        "state": Steps(64, 1, 2),
+        "output": Steps(64, 1, 2),
+        "forward": Steps(64, 2, 2),
+        "grad_state": Steps(64, 2, 2),
+        "grad": Steps(64, 2, 2),
+        "backward": Steps(64, 2, 3),
+    },
+    "weighted": {
+        "state": Steps(32, 2, 3),
+        "output": Steps(64, 1, 2),
+        "forward": Steps(32, 2, 2),
+        "grad_state": Steps(64, 2, 2),
+        "grad": Steps(32, 1, 3),
+        "backward": Steps(64, 2, 3),
+    },
+    "scaled": {
+        "state": Steps(32, 1, 2),
+        "output": Steps(32, 1, 3),
+        "forward": Steps(64, 2, 2),
+        "grad_state": Steps(16, 1, 3),
+        "grad": Steps(32, 2, 3),
+        "backward": Steps(32, 2, 3),
+    },
+}
+
 # A step costs the same at any size in the interpreter. Small steps take small test shapes through every loop.
 if INTERPRETED:
     CONFIG = Config(
-        tokens=16, tile=32, steps=1, state_programs=2, part=64, summed_parts=2, fused_tokens=40, fused_programs=0
-    )
+        tokens=16, tile=32, steps=1, state_programs=2, scaled_state_programs=2, part=64, summed_parts=2,
+        score_tokens=16, fused_tokens=40, fused_programs=0,
+    )  # fmt: skip
 
 # Most channels of a head.
 MOST_CHANNELS = 128
@@ -138,13 +170,13 @@ class Parts(NamedTuple):
     most: int  # a power of two
 
 
-def split(plan: Plan, tokens: int, device: torch.device, *, rows: int = 0) -> Parts:
-    """Enough parts for the configured programs per multiprocessor and tokens per part, but no more than there are steps
+def split(plan: Plan, tokens: int, device: torch.device, *, programs: int | None = None, rows: int = 0) -> Parts:
+    """Enough parts for a number of programs per multiprocessor and tokens per part, but no more than there are steps
     over tokens, or rows.
 
     `most` is found by comparisons, so that it is a plain number for torch.compile when sizes are symbolic.
     """
-    programs = CONFIG.state_programs * _multiprocessors(device)
+    programs = (CONFIG.state_programs if programs is None else programs) * _multiprocessors(device)
     most = CONFIG.most_parts
     while most > 1 and plan.programs * most > programs:
         most //= 2
@@ -267,6 +299,12 @@ class Options(NamedTuple):
     grids: Sequence[int]
     num_prefix_tokens: int
 
+    def effort(self, *, weighted: bool) -> str:
+        """What the attention does with a token, for `STEPS`."""
+        if self.normalization != "subtract" or self.feature_map in NONZERO_AT_ZERO:
+            return "scaled"
+        return "weighted" if weighted else "plain"
+
 
 class Tensors(NamedTuple):
     """What an operator gets besides q, k and v."""
@@ -275,26 +313,32 @@ class Tensors(NamedTuple):
     token_mask: Tensor | None
     query_mask: Tensor | None
     sequences: Tensor | None
-    shares: Tensor | None  # (B, heads, N) float32
+    shares: Tensor | None  # (B, heads, N) float32; an anchor's scores
     offset: Tensor | None  # (B, 1, heads, d) float32
 
 
-def anchor_shares(k: Tensor, tensors: Tensors, options: Options, plan: Plan) -> Tensor:
-    """The softmax of s·a·k over the tokens: (B, heads, N) float32"""
+def anchor_scores(k: Tensor, tensors: Tensors, options: Options, plan: Plan) -> tuple[Tensor, Tensor]:
+    """s·a·k for every token (B, heads, N), and log Σ exp of them (B, heads), float32"""
     scores = torch.empty((plan.batch, plan.heads, plan.tokens), dtype=torch.float32, device=k.device)
+    tiles = triton.cdiv(plan.tokens, CONFIG.score_tokens)
+    parts = torch.empty((plan.batch, plan.heads, tiles), dtype=torch.float32, device=k.device)
     mask = _as_bytes(tensors.token_mask)
-    tokens = CONFIG.tokens * CONFIG.steps
-    launch(anchor.scores_kernel, (plan.programs, triton.cdiv(plan.tokens, tokens)))(
-        k, tensors.offset, mask, scores, plan.tokens, options.scale, plan.blocks, plan.heads, *_strides(False, k),
-        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=tokens, HAS_MASK=mask is not None,
+    launch(anchor.scores_kernel, (plan.programs, tiles))(
+        k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads,
+        *_strides(False, k),
+        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=CONFIG.score_tokens,
+        HAS_MASK=mask is not None,
     )  # fmt: skip
-    return scores.softmax(-1)
+    lse = torch.empty((plan.batch, plan.heads), dtype=torch.float32, device=k.device)
+    launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles, BN=128, num_warps=1)
+    return scores, lse
 
 
 def run_forward(
     projections: Sequence[Tensor], tensors: Tensors, options: Options, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, and what the backward needs: the state, the means of φ(k) − φ(0) and of v, and an anchor's shares"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what the backward needs: the state, the means of φ(k) − φ(0) and of v, and an anchor's scores
+    and the logarithm of the sum of their exponentials"""
     q, k, v = unstack(projections)
     local_weight, token_mask, query_mask, sequences, shares, offset = tensors
     plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
@@ -305,14 +349,16 @@ def run_forward(
     state_dtype = _state_dtype(q.dtype, options.feature_map, options.anchored)
     state = torch.empty((kept, plan.heads, plan.key_dim, plan.value_dim), dtype=state_dtype, device=q.device)
     means = torch.empty((kept, plan.heads * (plan.key_dim + plan.value_dim)), dtype=torch.float32, device=q.device)
-    kept_shares = torch.empty((0,), dtype=torch.float32, device=q.device)
+    scores, lse = (torch.empty((0,), dtype=torch.float32, device=q.device) for _ in range(2))
     if out.numel() == 0:
-        return out, state, means, kept_shares
+        return out, state, means, scores, lse
     if options.anchored:
-        shares = kept_shares = anchor_shares(k, tensors, options, plan)
+        shares, lse = scores, _ = anchor_scores(k, tensors, options, plan)
     masks = _as_bytes(token_mask), _as_bytes(query_mask)
     count = _count(token_mask)
     common = dict(**_common(plan, token_mask), WEIGHTED=shares is not None)
+    anchored = dict(ANCHORED=options.anchored)
+    effort = options.effort(weighted=shares is not None)
     products = dot_settings(q.dtype)
     centre = q.dtype == torch.float32 or shares is not None
     chosen = dict(MAP=options.feature_map, NORM=options.normalization, OFFSET=offset is not None)
@@ -320,22 +366,22 @@ def run_forward(
     mask_q = query_mask is not None
     if plan.fused:
         launch(forward.forward_kernel, (plan.programs,))(
-            q, k, v, local_weight, *masks, count, sequences, shares, offset, out, state, means,
+            q, k, v, local_weight, *masks, count, sequences, shares, lse, offset, out, state, means,
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
             *_strides(plan.packed, q, k, v, out),
-            **common, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
+            **common, **anchored, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
             BW=tile_columns(width),
-            **_step_settings(plan, q.dtype, CONFIG.fused_warps, CONFIG.forward_stages),
+            **_step_settings("forward", effort, plan, q.dtype),
         )  # fmt: skip
-        return out, state, means, kept_shares
+        return out, state, means, scores, lse
     size = plan.block_keys * plan.block_values + 2 * (plan.block_keys + plan.block_values)
-    parts = split(plan, plan.tokens, q.device)
+    parts = split(plan, plan.tokens, q.device, programs=CONFIG.scaled_state_programs if effort == "scaled" else None)
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     launch(forward.state_kernel, (plan.programs, parts.number))(
-        k, v, masks[0], sequences, shares, sums, plan.tokens, height, width, plan.blocks, plan.heads,
+        k, v, masks[0], sequences, shares, lse, sums, plan.tokens, height, width, plan.blocks, plan.heads,
         *_strides(plan.packed, k, v),
-        **common, **products, MAP=options.feature_map, CENTRE=centre,
-        **_step_settings(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
+        **common, **anchored, **products, MAP=options.feature_map, CENTRE=centre,
+        **_step_settings("state", effort, plan, q.dtype),
     )  # fmt: skip
     block = _sum_settings(plan, parts)
     launch(forward.finish_kernel, (plan.programs, plan.block_keys // block["BR"]))(
@@ -349,12 +395,12 @@ def run_forward(
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
         **_common(plan, token_mask), **chosen, **products, LOCAL=local, MASK_Q=mask_q, BW=CONFIG.output_columns,
-        WIDE=tiles.wide(strides), **_step_settings(plan, q.dtype, CONFIG.output_warps, CONFIG.output_stages),
+        WIDE=tiles.wide(strides), **_step_settings("output", effort, plan, q.dtype),
     )  # fmt: skip
-    return out, state, means, kept_shares
+    return out, state, means, scores, lse
 
 
-def _step_settings(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> dict[str, int]:
+def _step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> dict[str, int]:
     """Launch settings of a kernel that steps over tokens: as configured for 32 channels, with more warps for 64.
 
     A state of 128² takes the registers of eight warps and most of the shared memory, so steps are short and not
@@ -362,7 +408,8 @@ def _step_settings(plan: Plan, dtype: torch.dtype, warps: int, stages: int) -> d
     """
     if plan.block_channels > 64:
         return dict(BN=16, num_warps=8, num_stages=1)
-    tokens = CONFIG.tokens
+    tokens, warps, stages = STEPS[effort][kernel]
+    tokens = min(tokens, CONFIG.tokens)
     if dtype == torch.float32:
         tokens, warps = min(tokens, 32), max(warps, 2)
     return dict(BN=tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
@@ -386,6 +433,7 @@ def run_backward(
     tensors: Tensors,
     state: Tensor,
     means: Tensor,
+    lse: Tensor,
     options: Options,
     grad_of_local: bool,
 ) -> list[Tensor]:
@@ -416,18 +464,19 @@ def run_backward(
     common = dict(**_common(plan, token_mask), MAP=options.feature_map, NORM=options.normalization)
     weighted, shifted = dict(WEIGHTED=shares is not None), dict(OFFSET=offset is not None)
     products = dot_settings(q.dtype)
+    effort = options.effort(weighted=shares is not None)
     scale, prefix = options.scale, options.num_prefix_tokens
     mask_q = query_mask is not None
     strides = _strides(plan.packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
     grad_mean = room(plan.batch, plan.heads, 1, plan.value_dim)
     if plan.fused:
         launch(backward.backward_kernel, (plan.programs,))(
-            q, k, v, local_weight, g, *masks, count, sequences, shares, offset, state, means,
+            q, k, v, local_weight, g, *masks, count, sequences, shares, lse, offset, state, means,
             *grad_tensors, grad_local, grad_shares, grad_mean,
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads, *strides,
             **common, **weighted, **shifted, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q,
             ANCHORED=options.anchored, LAYOUT=layout, BW=tile_columns(width),
-            **_step_settings(plan, q.dtype, CONFIG.fused_warps, CONFIG.backward_stages),
+            **_step_settings("backward", effort, plan, q.dtype),
         )  # fmt: skip
         return [
             *grads,
@@ -441,11 +490,11 @@ def run_backward(
     grad_state = room(*state.shape)
     grad_k_mean = room(plan.batch, plan.heads, 1, plan.key_dim)
     launch(backward.grad_state_kernel, (plan.programs, parts.number))(
-        q, v, g, *masks, count, sequences, offset, state, means, sums,
+        q, v, g, *masks, count, sequences, offset, state, means, grads[0], sums,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
-        *_strides(plan.packed, q, v, g),
+        *_strides(plan.packed, q, v, g, grads[0]),
         **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
-        **_step_settings(plan, q.dtype, CONFIG.state_warps, CONFIG.state_stages),
+        **_step_settings("grad_state", effort, plan, q.dtype),
     )  # fmt: skip
     block = _sum_settings(plan, parts)
     launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
@@ -456,13 +505,13 @@ def run_backward(
     columns = tile_columns(width)
     tiles = make_tiles(plan, columns=columns, local=local)
     launch(backward.grad_kernel, tiles.grid(plan))(
-        q, k, v, local_weight, g, *masks, count, sequences, shares, offset, state, means,
+        q, k, v, local_weight, g, *masks, sequences, shares, lse, offset, state, means,
         grad_state, grad_k_mean, grad_mean, *grad_tensors, grad_shares,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
         **common, **weighted, **shifted, **products, LOCAL=local, MASK_Q=mask_q, ANCHORED=options.anchored,
         LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
-        **_step_settings(plan, q.dtype, CONFIG.grad_warps, CONFIG.output_stages),
+        **_step_settings("grad", effort, plan, q.dtype),
     )  # fmt: skip
     return [
         *grads,
@@ -530,7 +579,7 @@ def _forward_op(
     grids: Sequence[int],
     num_prefix_tokens: int,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with on_device_of(projections[0]):
         tensors = Tensors(local_weight, token_mask, query_mask, sequences, shares, offset)
         options = Options(normalization, feature_map, anchored, scale, grids, num_prefix_tokens)
@@ -549,6 +598,7 @@ def _backward_op(
     offset: Tensor | None,
     state: Tensor,
     means: Tensor,
+    lse: Tensor,
     normalization: str,
     feature_map: str,
     anchored: bool,
@@ -560,7 +610,7 @@ def _backward_op(
     with on_device_of(grad_out):
         tensors = Tensors(local_weight, token_mask, query_mask, sequences, shares, offset)
         options = Options(normalization, feature_map, anchored, scale, grids, num_prefix_tokens)
-        return run_backward(grad_out, projections, tensors, state, means, options, grad_of_local)
+        return run_backward(grad_out, projections, tensors, state, means, lse, options, grad_of_local)
 
 
 @_forward_op.register_fake
@@ -570,12 +620,14 @@ def _(projections, local_weight, token_mask, query_mask, sequences, shares, offs
     plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
     kept = plan.batch if save or not plan.fused else 0
     state_dtype = _state_dtype(q.dtype, options.feature_map, options.anchored)
-    kept_shares = (plan.batch, plan.heads, plan.tokens) if options.anchored else (0,)
+    lse = (plan.batch, plan.heads) if options.anchored else (0,)
+    scores = (*lse, plan.tokens) if options.anchored else (0,)
     return (
         q.new_empty((*q.shape[:3], plan.value_dim)),
         q.new_empty((kept, plan.heads, plan.key_dim, plan.value_dim), dtype=state_dtype),
         q.new_empty((kept, plan.heads * (plan.key_dim + plan.value_dim)), dtype=torch.float32),
-        q.new_empty(kept_shares, dtype=torch.float32),
+        q.new_empty(scores, dtype=torch.float32),
+        q.new_empty(lse, dtype=torch.float32),
     )
 
 
@@ -594,18 +646,18 @@ def _(grad_out, projections, local_weight, token_mask, query_mask, sequences, sh
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     projections, *rest = inputs
     tensors, options = Tensors(*rest[:6]), Options(*rest[6:-1])
-    _, state, means, kept_shares = output
+    _, state, means, scores, lse = output
     if options.anchored:
-        tensors = tensors._replace(shares=kept_shares)
-    ctx.save_for_backward(*projections, *tensors, state, means)
+        tensors = tensors._replace(shares=scores)
+    ctx.save_for_backward(*projections, *tensors, state, means, lse)
     ctx.options = options
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    *projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means = ctx.saved_tensors
+    *projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means, lse = ctx.saved_tensors
     grad_of_local = ctx.needs_input_grad[1]
     *grads, grad_local, grad_shares, grad_offset = _backward_op(
-        grad_out, projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means,
+        grad_out, projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means, lse,
         *ctx.options, grad_of_local,
     )  # fmt: skip
     return (

@@ -14,7 +14,6 @@ from .blocks import (
     full_mean,
     gradient_pointers,
     head_sums,
-    inverse,
     load_map_row,
     load_neighbours,
     load_queries,
@@ -27,7 +26,7 @@ from .blocks import (
     same_head,
     state_offsets,
     store_rows,
-    store_shares,
+    store_scalars,
     sum_parts,
     tile_index,
     tile_tokens,
@@ -106,33 +105,16 @@ def store_local_grad(p, step, m_c, a0, a1, a2, a3, a4, a5, a6, a7, a8):
 
 
 @triton.jit
-def divisor_grad(b_z, b_along, b_along_mean, eps, NORM: tl.constexpr):
-    """The gradient of z, from g·(φ(q)·S) and g·v̄ (g the gradient of the output)"""
-    if NORM == "divide":
-        b_g = tl.div_rn(1.0, b_z + eps)
-        return b_g * b_g * (eps * b_along_mean - b_along)
-    else:
-        b_inverse = inverse(b_z)
-        return -b_inverse * b_inverse * b_along
-
-
-@triton.jit
-def load_features(p_q, stride_q, t, o_t, m_t, o_k, m_k, MAP: tl.constexpr):
-    """Queries and φ of them, zeros where a query is absent: (BN, BK) float32 each"""
-    b_q = load_rows(p_q, stride_q, t, o_t, m_t, o_k, m_k).to(tl.float32)
-    b_phi = add_map_at_zero(feature_map(b_q, MAP), 1.0, MAP)
-    return b_q, tl.where(m_t[:, None] & m_k[None, :], b_phi, 0.0)
-
-
-@triton.jit
 def accumulate_normalised(
-    p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_k, m_k, o_v, m_v, b_st, b_k_mean, b_v_mean, eps,
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,
+    b_st, b_k_mean, b_v_mean, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Sums over queries where NORM scales the outputs: dS = Σ φ(q)ᵀ(g(z)·g) (BK, BV), Σ dz·φ(q), Σ f(z)·g
+    """Sums over queries where NORM scales the outputs: dS = Σ (g(z)·φ(q))ᵀg (BK, BV), Σ dz·φ(q), Σ f(z)·g
 
-    b_k_mean holds s·k̄. The outputs without their scale are not needed: g·(φ(q)·S) = (g·Sᵀ)·φ(q).
+    Writes dq = φ'(q)·(g(z)·g·Sᵀ + dz·s·k̄) too, zeros for absent queries: all that it takes is at hand. b_k_mean holds
+    s·k̄. The outputs without their scale are not needed, as g·(φ(q)·S) = (g·Sᵀ)·φ(q).
     """
     o_t = tl.arange(0, BN)
     b_ds = tl.zeros([BK, BV], tl.float32)
@@ -140,52 +122,43 @@ def accumulate_normalised(
     b_q_sum = tl.zeros([16, BK], tl.float32)
     b_g_sum = tl.zeros([16, BV], tl.float32)
     for t in range(t_begin, t_end, BN):
-        m_t = present(p_mask, t, o_t, t + o_t < t_end, MASK_Q)
-        _, b_phi = load_features(p_q, stride_q, t, o_t, m_t, o_k, m_k, MAP)
-        b_g = load_rows(p_g, stride_g, t, o_t, m_t, o_v, m_v)
+        m_t = t + o_t < t_end
+        m_here = present(p_mask, t, o_t, m_t, MASK_Q)
+        b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_k, m_k).to(tl.float32)
+        b_phi = add_map_at_zero(feature_map(b_q, MAP), (m_here[:, None] & m_k[None, :]).to(tl.float32), MAP)
+        b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_v, m_v)
         b_u = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
-        b_g = b_g.to(tl.float32)
         b_terms = b_phi * b_k_mean[None, :]
-        b_dz = divisor_grad(
-            head_sums(b_terms, o_k, o_k, DK, DK, HEADS),
-            head_sums(b_u * b_phi, o_k, o_k, DK, DK, HEADS),
-            head_sums(b_g * b_v_mean[None, :], o_v, o_k, DV, DK, HEADS),
-            eps, NORM,
-        )  # fmt: skip
-        b_scale, b_f = factors(head_sums(b_terms, o_k, o_v, DK, DV, HEADS), eps, NORM)
-        b_ds = add_product(
-            b_ds, tl.trans(operand(b_phi, DOT, PRECISION)), operand(b_scale * b_g, DOT, PRECISION), PRECISION
-        )
+        b_scale, _, b_slope = factors(head_sums(b_terms, o_k, o_k, DK, DK, HEADS), eps, NORM, PRECISION)
+        b_along = head_sums(b_u * b_phi, o_k, o_k, DK, DK, HEADS)
+        if NORM == "divide":
+            b_along -= eps * head_sums(b_g.to(tl.float32) * b_v_mean[None, :], o_v, o_k, DV, DK, HEADS)
+        b_dz = -b_slope * b_along
+        b_dq = feature_map_backward(b_q, b_scale * b_u + b_dz * b_k_mean[None, :], MAP)
+        if MASK_Q:
+            b_dq = tl.where(m_here[:, None], b_dq, 0.0)
+        store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_k, m_k)
         b_q_sum = add_product(b_q_sum, b_ones, operand(b_dz * b_phi, DOT, PRECISION), PRECISION)
-        b_g_sum = add_product(b_g_sum, b_ones, operand(b_f * b_g, DOT, PRECISION), PRECISION)
+        b_ds = add_product(
+            b_ds, tl.trans(operand(b_scale * b_phi, DOT, PRECISION)), operand(b_g, DOT, PRECISION), PRECISION
+        )
+        if NORM == "divide":
+            _, b_f, _ = factors(head_sums(b_terms, o_k, o_v, DK, DV, HEADS), eps, NORM, PRECISION)
+            b_g = b_f * b_g.to(tl.float32)
+        b_g_sum = add_product(b_g_sum, b_ones, operand(b_g, DOT, PRECISION), PRECISION)
     return b_ds, tl.max(b_q_sum, 0), tl.max(b_g_sum, 0)
 
 
 @triton.jit
 def write_query_grads(
-    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_t, o_k, m_k, o_v, m_v,
-    b_st, b_k_mean, b_v_mean, b_offset, eps,
-    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t, o_t, m_t, o_k, m_k, o_v, m_v, b_st, b_offset,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """dq = φ'(q)·(g(z)·g·Sᵀ + dz·s·k̄) for queries t + o_t where m_t; zeros for absent ones. b_k_mean holds s·k̄"""
+    """dq = φ'(q)·(g·Sᵀ) for queries t + o_t where m_t; zeros for absent ones. For "subtract" """
     m_here = present(p_mask, t, o_t, m_t, MASK_Q)
     b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_v, m_v)
     b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
-    if NORM != "subtract":
-        b_q, b_phi = load_features(p_q, stride_q, t, o_t, m_here, o_k, m_k, MAP)
-        b_z = head_sums(b_phi * b_k_mean[None, :], o_k, o_k, DK, DK, HEADS)
-        b_scale, _ = factors(b_z, eps, NORM)
-        b_dz = divisor_grad(
-            b_z,
-            head_sums(b_dq * b_phi, o_k, o_k, DK, DK, HEADS),
-            head_sums(b_g.to(tl.float32) * b_v_mean[None, :], o_v, o_k, DV, DK, HEADS),
-            eps, NORM,
-        )  # fmt: skip
-        b_dq = feature_map_backward(b_q, b_scale * b_dq + b_dz * b_k_mean[None, :], MAP)
-        if MASK_Q:
-            b_dq = tl.where(m_here[:, None], b_dq, 0.0)
-    elif MAP != "identity":
+    if MAP != "identity":
         b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, OFFSET)
         b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
     store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_k, m_k)
@@ -193,7 +166,7 @@ def write_query_grads(
 
 @triton.jit
 def write_key_grads(
-    p_k, p_v, p_dk, p_dv, p_mask, p_share, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
+    p_k, p_v, p_dk, p_dv, p_mask, p_share, p_lse, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
     t, o_t, m_t, N, o_k, m_k, o_v, m_v, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
@@ -216,15 +189,15 @@ def write_key_grads(
     if WEIGHTED:
         b_dp = head_sums(b_dk * b_centred, o_k, o_k, DK, DK, HEADS)
         b_dp += head_sums(b_v * b_g_mean[None, :], o_v, o_k, DV, DK, HEADS)
-        b_share = load_shares(p_share, N, t, o_t, m_here, o_k, m_k, DK, HEADS)
+        b_share = load_shares(p_share, p_lse, N, t, o_t, m_here, o_k, m_k, DK, HEADS, ANCHORED)
         b_dk *= b_share
-        b_dv *= load_shares(p_share, N, t, o_t, m_here, o_v, m_v, DV, HEADS)
+        b_dv *= load_shares(p_share, p_lse, N, t, o_t, m_here, o_v, m_v, DV, HEADS, ANCHORED)
         if ANCHORED:
             b_dp = b_share * (b_dp - b_overlap)
             b_dk += b_dp * b_anchor[None, :]
         if HAS_MASK:
             b_dp = tl.where(m_here[:, None], b_dp, 0.0)
-        store_shares(p_dshare, b_dp, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
+        store_scalars(p_dshare, b_dp, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
     b_dk = feature_map_backward(b_k, b_dk, MAP)
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
@@ -235,21 +208,25 @@ def write_key_grads(
 
 @triton.jit
 def write_grads(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
-    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t, o_t, m_q, m_t, N, o_k, m_k, o_v, m_v,
-    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+    t, o_t, m_q, m_t, N, o_k, m_k, o_v, m_v,
+    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr,
     OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries t + o_t where m_q and of keys and values where m_t, without the local residual's part"""
-    write_query_grads(
-        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t, o_t, m_q, o_k, m_k, o_v, m_v,
-        b_st, b_k_full, b_v_mean, b_offset, eps,
-        MAP, NORM, DK, DV, HEADS, DOT, PRECISION, MASK_Q, OFFSET,
-    )  # fmt: skip
+    """Gradients of queries t + o_t where m_q and of keys and values where m_t, without the local residual's part
+
+    If NORM scales the outputs, `accumulate_normalised` has written those of the queries.
+    """
+    if NORM == "subtract":
+        write_query_grads(
+            p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t, o_t, m_q, o_k, m_k, o_v, m_v, b_st, b_offset,
+            MAP, DOT, PRECISION, MASK_Q, OFFSET,
+        )  # fmt: skip
     write_key_grads(
-        p_k, p_v, p_dk, p_dv, p_mask, p_share, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
+        p_k, p_v, p_dk, p_dv, p_mask, p_share, p_lse, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
         t, o_t, m_t, N, o_k, m_k, o_v, m_v, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
         MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, WEIGHTED, ANCHORED,
     )  # fmt: skip
@@ -257,9 +234,9 @@ def write_grads(
 
 @triton.jit
 def write_grads_run(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t_begin, t_end, Nq, N, o_k, m_k, o_v, m_v,
-    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr,
     OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
@@ -269,17 +246,17 @@ def write_grads_run(
     for t in range(t_begin, t_end, BN):
         m_t = t + o_t < t_end
         write_grads(
-            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
             t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), N, o_k, m_k, o_v, m_v,
-            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
             MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
         )  # fmt: skip
 
 
 @triton.jit
 def sum_queries(
-    p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, N, o_k, m_k, o_v, m_v,
     b_st, b_k_full, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
@@ -288,12 +265,13 @@ def sum_queries(
     """dS, dk̄ and dv̄, without their factors: (BK, BV), (BK,), (BV,). dk̄ has no meaning for "subtract"."""
     if NORM == "subtract":
         b_ds, b_q_sum, b_g_sum, _, _ = accumulate(
-            p_q, p_g, p_mask, None, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, 0, 0,
-            MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, False, MASK_Q, False, OFFSET,
+            p_q, p_g, p_mask, None, None, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, 0, 0,
+            MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, False, MASK_Q, False, False, OFFSET,
         )  # fmt: skip
     else:
         b_ds, b_q_sum, b_g_sum = accumulate_normalised(
-            p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_k, m_k, o_v, m_v, b_st, b_k_full, b_v_mean, eps,
+            p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,
+            b_st, b_k_full, b_v_mean, eps,
             MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q,
         )  # fmt: skip
     return b_ds, b_q_sum, b_g_sum
@@ -319,7 +297,7 @@ def overlap_of(b_ds, b_s, scale, o_k, D: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_count, p_seq, p_share, p_offset, p_s, p_means,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_count, p_seq, p_share, p_lse, p_offset, p_s, p_means,
     p_d0, p_d1, p_d2, p_dw, p_dshare, p_g_mean,
     Nq, N, H, W, prefix, scale, blocks, heads,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
@@ -354,6 +332,8 @@ def backward_kernel(
     if WEIGHTED:
         p_share += (i_b * heads + h) * N
         p_dshare += (i_b * heads + h) * N
+    if ANCHORED:
+        p_lse += i_b * heads + h
     b_offset = 0.0
     if OFFSET:
         b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
@@ -370,7 +350,7 @@ def backward_kernel(
     b_v_mean = tl.load(p_means + heads * DK + h * DV + o_v, mask=m_v, other=0.0)
     b_k_full = full_mean(b_k_mean, m_k, MAP) * scale
     b_ds, b_q_sum, b_g_sum = sum_queries(
-        p_q, p_g, p_mask_q, stride_q, stride_g, 0, Nq, N, o_k, m_k, o_v, m_v,
+        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, 0, Nq, Nq, o_k, m_k, o_v, m_v,
         b_st, b_k_full, b_v_mean, b_offset, eps,
         MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
@@ -388,10 +368,10 @@ def backward_kernel(
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
     write_grads_run(
-        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+        p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
         stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
         0, tl.maximum(Nq, N), Nq, N, o_k, m_k, o_v, m_v,
-        b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+        b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
         MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
     )  # fmt: skip
     if LOCAL:
@@ -411,8 +391,9 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_state_kernel(
-    p_q, p_v, p_g, p_mask, p_mask_q, p_count, p_seq, p_offset, p_s, p_means, p_part,
+    p_q, p_v, p_g, p_mask, p_mask_q, p_count, p_seq, p_offset, p_s, p_means, p_dq, p_part,
     Nq, N, H, W, prefix, scale, blocks, heads, stride_qb, stride_q, stride_vb, stride_v, stride_gb, stride_g,
+    stride_dqb, stride_dq,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
@@ -449,6 +430,7 @@ def grad_state_kernel(
     b_v_mean = 0.0
     eps = 0.0
     if NORM != "subtract":
+        p_dq += i_b * stride_dqb + start * stride_dq + h * DK
         m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
         b_s = tl.load(p_s + (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV), mask=m_head, other=0.0)
         b_st = tl.trans(operand(b_s, DOT, PRECISION))
@@ -462,7 +444,7 @@ def grad_state_kernel(
     t_begin = tl.minimum(i_p * length, Nq)
     t_end = tl.minimum(t_begin + length, Nq)
     b_ds, b_q_sum, b_g_sum = sum_queries(
-        p_q, p_g, p_mask_q, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t_begin, t_end, Nq, o_k, m_k, o_v, m_v,
         b_st, b_k_full, b_v_mean, b_offset, eps,
         MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
@@ -533,7 +515,7 @@ def grad_finish_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_kernel(
-    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_count, p_seq, p_share, p_offset, p_s, p_means,
+    p_q, p_k, p_v, p_w, p_g, p_mask, p_mask_q, p_seq, p_share, p_lse, p_offset, p_s, p_means,
     p_ds, p_q_mean, p_g_mean, p_d0, p_d1, p_d2, p_dshare,
     Nq, N, H, W, prefix, scale, blocks, columns, rows, heads,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_gb, stride_g,
@@ -573,6 +555,8 @@ def grad_kernel(
     if WEIGHTED:
         p_share += (i_b * heads + h) * N
         p_dshare += (i_b * heads + h) * N
+    if ANCHORED:
+        p_lse += i_b * heads + h
     b_offset = 0.0
     if OFFSET:
         b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
@@ -586,14 +570,10 @@ def grad_kernel(
     b_v_mean = tl.load(p_means + heads * DK + h * DV + o_v, mask=m_v, other=0.0)
     b_g_mean = tl.load(p_g_mean + (i_b * heads + h) * DV + o_v, mask=m_v, other=0.0)
     b_q_mean = 0.0
-    b_k_full = 0.0
     b_anchor = 0.0
     b_overlap = 0.0
-    eps = 0.0
     if NORM != "subtract":
         b_q_mean = tl.load(p_q_mean + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
-        b_k_full = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)
-        eps = tl.div_rn(EPS, tokens_of(p_count, i_b, N, HAS_MASK))
     if ANCHORED:
         b_anchor = b_offset * tl.cast(scale, tl.float32)
         b_overlap = overlap_of(b_ds, b_s.to(tl.float32), tl.cast(scale, tl.float32), o_k, DK, HEADS)
@@ -602,10 +582,10 @@ def grad_kernel(
     if LOCAL:
         if i_t == 0:
             write_grads_run(
-                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
                 stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
                 0, prefix, Nq, N, o_k, m_k, o_v, m_v,
-                b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+                b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
                 MAP, NORM, DK, DV, HEADS, 16, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip
         x = (i_t % columns) * BW
@@ -616,11 +596,10 @@ def grad_kernel(
             for i in range(0, rows * BW, BN):
                 o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
                 write_grads(
-                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
                     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
                     t, o_t, m_t, m_t, N, o_k, m_k, o_v, m_v,
-                    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full,
-                    b_offset, b_anchor, b_overlap, eps,
+                    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
                     MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
                 )  # fmt: skip
             tl.debug_barrier()  # add_local reads what other threads wrote
@@ -631,9 +610,9 @@ def grad_kernel(
     else:
         t = i_t * rows
         write_grads_run(
-            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_dshare,
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
             t, t + rows, Nq, N, o_k, m_k, o_v, m_v,
-            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_k_full, b_offset, b_anchor, b_overlap, eps,
+            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
             MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
         )  # fmt: skip

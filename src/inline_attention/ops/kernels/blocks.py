@@ -17,7 +17,8 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
   leaves S unchanged.
 - NORM: the normalization. out = g(z)·φ(q)·S + f(z)·v̄ with z = s·φ(q)·k̄; g and f are 1 for "subtract".
 - shares: weights of the tokens with a sum of one, (heads, N) for a sample, if WEIGHTED. Otherwise all are 1/n.
-- OFFSET: a row that is subtracted from all queries exists. ANCHORED: the shares are the softmax of its scores.
+- OFFSET: a row that is subtracted from all queries exists. ANCHORED: the shares are the softmax of its scores. They are
+  never stored: a share is computed from its score where it is used.
 """
 
 import triton
@@ -144,23 +145,39 @@ def load_queries(p_q, stride, t, o_t, m_t, o_k, m_k, b_offset, OFFSET: tl.conste
 
 
 @triton.jit
-def load_shares(p_share, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr):
-    """The shares of tokens t + o_t where m_t: (BN, 1) for one head, else (BN, BC) for each channel"""
+def load_scalars(p_x, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr):
+    """A number for each head and token, from (heads, N): (BN, 1) for one head, else (BN, BC), for each channel"""
     if HEADS == 1:
-        return tl.load(p_share + t + o_t, mask=m_t, other=0.0)[:, None]
+        return tl.load(p_x + t + o_t, mask=m_t, other=0.0)[:, None]
     else:
-        p = p_share + (o_c // D)[None, :] * N + (t + o_t)[:, None]
+        p = p_x + (o_c // D)[None, :] * N + (t + o_t)[:, None]
         return tl.load(p, mask=m_t[:, None] & m_c[None, :], other=0.0)
 
 
 @triton.jit
-def store_shares(p_share, b_x, N, t, o_t, m_t, o_k, m_k, D: tl.constexpr, HEADS: tl.constexpr):
-    """Stores a value per token and head, in the layout of `load_shares`"""
+def store_scalars(p_x, b_x, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr):
+    """Stores what `load_scalars` loads"""
     if HEADS == 1:
-        tl.store(p_share + t + o_t, tl.sum(b_x, 1), mask=m_t)
+        tl.store(p_x + t + o_t, tl.sum(b_x, 1), mask=m_t)
     else:
-        p = p_share + (o_k // D)[None, :] * N + (t + o_t)[:, None]
-        tl.store(p, b_x, mask=m_t[:, None] & (m_k & (o_k % D == 0))[None, :])
+        p = p_x + (o_c // D)[None, :] * N + (t + o_t)[:, None]
+        tl.store(p, b_x, mask=m_t[:, None] & (m_c & (o_c % D == 0))[None, :])
+
+
+@triton.jit
+def load_shares(
+    p_share, p_lse, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr, ANCHORED: tl.constexpr
+):  # fmt: skip
+    """The shares of tokens t + o_t where m_t, zeros elsewhere. If ANCHORED, p_share holds scores, and p_lse the
+    logarithm of the sum of their exponentials for each head."""
+    b_share = load_scalars(p_share, N, t, o_t, m_t, o_c, m_c, D, HEADS)
+    if ANCHORED:
+        if HEADS == 1:
+            b_share = tl.where(m_t[:, None], tl.exp(b_share - tl.load(p_lse)), 0.0)
+        else:
+            b_lse = tl.load(p_lse + o_c // D, mask=m_c, other=0.0)
+            b_share = tl.where(m_t[:, None] & m_c[None, :], tl.exp(b_share - b_lse[None, :]), 0.0)
+    return b_share
 
 
 @triton.jit
@@ -177,32 +194,37 @@ def head_sums(b_x, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.const
 
 
 @triton.jit
-def inverse(b_z):
+def inverse(b_z, PRECISION: tl.constexpr):
     """1/z, and zero for z = 0"""
-    return tl.where(b_z == 0.0, 0.0, tl.div_rn(1.0, tl.where(b_z == 0.0, 1.0, b_z)))
+    b_divisor = tl.where(b_z == 0.0, 1.0, b_z)
+    # `/` is faster, and accurate to two units in the last place.
+    b_inverse = tl.div_rn(1.0, b_divisor) if PRECISION == "ieee" else 1.0 / b_divisor
+    return tl.where(b_z == 0.0, 0.0, b_inverse)
 
 
 @triton.jit
-def factors(b_z, eps, NORM: tl.constexpr):
-    """g(z) and f(z)"""
+def factors(b_z, eps, NORM: tl.constexpr, PRECISION: tl.constexpr):
+    """g(z), f(z), and g'(z) with its sign changed. f'(z) is eps times the last."""
     if NORM == "divide":
-        b_g = tl.div_rn(1.0, b_z + eps)
-        return b_g, b_z * b_g
+        b_g = inverse(b_z + eps, PRECISION)
+        return b_g, b_z * b_g, b_g * b_g
     else:
         tl.static_assert(NORM == "magnitude", "this normalization has no branch in the kernels")
-        return 1.0 + inverse(b_z), 1.0
+        b_inverse = inverse(b_z, PRECISION)
+        return 1.0 + b_inverse, 1.0, b_inverse * b_inverse
 
 
 @triton.jit
 def accumulate(
-    p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, b_k0, b_v0,
+    p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, b_k0, b_v0,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    WEIGHTED: tl.constexpr, OFFSET: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BK, BV); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0)
 
-    If WEIGHTED, every term of a sum is multiplied by the token's share.
+    If WEIGHTED, every term of a sum is multiplied by the token's share, and the pivots b_k0 and b_v0 are returned in
+    the place of Σ φ(k) and Σ v: shares have a sum of one, so the means are the pivots plus the other two sums.
     """
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BK, BV], tl.float32)
@@ -220,17 +242,13 @@ def accumulate(
             b_k = feature_map(b_k.to(tl.float32), MAP)
         if WEIGHTED:
             tl.static_assert(CENTRE, "weighted tokens are centred")
-            b_share_k = load_shares(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
-            b_share_v = load_shares(p_share, N, t, o_t, m_t, o_v, m_v, DV, HEADS)
-            b_k = b_k.to(tl.float32)
-            b_v = b_v.to(tl.float32)
-            b_k_sum = add_product(b_k_sum, b_ones, operand(b_k * b_share_k, DOT, PRECISION), PRECISION)
-            b_v_sum = add_product(b_v_sum, b_ones, operand(b_v * b_share_v, DOT, PRECISION), PRECISION)
-            b_k = operand((b_k - b_k0[None, :]) * b_share_k, DOT, PRECISION)
-            b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-            b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
+            b_share_k = load_shares(p_share, p_lse, N, t, o_t, m_t, o_k, m_k, DK, HEADS, ANCHORED)
+            b_share_v = load_shares(p_share, p_lse, N, t, o_t, m_t, o_v, m_v, DV, HEADS, ANCHORED)
+            b_k = operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share_k, DOT, PRECISION)
+            b_v = tl.where(m_t[:, None], b_v.to(tl.float32) - b_v0[None, :], 0.0)
             b_dv_sum = add_product(b_dv_sum, b_ones, operand(b_v * b_share_v, DOT, PRECISION), PRECISION)
             b_v = operand(b_v, DOT, PRECISION)
+            b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
         else:
             b_k = operand(b_k, DOT, PRECISION)
             b_v = operand(b_v, DOT, PRECISION)
@@ -243,6 +261,8 @@ def accumulate(
                 b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
         b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
     # Every row holds the same sum.
+    if WEIGHTED:
+        return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 0), tl.max(b_dv_sum, 0)
     b_k_sum = tl.max(b_k_sum, 0)
     b_v_sum = tl.max(b_v_sum, 0)
     if CENTRE:

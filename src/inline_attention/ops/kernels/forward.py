@@ -68,7 +68,8 @@ def write_outputs(
     b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION)
     if NORM != "subtract":
         b_q = add_map_at_zero(b_q.to(tl.float32), 1.0, MAP)
-        b_g, b_f = factors(head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS), eps, NORM)
+        b_z = head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS)
+        b_g, b_f, _ = factors(b_z, eps, NORM, PRECISION)
         b_out = b_g * b_out + b_f * b_v_mean[None, :]
     if MASK_Q:
         b_out = tl.where(m_here[:, None], b_out, 0.0)
@@ -94,13 +95,13 @@ def write_run(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    p_q, p_k, p_v, p_w, p_mask, p_mask_q, p_count, p_seq, p_share, p_offset, p_out, p_s, p_means,
+    p_q, p_k, p_v, p_w, p_mask, p_mask_q, p_count, p_seq, p_share, p_lse, p_offset, p_out, p_s, p_means,
     Nq, N, H, W, prefix, scale, blocks, heads,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_ob, stride_o,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr,
-    WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, SAVE: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward pass for short sequences. Grid (B·blocks,)
 
@@ -125,6 +126,8 @@ def forward_kernel(
         p_mask_q += i_b * Nq
     if WEIGHTED:
         p_share += (i_b * heads + h) * N
+    if ANCHORED:
+        p_lse += i_b * heads + h
     b_offset = 0.0
     if OFFSET:
         b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
@@ -134,13 +137,17 @@ def forward_kernel(
     b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
     b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", CENTRE, HAS_MASK)
     b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, False,
+        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
     )  # fmt: skip
     m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
     b_s = tl.where(m_head, covariance(b_kv, b_dk_sum[:, None], b_dv_sum[None, :], count, scale), 0.0)
-    b_k_mean = tl.div_rn(b_k_sum, count)
-    b_v_mean = tl.div_rn(b_v_sum, count)
+    if WEIGHTED:
+        b_k_mean = b_k_sum + b_dk_sum
+        b_v_mean = b_v_sum + b_dv_sum
+    else:
+        b_k_mean = tl.div_rn(b_k_sum, count)
+        b_v_mean = tl.div_rn(b_v_sum, count)
     if SAVE:
         p_means += i_b * heads * (DK + DV)
         tl.store(p_means + h * DK + o_k, b_k_mean, mask=m_k)
@@ -166,11 +173,11 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def state_kernel(
-    p_k, p_v, p_mask, p_seq, p_share, p_part,
+    p_k, p_v, p_mask, p_seq, p_share, p_lse, p_part,
     N, H, W, blocks, heads, stride_kb, stride_k, stride_vb, stride_v,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
@@ -192,6 +199,8 @@ def state_kernel(
         p_mask += i_b * N
     if WEIGHTED:
         p_share += (i_b * heads + h) * N
+    if ANCHORED:
+        p_lse += i_b * heads + h
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
     t_begin = tl.minimum(i_p * length, N)
     t_end = tl.minimum(t_begin + length, N)
@@ -199,8 +208,8 @@ def state_kernel(
     b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
     b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", CENTRE, HAS_MASK)
     b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, False,
+        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
     )  # fmt: skip
     p_part += (i * parts + i_p) * (BK * BV + 2 * BK + 2 * BV)
     tl.store(p_part + o_k[:, None] * BV + o_v[None, :], b_kv)
@@ -234,20 +243,27 @@ def finish_kernel(
     p_part += i * parts * size
     b_kv = sum_parts(p_part, o_r[:, None] * BV + o_v[None, :], m_head, parts, size, BP, STEPS)
     p_part += BK * BV
-    b_k_sum = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
-    b_v_sum = sum_parts(p_part, BK + o_v[None, :], m_v[None, :], parts, size, BP, STEPS)
-    b_dk_sum = b_k_sum
-    b_dv_sum = b_v_sum
     if CENTRE:
         b_dk_sum = sum_parts(p_part, BK + BV + o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
         b_dv_sum = sum_parts(p_part, 2 * BK + BV + o_v[None, :], m_v[None, :], parts, size, BP, STEPS)
+    if WEIGHTED:  # the pivots, which are the same in every part
+        b_k_mean = b_dk_sum + tl.load(p_part + o_r, mask=m_r, other=0.0)[:, None]
+        b_v_mean = b_dv_sum + tl.load(p_part + BK + o_v, mask=m_v, other=0.0)[None, :]
+    else:
+        b_k_mean = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
+        b_v_mean = sum_parts(p_part, BK + o_v[None, :], m_v[None, :], parts, size, BP, STEPS)
+        if not CENTRE:
+            b_dk_sum = b_k_mean
+            b_dv_sum = b_v_mean
+        b_k_mean = tl.div_rn(b_k_mean, count)
+        b_v_mean = tl.div_rn(b_v_mean, count)
     b_s = covariance(b_kv, b_dk_sum, b_dv_sum, count, scale)
     p = p_s + (i_b * heads + h) * DK * DV + state_offsets(o_r, o_v, DV)
     tl.store(p, b_s.to(p_s.dtype.element_ty), mask=m_head)
     p_means += i_b * heads * (DK + DV)
-    tl.store(p_means + h * DK + o_r, tl.sum(tl.div_rn(b_k_sum, count), 1), mask=m_r)
+    tl.store(p_means + h * DK + o_r, tl.sum(b_k_mean, 1), mask=m_r)
     if tl.program_id(1) == 0:
-        tl.store(p_means + heads * DK + h * DV + o_v, tl.sum(tl.div_rn(b_v_sum, count), 0), mask=m_v)
+        tl.store(p_means + heads * DK + h * DV + o_v, tl.sum(b_v_mean, 0), mask=m_v)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -1,7 +1,6 @@
 """MALA, RALA, PolaFormer, the tangent of softmax and rotary positions against their definitions, token by token."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,17 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.nn import functional as F
+from variants import build_variant
 
+import inline_attention
 from inline_attention.layers import ATTENTIONS, TangentAttention
 from inline_attention.layers.attention import masked_mean
 from inline_attention.layers.family import find_anchors
 from inline_attention.layers.rope import rotate
+from inline_attention.models.profile import count_macs
 from inline_attention.ops import local_residual, tangent_attention
 from inline_attention.ops.projections import unstack
 
 GRID, PREFIX, DIM, HEADS = (3, 4), 1, 16, 2
 N, D = PREFIX + 12, DIM // HEADS
-Row = Callable[[Any, Tensor, list[Tensor], list[Tensor], int], Tensor]
 
 
 def build(kind: str, **kwargs: Any) -> Any:
@@ -262,6 +263,30 @@ def test_anchors_of_separate_clusters_are_their_means() -> None:
     anchors, nearest = find_anchors(q, None, count=3)
     assert torch.equal(nearest, torch.arange(3).repeat_interleave(20))
     torch.testing.assert_close(anchors, q.unflatten(0, (3, 20)).mean(1))
+
+
+@pytest.mark.parametrize("variant", ["rala", "tangent with 3 anchors and rope"])
+def test_one_graph(variant: str) -> None:
+    """torch.compile breaks nothing apart, forward and backward."""
+    torch._dynamo.reset()
+    module = build_variant(variant, DIM, HEADS, num_prefix_tokens=PREFIX, local_residual=True).double()
+    grads = []
+    for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        out = call(tokens(), GRID)
+        grads.append(torch.autograd.grad(out.square().sum(), list(module.parameters())))
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-10, rtol=1e-10)
+
+
+# DeiT-T with 3 heads: millions of parameters, billions of multiply-accumulates; docs/attention.md has them.
+@pytest.mark.parametrize(
+    ("kind", "parameters", "macs"),
+    [("mala", 5.7, 1.1), ("rala", 6.2, 1.2), ("polaformer", 6.2, 1.3), ("tangent", 5.7, 1.1)],
+)
+def test_cost_on_deit_tiny(kind: str, parameters: float, macs: float) -> None:
+    with torch.device("meta"):
+        model: Any = inline_attention.create_model("inline_deit_tiny", attention=kind, num_heads=3)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == parameters
+    assert round(count_macs(model) / 1e9, 1) == macs
 
 
 def test_errors() -> None:

@@ -358,7 +358,7 @@ class FusedAttention(Attention):
 
     normalization: ClassVar[Normalization]
     matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
-    follows = ("feature_map", "local_residual")
+    follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual")
 
     def __init__(self, dim: int, num_heads: int, *, rope: bool = False, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -396,7 +396,8 @@ class FusedAttention(Attention):
         """φ(q) and φ(k), then the same turned: (B, N, heads, d) each, in at least float32"""
         phi, dtype = get_feature_map(self.feature_map).apply, accumulation_dtype(q.dtype)
         q_, k_ = phi(q.to(dtype)), phi(k.to(dtype))
-        return q_, k_, *(rotate(x, grid, num_prefix_tokens=self.num_prefix_tokens) for x in (q_, k_))
+        turned_q, turned_k = (rotate(x, grid, num_prefix_tokens=self.num_prefix_tokens) for x in (q_, k_))
+        return q_, k_, turned_q, turned_k
 
     def attend_rotated(
         self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None

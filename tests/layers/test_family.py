@@ -76,13 +76,16 @@ def tangent(module: Any, queries: list[Tensor], keys: list[Tensor], i: int) -> l
 
 
 def tangent_by_cluster(module: Any, queries: list[Tensor], keys: list[Tensor], i: int) -> list[Tensor]:
-    m, n = module.anchors, len(queries)
-    anchors = [queries[(2 * c + 1) * n // (2 * m)] for c in range(m)]
+    m = module.anchors
+    mean: Any = sum(queries) / len(queries)
+    anchors = [min(queries, key=lambda q: float((q - mean).norm()))]
+    while len(anchors) < m:
+        anchors.append(max(queries, key=lambda q: min(float((q - a).norm()) for a in anchors)))
 
     def nearest(q: Tensor) -> int:
         return min(range(m), key=lambda c: float((q - anchors[c]).norm()))
 
-    for _ in range(4):
+    for _ in range(2):
         chosen = [nearest(q) for q in queries]
         for c in range(m):
             own = [q for q, x in zip(queries, chosen, strict=True) if x == c]
@@ -261,8 +264,18 @@ def test_anchors_of_separate_clusters_are_their_means() -> None:
     centres = 1000 + torch.tensor([[0.0, 0.0], [0.0, 8.0], [8.0, 0.0]])
     q = (centres[:, None] + torch.randn(3, 20, 2, generator=generator)).flatten(0, 1)
     anchors, nearest = find_anchors(q, None, count=3)
-    assert torch.equal(nearest, torch.arange(3).repeat_interleave(20))
-    torch.testing.assert_close(anchors, q.unflatten(0, (3, 20)).mean(1))
+    labels = nearest.unflatten(0, (3, 20))
+    assert sorted(labels[:, 0].tolist()) == [0, 1, 2]
+    assert torch.equal(labels, labels[:, :1].expand(-1, 20))
+    torch.testing.assert_close(anchors[labels[:, 0]], q.unflatten(0, (3, 20)).mean(1))
+
+
+def test_a_query_unlike_the_others_gets_an_anchor_of_its_own() -> None:
+    """As that of a class token"""
+    q = torch.cat([torch.full((1, 4), 9.0), torch.randn(40, 4, generator=torch.Generator().manual_seed(0))])
+    anchors, nearest = find_anchors(q, None, count=2)
+    assert (nearest == nearest[0]).sum() == 1
+    torch.testing.assert_close(anchors[nearest[0]], q[0])
 
 
 @pytest.mark.parametrize("variant", ["rala", "tangent with 3 anchors and rope"])

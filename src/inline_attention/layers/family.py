@@ -20,7 +20,7 @@ from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, ancho
 from .attention import Attention, FusedAttention, register_attention, scores
 
 POLAFORMER_POWER = 4.0  # how much more than 1 the learned exponents can be
-ANCHOR_STEPS = 4  # of k-means
+ANCHOR_STEPS = 2  # of k-means; its start matters more
 
 
 @register_attention
@@ -288,9 +288,10 @@ def take_rows(rows: Tensor, index: Tensor) -> Tensor:
 def find_anchors(q: Tensor, mask: Tensor | None, *, count: int, steps: int = ANCHOR_STEPS) -> tuple[Tensor, Tensor]:
     """k-means of queries, deterministic.
 
-    It starts from tokens evenly spaced among those present. Each step gives every query to its nearest anchor and moves
-    the anchors to the means of their queries. An anchor without queries stays. Autograd sees the last step alone: there
-    an anchor is the mean of a fixed set of queries.
+    It starts from the query nearest to the mean of all, and then takes the query farthest from the anchors that it has,
+    until there are M. So a query that is unlike the others, such as that of a class token, gets an anchor near it. Each
+    step gives every query to its nearest anchor and moves the anchors to the means of their queries. An anchor without
+    queries stays. Autograd sees the last step alone: there an anchor is the mean of a fixed set of queries.
 
     Args:
         q: (…, N, d)
@@ -302,17 +303,22 @@ def find_anchors(q: Tensor, mask: Tensor | None, *, count: int, steps: int = ANC
     """
     shape = q.shape[:-1] if mask is None else torch.broadcast_shapes(q.shape[:-1], mask.shape)
     present = q.new_ones(shape, dtype=torch.bool) if mask is None else mask.expand(shape)
-    order = present.long().cumsum(-1)  # the m-th token present is the first one with order m
-    tokens = order[..., -1:]
-    wanted = (2 * torch.arange(count, device=q.device) + 1) * tokens // (2 * count) + 1
-    first = torch.searchsorted(order, wanted.clamp(max=tokens)).clamp(max=shape[-1] - 1)
-    anchors = take_rows(q.detach(), first)
+    points = q.detach()
+    share = present.to(q.dtype) / present.sum(-1, keepdim=True).clamp(min=1)
+    from_mean = (points - share.unsqueeze(-2) @ points).square().sum(-1)
+    index = from_mean.masked_fill(~present, torch.inf).argmin(-1, keepdim=True)
+    distance, chosen = torch.full_like(from_mean, torch.inf), []
+    for _ in range(count):
+        chosen.append(take_rows(points, index))
+        distance = torch.minimum(distance, (points - chosen[-1]).square().sum(-1))
+        index = distance.masked_fill(~present, -1).argmax(-1, keepdim=True)
+    anchors = torch.cat(chosen, -2)
     for step in range(steps):
-        queries = q if step == steps - 1 else q.detach()
-        members = F.one_hot(nearest_rows(q.detach(), anchors), count).to(q.dtype) * present.unsqueeze(-1)
+        queries = q if step == steps - 1 else points
+        members = F.one_hot(nearest_rows(points, anchors), count).to(q.dtype) * present.unsqueeze(-1)
         sizes = members.sum(-2).unsqueeze(-1)
         anchors = torch.where(sizes > 0, members.mT @ queries / sizes.clamp(min=1), anchors)
-    return anchors, nearest_rows(q.detach(), anchors.detach())
+    return anchors, nearest_rows(points, anchors.detach())
 
 
 def mean_of_seen(q: Tensor, mask: Tensor | None) -> Tensor:

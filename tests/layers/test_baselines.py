@@ -132,7 +132,7 @@ def test_definition(kind: str) -> None:
     module = build(kind)
     with torch.no_grad():
         expected = module.proj(DEFINITIONS[kind](module, tokens()))
-        torch.testing.assert_close(module(tokens(), GRID), expected, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(module(tokens(), GRID), expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", VARIANTS)

@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +58,17 @@ def test_imports_point_one_way() -> None:
     levels = {room: drawing.level(room, arrows) for room in arrows}  # a cycle has no level
     chain = ["ops", "layers", "models", "training", "tasks", "analysis", "explore", "cli"]
     assert [levels[room] for room in chain] == sorted({levels[room] for room in chain})
+
+
+def test_integrations_import_operations_and_layers_alone() -> None:
+    """And nothing imports them: other libraries are loaded only if a user asks for them."""
+    drawing = load_drawing()
+    arrows = drawing.read_table(drawing.PAGE.read_text(encoding="utf-8"))
+    assert set(arrows["integrations"]) <= {"ops", "layers"}
+    assert not [room for room, imports in arrows.items() if "integrations" in imports]
+    code = "import sys, inline_attention.integrations; print({'transformers', 'diffusers'} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
 
 
 def test_the_picture_is_of_the_table() -> None:

@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from variants import VARIANTS, build_variant
 
 from inline_attention.layers import ATTENTIONS, Attention, PatchEmbed, register_attention
 from inline_attention.layers.attention import masked_mean
 
 GRID, PREFIX, DIM, HEADS = (3, 4), 1, 16, 2
 N = PREFIX + 12
-KINDS = sorted(ATTENTIONS)
-every_attention = pytest.mark.parametrize("kind", KINDS)
+every_attention = pytest.mark.parametrize("kind", VARIANTS)
 
 
 def build(kind: str, **kwargs: Any) -> Any:
     """Positional convolution included, and every parameter random, so that no bias hides behind its zeros."""
     torch.manual_seed(0)
     options: dict[str, Any] = dict(num_prefix_tokens=PREFIX, grid=GRID, position_conv=True) | kwargs
-    module = ATTENTIONS[kind](DIM, HEADS, **options).double()
+    module = build_variant(kind, DIM, HEADS, **options).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module
@@ -103,7 +103,7 @@ def test_one_token(kind: str, masked: bool) -> None:
 def test_half_precision_stays_finite_far_from_zero(kind: str, masked: bool) -> None:
     """4,096 tokens of mean 20 sum to more than float16 holds."""
     torch.manual_seed(0)
-    module: Any = ATTENTIONS[kind](DIM, HEADS, grid=(64, 64), position_conv=True).half()
+    module = build_variant(kind, DIM, HEADS, grid=(64, 64), position_conv=True).half()
     x = (tokens(4096, batch=1) + 20).half()
     mask = torch.ones(1, 4096, dtype=torch.bool) if masked else None
     with torch.no_grad():

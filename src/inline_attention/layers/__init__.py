@@ -12,6 +12,7 @@ from .attention import (
 from .baselines import AngularAttention, EfficientAttention, EnhancedAttention, FocusedAttention, HydraAttention
 from .block import Block
 from .embed import PatchConv2d, PatchEmbed
+from .family import MALAAttention, PolaFormerAttention, RALAAttention, TangentAttention
 from .local import LocalWeight
 
 __all__ = [
@@ -26,9 +27,13 @@ __all__ = [
     "InLineAttention",
     "LinearAttention",
     "LocalWeight",
+    "MALAAttention",
     "MappedSoftmaxAttention",
     "PatchConv2d",
     "PatchEmbed",
+    "PolaFormerAttention",
+    "RALAAttention",
     "SoftmaxAttention",
+    "TangentAttention",
     "register_attention",
 ]

@@ -25,10 +25,11 @@ from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import accumulation_dtype, zero_absent
+from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, factors, without_autocast, zero_absent
 from inline_attention.ops.tracing import is_exporting
 
 from .local import LocalTerm, LocalWeight, ParameterPair
+from .rope import rotate
 from .written_out import WrittenOut
 
 ATTENTIONS: dict[str, type["Attention"]] = {}  # by the names that models take
@@ -52,6 +53,27 @@ def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
         return x.mean(1)  # PyTorch sums in float32 by itself here
     total = zero_absent(x, token_mask).sum(1, dtype=accumulation_dtype(x.dtype))
     return (total / token_mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+
+def token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
+    """Tokens present of x (B, N, heads, d): N, or (B, 1, 1, 1) with a mask. A sample without any counts one."""
+    if token_mask is None:
+        return x.shape[1]
+    return token_mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
+
+
+def through_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q_i (Σ_j k_j v_jᵀ) with the sum in at least float32: (B, N, heads, d) each → the shape of q"""
+    dtype = accumulation_dtype(q.dtype)
+    with without_autocast(q.device):
+        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        return (q @ (k.mT @ v)).transpose(1, 2)
+
+
+def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """q_i·k_j, zero where masked: q (B, rows, heads, d), k (B, N, heads, d) → (B, heads, rows, N)"""
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
+    return products if mask is None else products.masked_fill(~mask, 0)
 
 
 class AffineMap(nn.Module):
@@ -100,6 +122,8 @@ class Attention(nn.Module):
     # Whether a token mask is all that an image in a padded batch needs. It is not if a term depends on how tokens are
     # laid out, such as a learned position. Blocks then run images one by one.
     masks_padding: ClassVar[bool] = True
+    # Whether `attend` takes `mean_query` too.
+    uses_mean_query: bool = False
 
     def __init__(
         self,
@@ -142,6 +166,7 @@ class Attention(nn.Module):
         self.local = LocalWeight(dim, num_heads) if local_residual else None
         # The weight and bias of a depthwise 3×3 convolution. It is computed with the local residual, in one pass.
         self.position = ParameterPair((dim, 1, 3, 3), (dim,), fan_in=TAPS) if position_conv else None
+        self.gate: nn.Module | None = None  # of a subclass: what the output is multiplied with, from the tokens
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -159,6 +184,13 @@ class Attention(nn.Module):
             q, k, v = unstack(projections)
             projections = tuple(y.unsqueeze(2) for y in (self.affine(q), self.affine(k), v))
         return projections
+
+    def mean_query(self, token_mean: Tensor) -> Tensor:
+        """The mean of the queries, from the mean of the tokens: (B, C) → (B, 1, heads, d)
+
+        A query is an affine function of its token, so that this needs no pass over the queries.
+        """
+        return unstack(self.project(token_mean.unsqueeze(1), (1, 1)))[0]
 
     def local_weight(self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None) -> Tensor | None:
         """The sum of all 3×3 kernels on v, generated and positional → (B, heads, d, 9)"""
@@ -219,9 +251,15 @@ class Attention(nn.Module):
         x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
         projections = self.project(x, grid)
-        local_weight = self.local_weight(x, token_mean, token_mask)
-        out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight)
-        return self.merge(self.add_position_bias(out, token_mask))
+        more: dict[str, Any] = {}
+        local_mean = token_mean
+        if self.uses_mean_query:
+            mean = masked_mean(x, token_mask)
+            more["mean_query"] = self.mean_query(mean)
+            local_mean = mean if token_mean is None else token_mean
+        local_weight = self.local_weight(x, local_mean, token_mask)
+        out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight, **more)
+        return self.merge(self.apply_gate(self.add_position_bias(out, token_mask), x))
 
     def add_position_bias(self, out: Tensor, token_mask: Tensor | None) -> Tensor:
         """Adds the bias of the positional convolution to the map's tokens: (B, N, heads, d) → the same"""
@@ -233,6 +271,10 @@ class Attention(nn.Module):
             bias = bias.expand(out.shape[1] - self.num_prefix_tokens, -1, -1)
             bias = F.pad(bias, (0, 0, 0, 0, self.num_prefix_tokens, 0))
         return zero_absent(out + bias, token_mask)
+
+    def apply_gate(self, out: Tensor, x: Tensor) -> Tensor:
+        """The output, local terms included, times the gate of its token: (B, N, heads, d), x (B, N, C) → the same"""
+        return out if self.gate is None else out * self.gate(x).view_as(out)
 
     def merge(self, out: Tensor) -> Tensor:
         """Heads (B, N, heads, d), local terms included, through the output projection → (B, N, C)"""
@@ -260,7 +302,7 @@ class Attention(nn.Module):
             local=tuple(self.local_terms(self.local_weight(x, token_mean, token_mask))),
             token_mask=token_mask,
             matrix=matrix,
-            finish=lambda attended, local: self.merge(self.normalise(attended) + local),
+            finish=lambda attended, local: self.merge(self.apply_gate(self.normalise(attended) + local, x)),
         )
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,11 +336,38 @@ class Attention(nn.Module):
 
 
 class FusedAttention(Attention):
-    """An attention that is one call of `linear_attention`, its local residual included. A subclass names its kind."""
+    """An attention that is one call of `linear_attention`, its local residual included. A subclass names its kind.
+
+    Args:
+        rope: turn φ(q) and φ(k) by the positions of their tokens (`rotate`) before they are compared.
+
+    With `rope`, an attention that normalises keeps the normaliser of the vectors that are not turned, since the sum of
+    turned ones can be zero. Let a_ij be the product of φ(q_i) and φ(k_j), and r_ij that of the turned ones. Then
+    z_i = (s/N)·Σ_j a_ij as without `rope`, and the weight of query i on token j is
+
+    | normalization | weight | known as |
+    |---|---|---|
+    | divide | r_ij / (Σ_t a_it + 1e-6) | MLLA |
+    | magnitude | (1 + 1/z_i)·(s/N)·r_ij − z_i/N | MALA |
+    | subtract | (s/N)·r_ij − (s/N²)·Σ_t r_it + 1/N | InLine attention of turned vectors |
+
+    In the form g·φ(q_i)·S + f·v̄ the state S is that of the turned keys. With z_r,i = (s/N)·Σ_j r_ij, the factor f of v̄
+    is z_r/z for "divide" and z_r + z_r/z − z for "magnitude", where it is 1 without `rope`. Rows then do not sum to
+    one. PyTorch composes these two, without a kernel of their own. "subtract" is one call of the operation.
+    """
 
     normalization: ClassVar[Normalization]
     matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
-    follows = ("feature_map", "local_residual")
+    follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual")
+
+    def __init__(self, dim: int, num_heads: int, *, rope: bool = False, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if rope and self.head_dim % 4:
+            raise ValueError(
+                f"rope=True turns pairs of channels on two axes: heads of {self.head_dim} channels are not a multiple "
+                f"of 4; choose num_heads so that dim={dim} makes such heads"
+            )
+        self.rope = rope
 
     def attend(
         self,
@@ -308,6 +377,8 @@ class FusedAttention(Attention):
         token_mask: Tensor | None,
         local_weight: Tensor | None,
     ) -> Tensor:
+        if self.rope:
+            return self.attend_rotated(projections, grid=grid, token_mask=token_mask, local_weight=local_weight)
         return linear_attention_projected(
             *projections,
             normalization=self.normalization,
@@ -321,9 +392,78 @@ class FusedAttention(Attention):
             backend=self.backend,
         )
 
+    def rotate_features(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """φ(q) and φ(k), then the same turned: (B, N, heads, d) each, in at least float32"""
+        phi, dtype = get_feature_map(self.feature_map).apply, accumulation_dtype(q.dtype)
+        q_, k_ = phi(q.to(dtype)), phi(k.to(dtype))
+        turned_q, turned_k = (rotate(x, grid, num_prefix_tokens=self.num_prefix_tokens) for x in (q_, k_))
+        return q_, k_, turned_q, turned_k
+
+    def attend_rotated(
+        self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
+    ) -> Tensor:
+        """`attend` with `rope`; the docstring of the class derives it."""
+        q, k, v = unstack(projections)
+        layout: dict[str, Any] = dict(grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask)
+        with without_autocast(q.device):
+            q_, k_, turned_q, turned_k = self.rotate_features(q, k, grid)
+            v_ = v.to(q_.dtype)
+            if self.normalization == "subtract":
+                return linear_attention_projected(
+                    *(x.unsqueeze(2) for x in (turned_q, turned_k, v_)),
+                    normalization="subtract",
+                    feature_map="identity",
+                    scale=self.scale,
+                    local_weight=local_weight,
+                    query_mask=token_mask,
+                    backend=self.backend,
+                    **layout,
+                ).to(v.dtype)
+            count = token_count(k, token_mask)
+            k_mean, turned_k_mean, v_mean = (
+                zero_absent(x, token_mask).sum(1, keepdim=True) / count for x in (k_, turned_k, v_)
+            )
+            z, turned_z = (
+                self.scale * (x * mean).sum(-1, keepdim=True) for x, mean in ((q_, k_mean), (turned_q, turned_k_mean))
+            )
+            centred = (zero_absent(x, token_mask) for x in (turned_k - turned_k_mean, v_ - v_mean))
+            g, _ = factors(z, self.normalization, self.scale * LINEAR_EPS / count)
+            out = g * (self.scale / count) * through_state(turned_q, *centred)
+            out = out + self.turned_factor(g, z, turned_z) * v_mean
+            if local_weight is not None:
+                out = out + local_residual(v_, local_weight, **layout)
+            return zero_absent(out, token_mask).to(v.dtype)
+
+    def turned_factor(self, g: Tensor | float, z: Tensor, turned_z: Tensor) -> Tensor:
+        """f of g·φ(q)·S + f·v̄. With r_ij in the place of z_r, it is N times the weight of token j."""
+        return g * turned_z if self.normalization == "divide" else g * turned_z - z
+
+    def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """With `rope` φ is inside, and an attention that normalises has the turned vectors before the others, 2·d."""
+        q, k, v = unstack(projections)
+        if not self.rope:
+            return q, k, v
+        q_, k_, turned_q, turned_k = self.rotate_features(q, k, grid)
+        if self.normalization == "subtract":
+            return turned_q, turned_k, v
+        return torch.cat([turned_q, q_], -1), torch.cat([turned_k, k_], -1), v
+
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
-        options: dict[str, Any] = dict(kind=self.matrix_kind, feature_map=self.feature_map, scale=self.scale)
+        if self.rope and self.normalization != "subtract":
+            return self.rotated_weights(q, k, rows=rows, mask=mask)
+        feature_map = "identity" if self.rope else self.feature_map
+        options: dict[str, Any] = dict(kind=self.matrix_kind, feature_map=feature_map, scale=self.scale)
         return attention_matrix(q[:, rows], k, pair_mask=mask, **options)
+
+    def rotated_weights(self, q: Tensor, k: Tensor, *, rows: slice, mask: Tensor | None) -> Tensor:
+        turned, plain = (
+            self.scale * scores(x, y, mask) for x, y in zip(q[:, rows].chunk(2, -1), k.chunk(2, -1), strict=True)
+        )
+        count = k.shape[1] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
+        z = plain.sum(-1, keepdim=True) / count
+        g, _ = factors(z, self.normalization, self.scale * LINEAR_EPS / count)
+        weights = self.turned_factor(g, z, turned) / count
+        return weights if mask is None else weights.masked_fill(~mask, 0)
 
 
 @register_attention

@@ -12,29 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import Grid, attention_matrix, linear_attention
+from inline_attention.ops import Grid, attention_matrix, linear_attention_projected
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
 
-from .attention import Attention, register_attention
+from .attention import Attention, register_attention, scores, through_state, token_count
 from .embed import resize_map
 from .local import LocalTerm
 
 FOCUSED_EPS = 1e-6
-
-
-def through_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q_i (Σ_j k_j v_jᵀ) with the sum in at least float32: (B, N, heads, d) each → the shape of q"""
-    dtype = accumulation_dtype(q.dtype)
-    with without_autocast(q.device):
-        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-        return (q @ (k.mT @ v)).transpose(1, 2)
-
-
-def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """q_i·k_j, zero where masked: q (B, rows, heads, d), k (B, N, heads, d) → (B, heads, rows, N)"""
-    products = torch.einsum("bihd,bjhd->bhij", q, k)
-    return products if mask is None else products.masked_fill(~mask, 0)
 
 
 def unit_tokens(x: Tensor) -> Tensor:
@@ -77,11 +63,22 @@ class EfficientAttention(Attention):
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         dtype = accumulation_dtype(q.dtype)
-        k = k.to(dtype)
+        k, count = k.to(dtype), token_count(k, token_mask)
         if token_mask is not None:
             # Finite, because the softmax of −inf alone, where a sample has no token, is NaN. Such a sample's v is zero.
             k = k.masked_fill(~token_mask[:, :, None, None], torch.finfo(dtype).min)
-        return through_state(q.to(dtype).softmax(-1), k.softmax(1), zero_absent(v, token_mask)).to(v.dtype)
+        # Each feature of ρ(k) sums to one over the tokens, and ρ(q) to one over the features. So a row of weights sums
+        # to one by itself, and "subtract", which takes the row's mean away and adds 1/N, changes nothing.
+        rows = (x.to(dtype).unsqueeze(2) for x in (q.to(dtype).softmax(-1), count * k.softmax(1), v))
+        return linear_attention_projected(
+            *rows,
+            normalization="subtract",
+            feature_map="identity",
+            scale=1.0,
+            token_mask=token_mask,
+            query_mask=token_mask,
+            backend=self.backend,
+        ).to(v.dtype)
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
         q = q[:, rows].softmax(-1)
@@ -168,7 +165,8 @@ class EnhancedAttention(Attention):
         self.conv = MapConv(dim)
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        out = linear_attention(q, k, v, token_mask=token_mask, query_mask=token_mask, backend=self.backend)
+        rows = (x.unsqueeze(2) for x in (q, k, v))
+        out = linear_attention_projected(*rows, token_mask=token_mask, query_mask=token_mask, backend=self.backend)
         v = zero_absent(v, token_mask)
         return out + self.conv.on_tokens(v, grid, num_prefix_tokens=self.num_prefix_tokens)
 
@@ -228,13 +226,12 @@ class FocusedAttention(Attention):
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         q, k = self.sharpen(q, k, grid)
-        k, v = zero_absent(k, token_mask), zero_absent(v, token_mask)
-        count: Tensor | int = k.shape[1]
-        if token_mask is not None:
-            count = token_mask.sum(1).clamp(min=1)[:, None, None, None]
-        attended = through_state(q, k / count, v)
-        sums = (q * (k.sum(1, keepdim=True) / count)).sum(-1, keepdim=True)
-        out = (attended / (sums + FOCUSED_EPS)).to(v.dtype)
+        # The operation adds 1e-6 to a sum, and this attention to a mean: hence the division of q.
+        rows = (x.unsqueeze(2) for x in (q / token_count(k, token_mask), k, v.to(q.dtype)))
+        out = linear_attention_projected(
+            *rows, feature_map="identity", token_mask=token_mask, query_mask=token_mask, backend=self.backend
+        ).to(v.dtype)
+        v = zero_absent(v, token_mask)
         return out + self.conv.on_tokens(v, grid, num_prefix_tokens=self.num_prefix_tokens)
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:

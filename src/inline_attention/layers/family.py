@@ -1,0 +1,343 @@
+"""Newer members of the family that `linear_attention` computes: MALA, RALA, PolaFormer and the tangent of softmax.
+
+They are written from their papers' formulas. Each docstring says what is computed here, and
+`tests/layers/test_family.py` compares it with a version written token by token. The papers' networks have further
+parts, such as depthwise convolutions of v. Here `local_residual` and `position_conv` add those to any attention.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.ops import Grid, attention_matrix, linear_attention_projected, tangent_attention_projected
+from inline_attention.ops.feature_maps import get_feature_map
+from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, anchor_weight, factors, without_autocast
+
+from .attention import Attention, FusedAttention, register_attention, scores
+
+POLAFORMER_POWER = 4.0  # how much more than 1 the learned exponents can be
+ANCHOR_STEPS = 2  # of k-means; its start matters more
+
+
+@register_attention
+class MALAAttention(FusedAttention):
+    """Magnitude-aware linear attention: InLine's rows, plus those of linear attention, less the mean.
+
+    With a_ij = φ(q_i)·φ(k_j) and z_i = (s/N)·Σ_t a_it, the weight of query i on token j is
+    (1 + 1/z_i)·(s/N)·a_ij − z_i/N. φ is ELU + 1 by default. The paper's form has s = N, and s = d^-1/2 here: a longer
+    query sharpens its row in the same way at every number of tokens. `rope=True` adds the paper's rotary positions.
+    "Rectifying Magnitude Neglect in Linear Attention", ICCV 2025, arXiv 2507.00698.
+    """
+
+    kind = "mala"
+    normalization = "magnitude"
+    matrix_kind = "mala"
+
+    def __init__(self, dim: int, num_heads: int, *, feature_map: str = "elu_plus_one", **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
+
+
+@register_attention
+class RALAAttention(Attention):
+    """Rank-augmented linear attention: keys count as much as the mean query attends to them, and a gate on the output.
+
+    With the mean query q̄ of the image and head, p_j = softmax_j(s·q̄·k_j) and a_ij = φ(q_i)·φ(k_j),
+
+        out_i = (W·x_i + b) ⊙ Σ_j α_j·a_ij·v_j / (Σ_t α_t·a_it + 1e-6),    α_j = N·p_j,
+
+    where x is the input of the module. The gate applies to the local residual too. φ is ELU + 1 by default.
+    "Breaking the Low-Rank Dilemma of Linear Attention", CVPR 2025, arXiv 2411.07635.
+    """
+
+    kind = "rala"
+    follows = ("feature_map", "local_residual")
+    uses_mean_query = True
+
+    def __init__(self, dim: int, num_heads: int, *, feature_map: str = "elu_plus_one", **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
+        self.gate = nn.Linear(dim, dim)
+
+    def attend(
+        self,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+        mean_query: Tensor | None = None,
+    ) -> Tensor:
+        assert mean_query is not None
+        weight = anchor_weight(mean_query, unstack(projections)[1], token_mask, self.scale)
+        return linear_attention_projected(
+            *projections,
+            feature_map=self.feature_map,
+            token_weight=weight.permute(0, 2, 1),
+            local_weight=local_weight,
+            grid=grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            token_mask=token_mask,
+            query_mask=token_mask,
+            backend=self.backend,
+        )
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        phi = get_feature_map(self.feature_map).apply
+        anchors = mean_of_seen(q.transpose(1, 2), mask)
+        count = k.shape[1] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
+        return weighted_rows(
+            self.scale * scores(phi(q[:, rows]), phi(k), mask),
+            softmax_of_seen(anchors, k, mask, self.scale),
+            normalization="divide",
+            eps=self.scale * LINEAR_EPS / count,
+        )
+
+
+@register_attention
+class PolaFormerAttention(Attention):
+    """Polarity-aware linear attention: products of equal and of opposite signs weigh one half of the values each.
+
+    Let x⁺ = ReLU(x)^p and x⁻ = ReLU(−x)^p be the parts of a query or key, with learned exponents
+    p = 1 + 4·sigmoid(power), one per channel. v_j has the halves v_j' and v_j''. Then
+
+        s_ij = q_i⁺·k_j⁺ + q_i⁻·k_j⁻        o_ij = q_i⁻·k_j⁺ + q_i⁺·k_j⁻
+        out_i = (W·x_i + b) ⊙ [Σ_j s_ij·v_j' / (Σ_t s_it + 1e-6), Σ_j o_ij·v_j'' / (Σ_t o_it + 1e-6)]
+
+    where x is the input of the module, and [·, ·] joins the channels of a head. The gate, which the paper calls the
+    sign-aware coefficients, applies to the local residual too. Every head is computed as two, with keys of 2·d and
+    values of d/2.
+    "PolaFormer: Polarity-aware Linear Attention for Vision Transformers", ICLR 2025, arXiv 2501.15061.
+    """
+
+    kind = "polaformer"
+    follows = ("local_residual",)
+
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if self.head_dim % 2:
+            raise ValueError(
+                f"polaformer splits the values of a head into halves: {self.head_dim} channels, from dim={dim} and "
+                f"num_heads={num_heads}, are odd; choose num_heads so that heads are even"
+            )
+        self.power = nn.Parameter(torch.zeros(dim))
+        self.gate = nn.Linear(dim, dim)
+
+    def attend(
+        self,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+    ) -> Tensor:
+        q, k, v = self.operands(projections, grid)
+        if local_weight is not None:
+            local_weight = local_weight.reshape(v.shape[0], *v.shape[2:], -1)
+        out = linear_attention_projected(
+            *(x.to(q.dtype).unsqueeze(2) for x in (q, k, v)),
+            feature_map="identity",
+            local_weight=local_weight,
+            grid=grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            token_mask=token_mask,
+            query_mask=token_mask,
+            backend=self.backend,
+        )
+        return out.to(v.dtype).flatten(2).unflatten(2, (self.num_heads, self.head_dim))
+
+    def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """Two heads for each, of equal and of opposite signs: q and k (B, N, 2·heads, 2·d), v (B, N, 2·heads, d/2)
+
+        q and k are in at least float32: high powers leave the range of half precision.
+        """
+        q, k, v = unstack(projections)
+        dtype = accumulation_dtype(q.dtype)
+        with without_autocast(q.device):
+            power = 1 + POLAFORMER_POWER * self.power.to(dtype).sigmoid().unflatten(0, (self.num_heads, -1))
+            q_positive, q_negative, k_positive, k_negative = (
+                F.relu(x).pow(power) for y in (q.to(dtype), k.to(dtype)) for x in (y, -y)
+            )
+            signs = (torch.cat([q_positive, q_negative], -1), torch.cat([q_negative, q_positive], -1))
+            key = torch.cat([k_positive, k_negative], -1)
+        return (
+            torch.stack(signs, 3).flatten(2, 3),
+            key.repeat_interleave(2, dim=2),
+            v.unflatten(3, (2, -1)).flatten(2, 3),
+        )
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        return attention_matrix(q[:, rows], k, kind="linear", feature_map="identity", pair_mask=mask)
+
+
+@register_attention
+class TangentAttention(FusedAttention):
+    """The first-order expansion of softmax attention around anchors, which are means of queries (`tangent_attention`).
+
+    For a query q_i with the anchor a and p = softmax_j(s·a·k_j),
+
+        out_i = Σ_j p_j·(1 + s·(q_i − a)·(k_j − k̄_p))·v_j,    k̄_p = Σ_j p_j·k_j.
+
+    With one anchor, a is the mean query of the image and head. It comes from the mean token, which the local residual
+    uses too, without a pass over the queries.
+
+    With M anchors, a is the one nearest to q_i of M means that k-means finds among the queries of the image and head
+    (`find_anchors`). Gradients flow through these means, but not through the choice of a mean. There is no kernel for
+    this. The operation runs once for each anchor over all queries, and each query keeps the result of its own. So the
+    cost is M times that of one anchor, plus k-means. The memory is that of one anchor, plus M states of d×d and a bit
+    for each query and anchor.
+
+    Args:
+        anchors: M. It is an attribute too, to be set later.
+        rope: turn queries and keys before everything else. The anchors are then means of turned queries.
+    """
+
+    kind = "tangent"
+    normalization = "subtract"
+    matrix_kind = "inline"
+    follows = ("local_residual",)
+
+    def __init__(self, dim: int, num_heads: int, *, anchors: int = 1, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if self.feature_map != "identity" or self.affine is not None:
+            raise ValueError(
+                f"feature_map={kwargs['feature_map']!r}: TangentAttention expands the softmax of q·k and has none"
+            )
+        if anchors < 1:
+            raise ValueError(f"anchors={anchors}; expected 1 or more")
+        self.anchors = anchors
+
+    @property
+    def uses_mean_query(self) -> bool:  # type: ignore[override]  # it depends on two attributes
+        return self.anchors == 1 and not self.rope
+
+    def attend(
+        self,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+        mean_query: Tensor | None = None,
+    ) -> Tensor:
+        if self.rope:
+            q, k, v = self.operands(projections, grid)
+            projections = [x.to(v.dtype).unsqueeze(2) for x in (q, k, v)]
+        if self.anchors > 1:
+            # The base class adds the local terms, once for all anchors.
+            return Attention.attend(self, projections, grid=grid, token_mask=token_mask, local_weight=local_weight)
+        return tangent_attention_projected(
+            *projections,
+            anchor=mean_query,
+            scale=self.scale,
+            local_weight=local_weight,
+            grid=grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            token_mask=token_mask,
+            query_mask=token_mask,
+            backend=self.backend,
+        )
+
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        """All anchors, one after the other"""
+        dtype = accumulation_dtype(q.dtype)
+        mask = None if token_mask is None else token_mask[:, None]
+        with without_autocast(q.device):
+            anchors, nearest = find_anchors(q.to(dtype).transpose(1, 2), mask, count=self.anchors)
+        rows = [x.unsqueeze(2) for x in (q, k, v)]
+        options: dict[str, Any] = dict(scale=self.scale, token_mask=token_mask, query_mask=token_mask)
+        out = None
+        for m in range(self.anchors):
+            anchor = anchors[:, None, :, m]  # (B, 1, heads, d)
+            here = tangent_attention_projected(*rows, anchor=anchor, backend=self.backend, **options)
+            out = here if out is None else torch.where((nearest == m).transpose(1, 2)[..., None], here, out)
+        assert out is not None
+        return out
+
+    def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
+        q, k = (x.to(accumulation_dtype(x.dtype)) for x in (q, k))
+        by_head = q.transpose(1, 2)  # (B, heads, N, d)
+        own = by_head[:, :, rows]
+        if self.anchors == 1:
+            anchors = mean_of_seen(by_head, mask)
+        elif mask is None:
+            found, nearest = find_anchors(by_head, None, count=self.anchors)
+            anchors = take_rows(found, nearest[..., rows])
+        else:  # each query has the anchors of the queries that it sees
+            found, _ = find_anchors(by_head[:, :, None], mask, count=self.anchors)  # (B, heads, rows or 1, M, d)
+            anchors = take_rows(found, nearest_rows(own.unsqueeze(3), found)).squeeze(3)
+        products = self.scale * ((own - anchors) @ k.permute(0, 2, 3, 1))
+        return weighted_rows(products, softmax_of_seen(anchors, k, mask, self.scale), normalization="subtract")
+
+
+def nearest_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Which of the rows (…, M, d) each x (…, N, d) is nearest to → (…, N), the first of equally near ones"""
+    centre = rows.mean(-2, keepdim=True)  # far from zero, the differences of products would be lost in rounding
+    x, rows = x - centre, rows - centre
+    return (rows.square().sum(-1).unsqueeze(-2) - 2 * x @ rows.mT).argmin(-1)
+
+
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows (…, M, d) by their numbers (…, N) → (…, N, d)"""
+    rows = rows.expand(*index.shape[:-1], *rows.shape[-2:])
+    return rows.gather(-2, index.unsqueeze(-1).expand(*index.shape, rows.shape[-1]))
+
+
+def find_anchors(q: Tensor, mask: Tensor | None, *, count: int, steps: int = ANCHOR_STEPS) -> tuple[Tensor, Tensor]:
+    """k-means of queries, deterministic.
+
+    It starts from the query nearest to the mean of all, and then takes the query farthest from the anchors that it has,
+    until there are M. So a query that is unlike the others, such as that of a class token, gets an anchor near it. Each
+    step gives every query to its nearest anchor and moves the anchors to the means of their queries. An anchor without
+    queries stays. Autograd sees the last step alone: there an anchor is the mean of a fixed set of queries.
+
+    Args:
+        q: (…, N, d)
+        mask: (…, N) bool, False for a query that is absent. The dimensions before N broadcast with q's.
+        count: M.
+
+    Returns:
+        The anchors (…, M, d), and which of them is nearest to each query, (…, N).
+    """
+    shape = q.shape[:-1] if mask is None else torch.broadcast_shapes(q.shape[:-1], mask.shape)
+    present = q.new_ones(shape, dtype=torch.bool) if mask is None else mask.expand(shape)
+    points = q.detach()
+    share = present.to(q.dtype) / present.sum(-1, keepdim=True).clamp(min=1)
+    from_mean = (points - share.unsqueeze(-2) @ points).square().sum(-1)
+    index = from_mean.masked_fill(~present, torch.inf).argmin(-1, keepdim=True)
+    distance, chosen = torch.full_like(from_mean, torch.inf), []
+    for _ in range(count):
+        chosen.append(take_rows(points, index))
+        distance = torch.minimum(distance, (points - chosen[-1]).square().sum(-1))
+        index = distance.masked_fill(~present, -1).argmax(-1, keepdim=True)
+    anchors = torch.cat(chosen, -2)
+    for step in range(steps):
+        queries = q if step == steps - 1 else points
+        members = F.one_hot(nearest_rows(points, anchors), count).to(q.dtype) * present.unsqueeze(-1)
+        sizes = members.sum(-2).unsqueeze(-1)
+        anchors = torch.where(sizes > 0, members.mT @ queries / sizes.clamp(min=1), anchors)
+    return anchors, nearest_rows(points, anchors.detach())
+
+
+def mean_of_seen(q: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean of the queries (B, heads, N, d) of the tokens that each row of a mask sees → (B, heads, rows or 1, d)"""
+    if mask is None:
+        return q.mean(2, keepdim=True)
+    return (mask.to(q.dtype) @ q) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def softmax_of_seen(anchors: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax_j(s·a·k_j): anchors (B, heads, rows or 1, d), k (B, N, heads, d) → (B, heads, rows or 1, N)"""
+    products = scale * (anchors @ k.permute(0, 2, 3, 1))
+    if mask is None:
+        return products.softmax(-1)
+    return products.masked_fill(~mask, torch.finfo(products.dtype).min).softmax(-1).masked_fill(~mask, 0)
+
+
+def weighted_rows(products: Tensor, shares: Tensor, *, normalization: str, eps: Tensor | float = 0.0) -> Tensor:
+    """p_j·(g·(s·a_ij − z_i) + f) from the products s·a_ij and the shares p_j of tokens: (B, heads, rows, N) each"""
+    z = (shares * products).sum(-1, keepdim=True)
+    g, f = factors(z, normalization, eps)
+    return shares * (g * (products - z) + f)

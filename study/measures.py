@@ -18,6 +18,7 @@ from inline_attention.analysis import (
     measure_rank,
 )
 from inline_attention.analysis.report import to_plain
+from inline_attention.bench.contenders import classification_loss
 from inline_attention.bench.model import EAGER, Candidate, compare, inference_step, training_step
 from inline_attention.bench.timing import Effort, Timing
 from inline_attention.data import EvalLoader, open_eval_data
@@ -190,12 +191,12 @@ def measure_speed(
         chosen = {run.row: run for run in runs if (run.dataset, run.patch) == (dataset, patch)}
         data = next(iter(chosen.values())).config().data
         images = torch.randn(batch, data.in_chans, *data.size, device=device)
-        labels = torch.zeros(batch, dtype=torch.int64, device=device)
+        loss_of = classification_loss(images)
         for training in (False, True):
             log(f"timing {'training' if training else 'inference'}, {dataset}, patch {patch}")
             candidates = {}
             for row, run in chosen.items():
-                step = partial(training_step, images=images, labels=labels, autocast=autocast)
+                step = partial(training_step, loss_of=loss_of, autocast=autocast)
                 infer = partial(inference_step, images=images, autocast=autocast)
                 candidates[row] = Candidate(partial(build_model, run), mode, step if training else infer, training)
             for row, (timing, peak) in compare(candidates, device=device, effort=effort).items():

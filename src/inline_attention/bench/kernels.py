@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from inline_attention.printing import table
+
 from .op import CONTENDERS, Case, bind, draw_sets
-from .record import table
 from .timing import profiled
 
 # What a kernel must read and write, in units of the bytes of one of q, k, v, where φ is the identity. What it has

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inline_attention.ops import inline_attention, inline_attention_projected
+from inline_attention.printing import table
 
-from .record import check_contenders, table
+from .record import check_contenders
 from .timing import Call, Effort, Timing, captured, describe_error, measure, peak_memory
 
 # In units of the bytes of one of q, k, v. The forward reads them and writes the output. The backward reads them and the

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ FACTS = ("inline-attention", "python", "cpu", "torch", "triton", "timm", "torch 
 
 
 def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """What the figures depend on: name → value."""
+    """The facts that the results depend on: name → value."""
     environment = describe_environment()
     facts = {name: environment[name] for name in FACTS}
     if device.type == "cuda":
@@ -60,6 +60,9 @@ def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, s
         raise ValueError(f"{path} is no record of `inline bench`: {error!r}") from error
     if kind not in kinds:
         raise ValueError(f"{path} is a record of kind {kind!r}; expected {' or '.join(kinds)}")
+    for result in results:
+        if "size" in result:  # in records of dense models before 0.2
+            result["img_size"] = result.pop("size")
     return kind, facts, results
 
 
@@ -76,14 +79,3 @@ def fastest(
     for r in results:
         groups.setdefault((*row(r), r["contender"]), []).append(r)
     return [max(group, key=lambda r: r["images_per_second"] or 0) for group in groups.values()]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown that also reads well in a terminal."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([text[0], rule, *text[1:]])

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.precision or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
-    runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile, "dense": _run_dense}
+    runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile}
     record = runs.get(args.kind, _run_models)(args, facts, options)
     return 1 if record.failed else 0
 
@@ -195,39 +195,48 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
 def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from dataclasses import asdict
 
+    from inline_attention.bench import contenders as known
     from inline_attention.bench import model
-    from inline_attention.bench.picture import draw_sweep
+    from inline_attention.bench.picture import draw_bars, draw_sweep
     from inline_attention.bench.record import Record
 
-    device = options["device"]
-    contenders = args.contenders or model.default_contenders(device)
-    model.check(args.models, contenders, args.modes)
-    settings = _settings(args, device, latency=args.latency)
-    modes = model.usable_modes(args.modes or model.default_modes(device), device)
-    facts["compile modes"] = ", ".join(modes)
+    device, dense = options["device"], args.kind == "dense"
+    contenders = args.contenders or known.default_contenders(device, dense=dense)
+    (known.check_dense_models if dense else known.check_classifiers)(args.models, contenders)
+    model.check_modes(args.modes)
+    settings = _settings(args, device, latency=not dense and args.latency)
+    modes = args.modes or (None if dense else model.default_modes(device))
+    if modes is not None:
+        modes = model.usable_modes(modes, device)
+    facts["compile modes"] = "each contender's best" if modes is None else ", ".join(modes)
     _print_facts(facts)
-    each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if len(modes) > 1 else "")
+    each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if modes and len(modes) > 1 else "")
     say(f"{len(settings)} measurements of {each}: {', '.join(map(str, settings))}")
-    record = Record("model", facts, args.json)
+    record = Record("dense" if dense else "model", facts, args.json)
     for number, setting in enumerate(settings, start=1):
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
         record.add(results)
         say_text(model.model_table([asdict(r) for r in results]))
     everything = [asdict(r) for r in record.results]
-    say("")
-    say_text(model.ratio_table(everything))
+    if not dense:  # whose models differ in size
+        say("")
+        say_text(model.ratio_table(everything))
     if args.picture is not None:
-        draw_sweep(everything, args.picture)
+        (draw_bars if dense else draw_sweep)(everything, args.picture)
     return record
 
 
 def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool) -> "list[Setting]":
     from inline_attention.bench import model
+    from inline_attention.cli._output import parse_size
 
+    tasks = _chosen(args.infer, args.train, ("infer", "train"))
+    if args.kind == "dense":
+        size = parse_size(args.img_size)
+        return model.make_dense_settings(args.models, img_size=size, batch=args.batch_size, tasks=tasks)
     kind = "sweep" if args.kind == "sweep" else "model"
     img_sizes, batches = model.default_sizes(kind, device, img_sizes=args.img_sizes, batches=args.batch_sizes)
-    tasks = _chosen(args.infer, args.train, ("infer", "train"))
     return model.make_settings(args.models, img_sizes=img_sizes, batches=batches, tasks=tasks, latency=latency)
 
 
@@ -235,12 +244,14 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
     from dataclasses import asdict
 
     from inline_attention.bench import model, profile
+    from inline_attention.bench.contenders import check_classifiers, default_contenders
     from inline_attention.bench.record import Record
 
     device = options["device"]
-    contenders = args.contenders or model.default_contenders(device)
+    contenders = args.contenders or default_contenders(device)
     mode = args.mode or model.default_modes(device)[0]
-    model.check(args.models, contenders, [mode])
+    check_classifiers(args.models, contenders)
+    model.check_modes([mode])
     settings = _settings(args, device, latency=False)
     facts["compile modes"] = ", ".join(model.usable_modes([mode], device))
     _print_facts(facts)
@@ -254,37 +265,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
     return record
 
 
-def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
-    from inline_attention.bench import dense
-    from inline_attention.bench.model import check_modes, usable_modes
-    from inline_attention.bench.record import Record, check_contenders
-    from inline_attention.cli._output import parse_size
-
-    contenders = args.contenders or dense.default_contenders(options["device"])
-    check_contenders(contenders, dense.CONTENDERS)
-    check_modes(args.modes)
-    settings = [
-        dense.DenseSetting.parse(model, size=parse_size(args.img_size), batch=args.batch_size, training=task == "train")
-        for model in args.models
-        for task in _chosen(args.infer, args.train, ("infer", "train"))
-    ]
-    modes = args.modes and usable_modes(args.modes, options["device"])
-    facts["compile modes"] = ", ".join(modes) if modes else "each contender's best"
-    _print_facts(facts)
-    record = Record("dense", facts, args.json)
-    for setting in settings:
-        results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
-        record.add(results)
-        say_text(dense.dense_table([asdict(r) for r in results]))
-    if args.picture is not None:
-        dense.draw_dense([asdict(r) for r in record.results], args.picture)
-    return record
-
-
 def _print_records(paths: list[Path], picture: Path | None) -> None:
-    from inline_attention.bench.dense import dense_table
     from inline_attention.bench.kernels import kernel_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
@@ -297,7 +278,7 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
         "kernels": kernel_table,
         "model": lambda results: f"{ratio_table(results)}\n\n{model_table(results)}",
         "profile": profile_table,
-        "dense": dense_table,
+        "dense": model_table,
     }
     of_models: list[dict[str, Any]] = []
     for path in paths:

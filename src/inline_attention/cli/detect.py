@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli import _dense
 from inline_attention.cli._training import run_training
-from inline_attention.printing import say, say_text
+from inline_attention.printing import say, say_text, table
 
 if TYPE_CHECKING:
     from inline_attention.tasks.detection.weights import TrainedDetector
@@ -67,7 +67,6 @@ def _describe_outcome(outcome: "Outcome") -> str:
 def _models(args: argparse.Namespace) -> int:
     from functools import cache
 
-    from inline_attention.bench.record import table
     from inline_attention.tasks.detection.published import (
         COST_BOXES,
         COST_CLASSES,

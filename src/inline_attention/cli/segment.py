@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from inline_attention.cli import _dense
 from inline_attention.cli._training import run_training
-from inline_attention.printing import say, say_text
+from inline_attention.printing import say, say_text, table
 
 if TYPE_CHECKING:
     from inline_attention.tasks.segmentation.weights import TrainedSegmenter
@@ -69,7 +69,6 @@ def _describe_outcome(outcome: "Outcome") -> str:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from inline_attention.bench.record import table
     from inline_attention.tasks.segmentation.model import HEADS
     from inline_attention.tasks.segmentation.published import COST_CLASSES, COST_SIZE, SEGMENTERS, count_cost
 

@@ -33,7 +33,7 @@ from .record import check_contenders
 Size = int | tuple[int, int]  # a side, or (height, width)
 Loss = Callable[[nn.Module], Tensor]
 
-# The softmax model nearest to each of ours: timm's where it has one.
+# The softmax model nearest to each of ours, from timm if it has one.
 COUNTERPARTS = {
     "inline_deit_tiny": "deit_tiny_patch16_224",
     "inline_deit_small": "deit_small_patch16_224",
@@ -113,7 +113,7 @@ DENSE_HEADS: dict[str, DenseHead] = {
 
 
 class FreeAttention(nn.Module):
-    """q + k + v in the place of attention: it moves the bytes that any attention must, and computes nothing."""
+    """q + k + v instead of attention. It moves the bytes that any attention must move, and computes almost nothing."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class TextbookAttention(InLineAttention):
         local_weight: Tensor | None,
     ) -> Tensor:
         assert self.feature_map == "identity"
-        assert token_mask is None  # at the size that a model was built for, no window is padded
+        assert token_mask is None  # windows are not padded at the size that a model was built for
         assert local_weight is not None
         prefix = self.num_prefix_tokens
         return textbook_attention(*unstack(projections), local_weight=local_weight, grid=grid, num_prefix_tokens=prefix)
@@ -200,20 +200,20 @@ def build_textbook(name: str, img_size: Size) -> nn.Module:
     model = build_reference(name, img_size)
     for module in model.modules():
         if isinstance(module, InLineAttention):
-            module.__class__ = TextbookAttention  # the same parameters, another way to compute
+            module.__class__ = TextbookAttention  # the same parameters, another computation
     return model
 
 
 def build_peer(name: str, img_size: Size) -> nn.Module:
     if name not in COUNTERPARTS:
-        raise ValueError(f"{name} has no counterpart; those that have one: {', '.join(COUNTERPARTS)}")
+        raise ValueError(f"{name} has no counterpart; models with one: {', '.join(COUNTERPARTS)}")
     peer = COUNTERPARTS[name]
-    # PVT v2 has nothing that depends on the input size, and no argument for it.
+    # Nothing in PVT v2 depends on the input size, and it has no such argument.
     return create_model(peer) if peer.startswith("pvt_v2") else create_model(peer, img_size=img_size)
 
 
 def build_peer_sdpa(name: str, img_size: Size) -> nn.Module:
-    """The peer with SDPA also where timm does not use it by default: in Swin's windows, whose bias is a mask."""
+    """The peer with SDPA everywhere. By default timm does not use it in Swin's windows, whose bias is a mask."""
     before = timm.layers.use_fused_attn(), timm.layers.use_fused_attn(experimental=True)
     timm.layers.set_fused_attn(True, experimental=True)
     try:

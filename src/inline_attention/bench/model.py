@@ -79,7 +79,7 @@ def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]
     model.eval()
 
     def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()  # the outputs of the last step are not needed any more
+        torch.compiler.cudagraph_mark_step_begin()  # the outputs of the last step are no longer needed
         with torch.no_grad(), autocast():
             model(images)
 
@@ -134,7 +134,7 @@ def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | Non
     step = candidate.step_of(model)
     peak = None
     for call in range(WARM_UP):
-        if device.type == "cuda" and call == 1:  # memory that compiling and tuning took does not count
+        if device.type == "cuda" and call == 1:  # do not count the memory of compilation and tuning
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         step()
@@ -165,7 +165,7 @@ def compare(
             try:
                 calls[key], peaks[key] = prepare(candidate, device)
                 log(f"ready: {key}")
-            except Exception as error:  # an error of one contender does not end the others
+            except Exception as error:  # the other contenders go on
                 errors[key] = describe_error(error)
                 log(f"failed: {key}: {errors[key]}")
                 _collect(device)
@@ -191,7 +191,7 @@ def default_sizes(
     """The sizes and batches of "model" or "sweep": those that are given, and defaults for the others."""
     if img_sizes is None:
         img_sizes, usual = SIZES_AND_BATCHES[kind, device.type]
-    else:  # the batch of one size serves them all
+    else:  # use the same batch for all sizes
         usual = SIZES_AND_BATCHES["model", device.type][1]
     return img_sizes, usual if batches is None else batches
 
@@ -270,7 +270,7 @@ def run_setting(
 
 
 def release_graphs(device: torch.device) -> None:
-    """Free what torch.compile keeps, and with it the memory of CUDA graphs."""
+    """Free the caches of torch.compile, which hold the memory of CUDA graphs."""
     torch._dynamo.reset()
     _collect(device)
 

@@ -57,7 +57,7 @@ def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, s
         content = json.loads(path.read_text(encoding="utf-8"))
         kind, facts, results = content["kind"], content["facts"], content["results"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no record of `inline bench`: {error!r}") from error
+        raise ValueError(f"{path} is not a record of `inline bench`: {error!r}") from error
     if kind not in kinds:
         raise ValueError(f"{path} is a record of kind {kind!r}; expected {' or '.join(kinds)}")
     for result in results:

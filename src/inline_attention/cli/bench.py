@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._options import add_device, add_img_size, add_precision
+from inline_attention.cli._output import check_writable, parse_size
+from inline_attention.environment import choose_device
 from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
@@ -22,10 +24,10 @@ def _names(text: str) -> list[str]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", metavar="FILE", type=Path, help="write every measurement there as it is made")
-    add_device(common, default="cuda where there is one, else cpu")
+    common.add_argument("--json", metavar="FILE", type=Path, help="write each measurement as soon as it is made")
+    add_device(common, default="cuda if available, else cpu")
     add_precision(common, default="bf16 on a GPU, fp32 on a CPU")
-    common.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: PyTorch's choice)")
+    common.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
     timed = argparse.ArgumentParser(add_help=False, parents=[common])
     timed.add_argument("--quick", action="store_true", help="fewer and shorter samples")
     tasks = argparse.ArgumentParser(add_help=False)
@@ -36,19 +38,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     op = kinds.add_parser("op", parents=[timed], help="the operation alone")
     op.add_argument("--case", nargs="+", metavar="CASE", help="BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, as 256,14+1,6x32")
     _add_contenders(op, "fused, reference, textbook, softmax, softmax_wide")
-    op.add_argument("--forward", action="store_true", help="only the forward")
-    op.add_argument("--backward", action="store_true", help="only forward and backward together")
+    op.add_argument("--forward", action="store_true", help="only the forward pass")
+    op.add_argument("--backward", action="store_true", help="only the forward and backward pass together")
 
     kernels = kinds.add_parser("kernels", parents=[timed], help="the Triton kernels one by one, on a GPU")
-    kernels.add_argument("--case", nargs="+", metavar="CASE", help="as for op")
+    kernels.add_argument("--case", nargs="+", metavar="CASE", help="as in op")
 
     model = kinds.add_parser("model", parents=[timed, tasks], help="whole models")
     sweep = kinds.add_parser("sweep", parents=[timed, tasks], help="InLine-DeiT-T over resolutions")
-    profile = kinds.add_parser(
-        "profile", parents=[common, tasks], help="where the time goes in whole models, by kernel"
-    )
+    profile = kinds.add_parser("profile", parents=[common, tasks], help="time of whole models by kernel")
     for sub in (model, profile):
-        sub.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny, or a weights file")
+        sub.add_argument("models", nargs="+", metavar="NAME", help="model such as inline_deit_tiny, or weights file")
     for sub in (model, sweep, profile):
         sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
         batches = "256 128 64 32 8, on a CPU 4 2 1" if sub is sweep else "64, on a CPU 2"
@@ -59,11 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, free")
     for sub in (model, sweep):
         _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")
-        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
-        sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
+        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="and batch 1")
+        sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second over resolution")
     sweep.set_defaults(models=["inline_deit_tiny"])
     profile.set_defaults(quick=False)
-    profile.add_argument("--mode", help="of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
+    profile.add_argument("--mode", help="mode of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
 
     dense = kinds.add_parser("dense", parents=[timed, tasks], help="backbones under dense heads, InLine and softmax")
     dense.add_argument(
@@ -73,17 +73,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="HEAD-BACKBONE",
         help=f"default: {', '.join(DENSE_MODELS)}",
     )
-    add_img_size(dense, default="that of the published cost")
+    add_img_size(dense, default="the published one")
     dense.add_argument(
         "--batch-size", type=int, metavar="B", help="default: 1 in inference, 2 in training, as published"
     )
     _add_contenders(dense, "fused, reference, softmax")
-    _add_modes(dense, "those that suit each contender")
-    dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory there")
+    _add_modes(dense, "eager and compiled, in inference also with CUDA graphs")
+    dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory")
 
     tables = kinds.add_parser("table", help="records of earlier runs as markdown")
-    tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
-    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records there, as a sweep")
+    tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="a file that --json wrote")
+    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records as a sweep")
 
 
 def _add_contenders(parser: argparse.ArgumentParser, names: str) -> None:
@@ -95,7 +95,7 @@ def _add_modes(parser: argparse.ArgumentParser, default: str) -> None:
         "--modes",
         type=_names,
         metavar="A,B",
-        help=f"of torch.compile, or eager; each contender keeps its best (default: {default})",
+        help=f"modes of torch.compile, or eager; the best counts for each contender (default: {default})",
     )
 
 
@@ -105,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     from inline_attention.bench.picture import check_picture
     from inline_attention.bench.record import DTYPES, describe_run
     from inline_attention.bench.timing import Effort
-    from inline_attention.cli._output import check_writable, choose_device
 
     picture = getattr(args, "picture", None)
     check_writable(getattr(args, "json", None), picture)
@@ -132,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
-    """Both, unless only one was asked for."""
+    """Both names, unless exactly one of them was asked for."""
     return [name for name, wanted in zip(names, (one, other), strict=True) if wanted or one == other]
 
 
@@ -219,7 +218,7 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         record.add(results)
         say_text(model.model_table([asdict(r) for r in results]))
     everything = [asdict(r) for r in record.results]
-    if not dense:  # whose models differ in size
+    if not dense:  # dense models share no size
         say("")
         say_text(model.ratio_table(everything))
     if args.picture is not None:
@@ -229,7 +228,6 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
 
 def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool) -> "list[Setting]":
     from inline_attention.bench import model
-    from inline_attention.cli._output import parse_size
 
     tasks = _chosen(args.infer, args.train, ("infer", "train"))
     if args.kind == "dense":

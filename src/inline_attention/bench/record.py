@@ -36,19 +36,21 @@ class Record:
     kind: str  # "op", "kernels", "model", "profile" or "dense"
     facts: dict[str, str]
     path: Path | None = None
-    results: list[Any] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, results: Iterable[Any]) -> None:
-        self.results.extend(results)
+    def add(self, results: Iterable[Any]) -> list[dict[str, Any]]:
+        """Add results, which are dataclasses. Returns them as dictionaries, for a table."""
+        added = [asdict(result) for result in results]
+        self.results += added
         if self.path is not None:
-            results_ = [asdict(result) for result in self.results]
-            text = json.dumps(dict(kind=self.kind, facts=self.facts, results=results_), indent=1, ensure_ascii=False)
-            self.path.write_text(text + "\n", encoding="utf-8")
+            content = dict(kind=self.kind, facts=self.facts, results=self.results)
+            self.path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return added
 
     @property
     def failed(self) -> bool:
         """Whether no measurement succeeded."""
-        return all(getattr(result, "error", None) is not None for result in self.results)
+        return all(result.get("error") is not None for result in self.results)
 
 
 def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, str], list[dict[str, Any]]]:

@@ -142,8 +142,6 @@ def _print_facts(facts: dict[str, str]) -> None:
 
 
 def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
     from inline_attention.bench import op
     from inline_attention.bench.record import Record
     from inline_attention.bench.timing import copy_bandwidth
@@ -159,14 +157,11 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     record = Record("op", facts, args.json)
     for case in cases:
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
-            record.add(results)
-            say_text(op.op_table([asdict(r) for r in results]))
+            say_text(op.op_table(record.add(results)))
     return record
 
 
 def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
     from inline_attention.bench import op
     from inline_attention.bench.record import Record
     from inline_attention.bench.timing import copy_bandwidth
@@ -186,14 +181,11 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     record = Record("kernels", facts, args.json)
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
-        record.add(results)
-        say_text(kernels.kernel_table([asdict(r) for r in results]))
+        say_text(kernels.kernel_table(record.add(results)))
     return record
 
 
 def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
     from inline_attention.bench import contenders as known
     from inline_attention.bench import model
     from inline_attention.bench.picture import draw_bars, draw_sweep
@@ -215,14 +207,12 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     for number, setting in enumerate(settings, start=1):
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
-        record.add(results)
-        say_text(model.model_table([asdict(r) for r in results]))
-    everything = [asdict(r) for r in record.results]
+        say_text(model.model_table(record.add(results)))
     if not dense:  # dense models share no size
         say("")
-        say_text(model.ratio_table(everything))
+        say_text(model.ratio_table(record.results))
     if args.picture is not None:
-        (draw_bars if dense else draw_sweep)(everything, args.picture)
+        (draw_bars if dense else draw_sweep)(record.results, args.picture)
     return record
 
 
@@ -239,8 +229,6 @@ def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool
 
 
 def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
     from inline_attention.bench import model, profile
     from inline_attention.bench.contenders import check_classifiers, default_contenders
     from inline_attention.bench.record import Record
@@ -258,8 +246,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
         results = profile.run_setting(
             setting, contenders=contenders, mode=mode, device=device, dtype=options["dtype"], log=say
         )
-        record.add(results)
-        say_text(profile.profile_table([asdict(r) for r in results]))
+        say_text(profile.profile_table(record.add(results)))
     return record
 
 

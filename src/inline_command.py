@@ -1,7 +1,7 @@
-"""The command `inline` until it needs PyTorch: the list of commands, the version, and Ctrl-C while libraries load.
+"""The part of the command `inline` that does not need PyTorch: the list of commands, the version, and Ctrl-C.
 
-It stands beside the package, not inside it: importing anything below `inline_attention` imports PyTorch and registers
-the models with timm, which takes seconds that `inline --help` should not wait for.
+This module is beside the package, not inside it. Importing anything below `inline_attention` imports PyTorch and
+registers the models with timm. That takes seconds, and `inline --help` should not wait for it.
 """
 
 import argparse
@@ -23,14 +23,14 @@ COMMANDS = {
     "info": "cost of a model by stage",
     "train": "train a model; without arguments a small one, in about a minute",
     "eval": "evaluate a model on images with known classes",
-    "predict": "name what is in images",
+    "predict": "classify images",
     "segment": "semantic segmentation: train, eval, predict, models",
     "detect": "detection and instance segmentation: train, eval, predict, models",
     "convert": "official checkpoint → safetensors",
     "export": "model → ONNX or torch.export file, checked",
     "bench": "speed and memory against peers",
     "analyze": "injectivity, confusion, locality, maps, masking and rank of attention",
-    "explore": "attention to play with, in a browser",
+    "explore": "explore attention in a browser",
     "env": "versions and hardware, for a bug report",
 }
 
@@ -78,15 +78,15 @@ def _version() -> str:
 def _interrupt_ends_at_once(command: str) -> Iterator[None]:
     """Ctrl-C ends the process with one line, for code that has nothing to save.
 
-    An exception would not do: extension modules that are interrupted while they load turn KeyboardInterrupt into an
-    ImportError, and libraries catch that.
+    Raising an exception is not enough. An extension module that is interrupted while it loads turns KeyboardInterrupt
+    into an ImportError, which libraries catch.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(2, f"inline {command}: interrupted\n".encode())
         os._exit(130)
 
-    # Only the main thread may set handlers. Another handler than Python's own was set by somebody who wants the signal.
+    # Only the main thread may set handlers. A handler other than Python's own belongs to a caller who wants the signal.
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

@@ -1,8 +1,8 @@
-"""The paper's argument on a small scale: probes of one layer, a grid of trained models, a report of both.
+"""The paper's argument on a small scale: probes of one layer, a grid of trained models, and a report.
 
-`probes` takes minutes on a CPU. `train` makes a grid of runs on one GPU, each an ordinary `inline train`. It can be
-stopped at any time and goes on where it was. `report` makes tables, figures and verdicts from what is there, and `pack`
-makes the weights that come with the package. Run it from a checkout: `python -m study --help`.
+`probes` takes minutes on a CPU. `train` runs a grid of trainings on one GPU, each an ordinary `inline train`. It can be
+stopped at any time and continues later. `report` writes tables, figures and verdicts for the finished runs. `pack`
+writes the weights that come with the package. Run it from a checkout: `python -m study --help`.
 """
 
 import argparse
@@ -39,44 +39,44 @@ def build_parser() -> CommandParser:
 def configure(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
 
-    probes = parts.add_parser("probes", help="what one attention layer can and cannot do; minutes on a CPU")
+    probes = parts.add_parser("probes", help="test what one attention layer can do; minutes on a CPU")
     add_output(probes, default=OUT)
-    probes.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repetition (0)")
+    probes.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first repetition (0)")
     probes.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions (3)")
     probes.add_argument("--steps", type=int, default=400, metavar="N", help="updates of each probe (400)")
     probes.set_defaults(run=run_probes)
 
-    train = parts.add_parser("train", help="make the grid of trained models, or go on with it")
+    train = parts.add_parser("train", help="train the models of the grid, or continue")
     add_output(train, default=OUT)
     train.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
     train.add_argument("--groups", nargs="+", metavar="G", help="parts of the grid, in this order (all but check)")
     train.add_argument("--rows", nargs="+", metavar="ROW", help="these models alone")
-    train.add_argument("--main-epochs", type=int, metavar="N", help="length of the main rows")
+    train.add_argument("--main-epochs", type=int, metavar="N", help="epochs of the main rows")
     train.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on one device (1)")
-    train.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to go on")
-    train.add_argument("--whole-runs", action="store_true", help="with --minutes: begin nothing that would not end")
+    train.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to continue")
+    train.add_argument("--whole-runs", action="store_true", help="with --minutes: skip runs that cannot finish in time")
     train.add_argument("--retry", action="store_true", help="make failed runs again")
-    train.add_argument("--list", action="store_true", help="print the commands of the runs and stop")
+    train.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
     train.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best there is)"
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best available)"
     )
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     train.set_defaults(run=run_train)
 
-    report = parts.add_parser("report", help="tables, figures and verdicts from what is there")
-    report.add_argument("out", metavar="DIR", help="what `probes` and `train` were given as --output")
+    report = parts.add_parser("report", help="write tables, figures and verdicts for the finished runs")
+    report.add_argument("out", metavar="DIR", help="the --output of `probes` and `train`")
     report.add_argument("--data", metavar="NAME=PATH,…", help="images for the analyses, as for `train`")
-    report.add_argument("--no-analyses", action="store_true", help="leave out what needs weights and images")
+    report.add_argument("--no-analyses", action="store_true", help="skip the analyses, which need weights and images")
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
-    report.add_argument("--max-images", type=int, metavar="N", help="of the analyses, evenly spaced (200)")
+    report.add_argument("--max-images", type=int, metavar="N", help="images for the analyses, evenly spaced (200)")
     report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
-    report.add_argument("--docs", metavar="FOLDER", help="write a page of the documentation besides")
+    report.add_argument("--docs", metavar="FOLDER", help="also write the page of the documentation")
     add_device(report)
     report.set_defaults(run=run_report)
 
-    pack = parts.add_parser("pack", help="make the package's weights of the three models it ships")
-    pack.add_argument("out", metavar="DIR", help="what `train` was given as --output")
-    pack.add_argument("--to", metavar="FOLDER", help="where to write them (default: into the package)")
+    pack = parts.add_parser("pack", help="write the weights that come with the package")
+    pack.add_argument("out", metavar="DIR", help="the --output of `train`")
+    pack.add_argument("--to", metavar="FOLDER", help="folder for the weights (default: the package)")
     pack.set_defaults(run=run_pack)
 
 
@@ -91,7 +91,7 @@ def run_probes(args: argparse.Namespace) -> int:
     out = args.output
     out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the layers are so small that threads would wait for each other
+    torch.set_num_threads(1)  # threads do not pay off for layers this small
     try:
         effort = probes.Effort(steps=args.steps, seeds=args.seeds)
         result = probes.run_probes(effort=effort, seed=args.seed, on_done=say)
@@ -105,7 +105,7 @@ def run_probes(args: argparse.Namespace) -> int:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    from inline_attention.training.distributed import choose_device
+    from inline_attention.environment import choose_device
     from study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
     from study.runner import GridRunner, dataset_paths
 
@@ -120,7 +120,7 @@ def run_train(args: argparse.Namespace) -> int:
             say(command_line(run.arguments(paths.get(run.dataset, run.dataset.upper()), out, extra=settings)))
         return 0
     for run in runs:
-        choose_device(run.config(extra=settings).device)  # a wrong setting is said now, once
+        choose_device(run.config(extra=settings).device)  # report a wrong setting once, before the first run
     runner = GridRunner(
         out,
         paths=paths,
@@ -133,7 +133,7 @@ def run_train(args: argparse.Namespace) -> int:
     outcome = _make(runner, runs)
     say("", f"{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
     for name in outcome.failed:
-        say(f"failed: {name}, see {out / name / 'log.txt'}; --retry makes it again")
+        say(f"failed: {name}, see {out / name / 'log.txt'}; --retry trains it again")
     if outcome.interrupted:
         return 130
     return 1 if outcome.failed else 0
@@ -141,7 +141,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 def run_report(args: argparse.Namespace) -> int:
     from inline_attention.bench.timing import Effort
-    from inline_attention.cli._output import choose_device
+    from inline_attention.environment import choose_device
     from study import measures
     from study.report import write_docs, write_report
     from study.results import collect
@@ -181,7 +181,7 @@ def _check_least(option: str, value: int, least: int) -> None:
 
 
 def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
-    """With a bar on a terminal, lines elsewhere."""
+    """Show a progress bar on a terminal, and lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""The paper's claims, each with the rule that makes a verdict of the numbers measured here."""
+"""The paper's claims, each with the rule that turns our measurements into a verdict."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -12,21 +12,21 @@ from study.results import Gap, Results, Sample, Setting, describe_seeds
 CONFIRMED, NOT_CONFIRMED = "confirmed", "not confirmed"
 NOT_MEASURED, NOT_TESTABLE = "not measured yet", "not testable here"
 TWO_ERRORS = "ahead by more than two standard errors of the difference"
-LEVEL_POINTS = 1.0  # further behind is not level
-ALIKE_POINTS = 5.0  # feature maps further apart do not all work
-PUBLISHED_RATIOS = {640: 2.4, 1024: 4.8}  # side of the images → speed of InLine-DeiT-T ÷ that of DeiT-T
+LEVEL_POINTS = 1.0  # largest distance that counts as level
+ALIKE_POINTS = 5.0  # largest distance of feature maps that all work
+PUBLISHED_RATIOS = {640: 2.4, 1024: 4.8}  # side of the images → speed of InLine-DeiT-T over that of DeiT-T
 
 
 @dataclass(frozen=True)
 class Claim:
     claim: str
-    rule: str  # when it counts as confirmed
+    rule: str  # the condition for "confirmed"
     measured: str = ""
     verdict: str = NOT_MEASURED
 
 
 def judge(results: Results) -> list[Claim]:
-    """Every claim with what was measured and the verdict."""
+    """Every claim with its measurement and verdict."""
     others = [Claim(claim, "none", why, NOT_TESTABLE) for claim, why in _NOT_TESTABLE_HERE]
     return [check(results) for check in _CHECKS] + others
 
@@ -36,7 +36,7 @@ def _verdict(holds: bool) -> str:
 
 
 def _evidence(results: Results) -> Setting | None:
-    """The setting that verdicts rest on."""
+    """The setting that decides verdicts."""
     setting = results.main_setting
     return setting if setting is not None and setting.is_evidence else None
 
@@ -51,10 +51,10 @@ def _ahead(gap: Gap) -> str:
 def _compare(
     better: str, worse: str, claim: str, *, rule: str = TWO_ERRORS, least: float = 0.0
 ) -> Callable[[Results], Claim]:
-    """Of two main rows, which need all their seeds.
+    """Compare two main rows, which need all their seeds.
 
     Args:
-        least: points that the difference, less two standard errors, must exceed.
+        least: lower limit, in points, of the difference minus two standard errors.
     """
 
     def check(results: Results) -> Claim:
@@ -65,7 +65,7 @@ def _compare(
         a, b = rows[better], rows[worse]
         gap = results.gap(a, b)
         measured = f"{a} against {b}: {gap} points ({setting}; {describe_seeds((a, b))})"
-        for longer in results.longer_settings:  # beside the verdict, which needs all seeds
+        for longer in results.longer_settings:  # for information: the verdict needs all seeds
             rows = results.rows(longer)
             if {better, worse} <= rows.keys():
                 c, d = rows[better], rows[worse]
@@ -78,7 +78,7 @@ def _compare(
 
 
 def _variants(results: Results, names: Iterable[str]) -> tuple[Setting, dict[str, Sample]] | None:
-    """The first setting with all these rows."""
+    """The first setting that has all of these rows."""
     wanted = set(names)
     for setting in filter(lambda s: s.is_evidence, results.settings):
         rows = results.rows(setting)
@@ -208,7 +208,7 @@ def _confusion(results: Results) -> Claim:
     claim = "In trained models linear attention confuses queries often, softmax and InLine attention rarely"
     rule = "confused pairs of linear at both pairs of thresholds: more than 10 times those of softmax and of InLine"
     found = _analysed(results, "linear", "inline", "softmax")
-    if found is None or any("confused" not in analysis for analysis in found):  # early runs counted otherwise
+    if found is None or any("confused" not in analysis for analysis in found):  # early runs used another definition
         return Claim(claim, rule)
     measured, holds = [], []
     for counts in zip(*(analysis["confused"] for analysis in found), strict=True):
@@ -220,7 +220,7 @@ def _confusion(results: Results) -> Claim:
 
 
 def _over_chance(analysis: dict[str, Any]) -> list[float]:
-    """Attention to the 3×3 neighbourhood by layer, times chance."""
+    """Attention to the 3×3 neighbourhood by layer, as a multiple of chance."""
     locality = analysis["locality"]
     return [share / chance for share, chance in zip(locality["by_layer"], locality["chance"], strict=True)]
 
@@ -309,7 +309,7 @@ def _window_speed(results: Results) -> Claim:
     return Claim(claim, rule, measured, _verdict(speeds[max(speeds)] >= 0.9 * speeds[min(speeds)]))
 
 
-# What a measurement cannot decide, or none that can be made here: claim, why
+# Claims that cannot be decided here: claim, reason
 _NOT_TESTABLE_HERE = (
     (
         "No continuous feature map makes linear attention injective",

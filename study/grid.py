@@ -1,7 +1,7 @@
-"""The grid of `python -m study train`: which models, on which data, for how long, with which seeds. Edit here.
+"""The grid of `python -m study train`: models, data, lengths and seeds.
 
-Equal parameters: all DeiT rows have one width and depth, and what an attention adds (the kernel generator of the local
-residual, focused attention's positions) is taken from the MLP, whose ratio each row gives.
+All DeiT rows have the same width, depth and number of parameters. If an attention has parameters of its own (the
+kernel generator of the local residual, the positions of focused attention), its MLPs are smaller by as many.
 """
 
 import re
@@ -17,21 +17,21 @@ from inline_attention.models.deit import STUDY
 from inline_attention.tasks.classification.config import TrainConfig, load_config
 
 RECIPE = Path(__file__).with_name("study.yaml")
-RECIPE_NAME = "study/study.yaml"  # in printed commands, which are run from the checkout
+RECIPE_NAME = "study/study.yaml"  # in printed commands, which run from the checkout
 DEIT = {name: STUDY[name] for name in ("embed_dim", "depth", "num_heads")}
 SWIN = {"embed_dim": 64, "depths": [2, 2, 2], "num_heads": [2, 4, 8]}
-PLAIN, WITH_RESIDUAL = 4.5, 3.5  # MLP ratios that make the DeiT rows equal
-SWIN_PLAIN, SWIN_WITH_RESIDUAL = 4.35, 3.5  # and the Swin rows
+PLAIN, WITH_RESIDUAL = 4.5, 3.5  # MLP ratios that give the DeiT rows the same number of parameters
+SWIN_PLAIN, SWIN_WITH_RESIDUAL = 4.35, 3.5  # the same for the Swin rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a model and what it is built with."""
+    """One row of a table: a model and its arguments."""
 
     title: str
     kwargs: Mapping[str, Any]  # of create_model
     model: str = "inline_deit_tiny"
-    settings: Mapping[str, Any] = field(default_factory=dict)  # in which its training differs from the others'
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of its training that differ from the recipe
 
     @property
     def is_deit(self) -> bool:
@@ -40,28 +40,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where a set's images are is said on the command line; this is how they are used."""
+    """How a data set is used. The command line says where its images are."""
 
     title: str
     settings: Mapping[str, Any]
     num_classes: int
     patches: tuple[int, ...]
     deit: Mapping[str, Any] = field(default_factory=lambda: DEIT)
-    path: str | None = None  # where none need be given
-    is_evidence: bool = True  # False: for trying the study out, no verdicts
+    path: str | None = None  # None: the command line must give it
+    is_evidence: bool = True  # False: only for trying the study out; it gives no verdicts
 
     def tokens(self, patch: int, *, class_token: bool = True) -> int:
-        """Of a DeiT, which has a class token; a Swin has none."""
+        """The number of tokens. A DeiT has a class token, a Swin has none."""
         return (self.settings["data.img_size"] // patch) ** 2 + class_token
 
 
 DATASETS = {
     "tiny_imagenet": Dataset("Tiny ImageNet, 100 classes, 64 px", {"data.img_size": 64}, 100, patches=(4,)),
-    # A third of the images: half the batch, for enough updates.
+    # It has a third of the images. Half the batch gives enough updates.
     "imagenette": Dataset(
         "Imagenette, 10 classes, 128 px", {"data.img_size": 128, "data.batch_size": 128}, 10, patches=(4, 8, 16)
     ),
-    # The whole chain in a minute or two, on the embedded digits.
+    # Tries the whole study in a minute or two, on the embedded digits.
     "digits": Dataset(
         "digits, 10 classes, 8 px",
         {"data.img_size": 8, "data.in_chans": 1, "data.batch_size": 64, "data.hflip": 0.0, "data.workers": 0,
@@ -96,12 +96,12 @@ MAIN = {
 PHI = {
     "identity": "identity", "relu": "ReLU", "leaky_relu": "LeakyReLU", "exp": "exp", "relu_affine": "ReLU(A·x + b)",
 }  # fmt: skip
-# Which of them the main rows have
+# The feature maps of the main rows
 _OWN_MAPS = {("softmax", "identity"): "softmax", ("linear", "relu"): "linear", ("inline", "identity"): "inline_plain"}
 
 
 def feature_map_row(attention: str, name: str) -> str:
-    """The row of softmax, linear or InLine attention, without residual, that has this feature map"""
+    """The row of softmax, linear or InLine attention with this feature map and without residual"""
     return _OWN_MAPS.get((attention, name), f"{attention}_{name}")
 
 
@@ -117,12 +117,12 @@ FEATURE_MAPS = {
     if (row := feature_map_row(attention, name)) not in MAIN
 }  # fmt: skip
 FEATURE_MAPS["softmax_relu"] = _deit("softmax after ReLU on q and k", attention="mapped_softmax", feature_map="relu")
-# The feature maps that both attentions train well with.
+# Feature maps that train well in both attentions.
 SHARED_MAPS = ("relu", "relu_affine")
 
 
 def shared_map_row(attention: str, name: str, *, residual: bool) -> str:
-    """The row of linear or InLine attention that has this feature map."""
+    """The row of linear or InLine attention with this feature map and with residual."""
     if not residual:
         return feature_map_row(attention, name)
     return "linear_residual" if (attention, name) == ("linear", "relu") else f"{attention}_{name}_residual"
@@ -159,11 +159,11 @@ DEEP = {
     for name in ("softmax", "linear", "inline")
 }
 RATES = {
-    f"{name}_{words}_rate": replace(
-        MAIN[name], title=f"{MAIN[name].title}, {words} the rate", settings={"optim.lr": rate}
+    f"{name}_{factor}_rate": replace(
+        MAIN[name], title=f"{MAIN[name].title}, {factor} the rate", settings={"optim.lr": rate}
     )
     for name in ("linear", "linear_residual", "inline")
-    for words, rate in (("half", 1e-3), ("twice", 4e-3))  # of the recipe's 2e-3
+    for factor, rate in (("half", 1e-3), ("twice", 4e-3))  # of the recipe's 2e-3
 }
 _SETS = (MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, WINDOWS, DEEP, RATES)
 ROWS = {name: row for rows in _SETS for name, row in rows.items()}
@@ -172,7 +172,7 @@ assert len(ROWS) == sum(map(len, _SETS))
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; its name is that of its folder."""
+    """One training run. Its folder has the same name."""
 
     dataset: str
     row: str
@@ -189,7 +189,7 @@ class Run:
         return DATASETS[self.dataset].tokens(self.patch)
 
     def overrides(self) -> list[str]:
-        """Settings beside the recipe's, as key=value"""
+        """Settings that differ from the recipe, as key=value"""
         row, dataset = ROWS[self.row], DATASETS[self.dataset]
         kwargs = {**dataset.deit, "patch_size": self.patch, **row.kwargs} if row.is_deit else dict(row.kwargs)
         values = {
@@ -205,7 +205,7 @@ class Run:
     def arguments(
         self, path: str, out: Path, *, extra: Sequence[str] = (), recipe: str | Path = RECIPE_NAME
     ) -> list[str]:
-        """Of `inline`: starts the run, or goes on with it."""
+        """Arguments of `inline` that start or continue the run."""
         where = ["--data", path, "--seed", str(self.seed), "--output", str(out / self.name), "--resume", "auto"]
         return ["train", str(recipe), *where, *self.overrides(), *extra]
 
@@ -217,7 +217,7 @@ _NAME = re.compile(r"(?P<dataset>\w+)-p(?P<patch>\d+)-e(?P<epochs>\d+)-(?P<row>\
 
 
 def parse_name(name: str) -> Run | None:
-    """The run of that name; None: it is no run of the grid's."""
+    """The run of that name. None: the grid has no such run."""
     match = _NAME.fullmatch(name)
     if match is None or match["dataset"] not in DATASETS or match["row"] not in ROWS:
         return None
@@ -233,7 +233,7 @@ def as_yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("\n...\n").strip()
 
 
-# In the order in which they are made: what the verdicts rest on first.
+# In the order of training. The runs that decide verdicts come first.
 GROUPS = (
     "pilot",
     "main",
@@ -248,9 +248,9 @@ GROUPS = (
     "check",
 )
 DEFAULT_GROUPS = GROUPS[:-1]
-PILOT_EPOCHS = (10, 20, 40)  # short ones first: they tell how long the others will take
-MAIN_EPOCHS = 40  # one of the pilot's, whose runs are then the first seed's
-VARIANT_EPOCHS = 20  # one of the pilot's, which has the main rows at that length
+PILOT_EPOCHS = (10, 20, 40)  # short runs first: they show how long the others will take
+MAIN_EPOCHS = 40  # one of the pilot's lengths, so that its runs are the first seed
+VARIANT_EPOCHS = 20  # one of the pilot's lengths, so that the main rows exist at it
 TOKENS_EPOCHS = 30
 LONG_EPOCHS = 120
 # {linear, InLine} × {ReLU, ReLU(A·x + b)} × {without, with residual}
@@ -268,7 +268,7 @@ SEEDS = (0, 1, 2)
 def build_runs(
     groups: Sequence[str] = DEFAULT_GROUPS, *, main_epochs: int = MAIN_EPOCHS, rows: Sequence[str] | None = None
 ) -> list[Run]:
-    """The runs of these groups in the order in which they are made; `rows` alone, if given. A run is in it once."""
+    """The runs of these groups in the order of training, each once. `rows` selects some of their rows."""
     for name, known in ((set(groups), GROUPS), (set(rows or ()), tuple(ROWS))):
         if unknown := sorted(name - set(known)):
             raise ValueError(f"there is no {', '.join(unknown)} in the grid; expected some of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""What is measured of trained models after training: the paper's analyses, and speed on an idle device."""
+"""Measurements on trained models: the paper's analyses, and speed on an idle device."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,7 @@ from inline_attention.analysis import (
     measure_rank,
 )
 from inline_attention.analysis.report import to_plain
+from inline_attention.bench.contenders import classification_loss
 from inline_attention.bench.model import EAGER, Candidate, compare, inference_step, training_step
 from inline_attention.bench.timing import Effort, Timing
 from inline_attention.data import EvalLoader, open_eval_data
@@ -29,16 +30,16 @@ from study.grid import DATASETS, Run
 from study.results import ANALYSIS, SPEED, run_folders
 from study.runner import is_finished
 
-IMAGES = 200  # evenly spaced in the validation split; a fifth of them above MANY_TOKENS
-RANK_IMAGES = 10  # singular values take by far the longest; a tenth of them above MANY_TOKENS
+IMAGES = 200  # evenly spaced in the validation split; a fifth of the images above MANY_TOKENS
+RANK_IMAGES = 10  # singular values take the most time; a tenth of the images above MANY_TOKENS
 MANY_TOKENS = 300
 MASKED_SIDES = (3, 5, 7)
-CONFUSED_AT = ((0.1, 0.3), (0.3, 1.0))  # τ and ρ; the paper's thresholds of confusion are not known
+CONFUSED_AT = ((0.1, 0.3), (0.3, 1.0))  # (τ, ρ); the paper does not give its thresholds
 SPEED_BATCH = {"cuda": 256}  # by device; 16 elsewhere
 
 
 def weights_file(folder: Path) -> Path:
-    """Of the last epoch, as the accuracies in tables are."""
+    """The weights of the last epoch, which the accuracies in tables belong to."""
     return folder / "checkpoints" / "last.safetensors"
 
 
@@ -50,7 +51,7 @@ def analyse_runs(
     images: int = IMAGES,
     log: Callable[[str], None],
 ) -> None:
-    """analysis.json in the folder of each finished run of seed 0 whose weights are there, once."""
+    """Write analysis.json for each finished run of seed 0 that has weights and no such file yet."""
     for run, folder in run_folders(out):
         due = is_finished(folder) and run.seed == 0 and not (folder / ANALYSIS).exists()
         if not due or not weights_file(folder).exists():
@@ -64,7 +65,7 @@ def analyse_runs(
 
 
 def analyse_model(weights: Path, *, path: str, device: torch.device, images: int) -> dict[str, Any]:
-    """Confusion, locality, masking and rank of a weights file, as plain values: a summary and numbers by layer."""
+    """Confusion, locality, masking and rank of a weights file, as plain values."""
     classifier = load_classifier(None, str(weights))
     config = classifier.data
     config.path, config.batch_size, config.workers, config.in_memory = path, 20, 0, True
@@ -77,7 +78,7 @@ def analyse_model(weights: Path, *, path: str, device: torch.device, images: int
     side = min(loader.input_shape[1:]) // _patch(model)
     few = RANK_IMAGES if side**2 < MANY_TOKENS else RANK_IMAGES // 10
     rank = measure_rank(model, islice(_single(loader), few))
-    # A window must leave something of the map.
+    # A window must not cover the whole map.
     sides = [s for s in MASKED_SIDES if s < side] or [3]
     masking = measure_masking(model, ((b.images, b.targets) for b in loader), sides=sides)
     outcomes = [
@@ -101,29 +102,29 @@ def _confused(result: ConfusionResult, tau: float, rho: float) -> dict[str, Any]
 
 
 def uniform_over_chance(locality: Mapping[str, Any]) -> float:
-    """What weights of 1/N give on the neighbourhood, times chance (9/N): below 1, for a border has fewer neighbours."""
+    """Attention of uniform weights 1/N to the neighbourhood, over chance (9/N). Borders make it less than 1."""
     return locality["mean_over_chance"] / locality["mean_over_uniform"]
 
 
 def masking_drops(found: Mapping[str, Any], *, taps: str = "kept") -> dict[str, dict[int, float]]:
-    """Points of top-1 lost by the number of masked tokens, local and random.
+    """Loss of top-1 in points by the number of masked tokens, local and random.
 
     Args:
-        taps: of the local residual on masked tokens, "kept": attention alone is masked; or "zeroed".
+        taps: of the local residual on masked tokens: "kept" (only attention is masked) or "zeroed".
     """
     base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
     return _by_tokens(found, lambda outcome: base - outcome["top1"], taps=taps)
 
 
 def masking_changes(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Per cent of the predictions that masking attention alone changes."""
+    """Share of predictions, in per cent, that change if only attention is masked."""
     return _by_tokens(found, lambda outcome: 1 - outcome["agreement"], taps="kept")
 
 
 def _by_tokens(
     found: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float], *, taps: str
 ) -> dict[str, dict[int, float]]:
-    """A hundred times a value of each outcome, by what is masked and the number of tokens."""
+    """A value of each outcome in per cent, by mask and number of tokens."""
     values: dict[str, dict[int, float]] = {"local": {}, "random": {}}
     for outcome in found["outcomes"]:
         if outcome["what"] in values and outcome["local_terms"] in ("none", taps):
@@ -152,7 +153,7 @@ def build_model(run: Run) -> nn.Module:
 
 
 def time_runs(out: Path, runs: list[Run], *, device: torch.device, effort: Effort, log: Callable[[str], None]) -> None:
-    """speed.json: the models that are not in it yet, on the machine that timed the others."""
+    """Add models to speed.json. All of its models must be timed on the same machine."""
     path = out / SPEED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     machine = machine_name(device)
@@ -177,8 +178,8 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Images a second of each model, training and inference, all timed in turn: {"machine", "rows": {name: …}}
 
-    On a GPU as the loop runs them, compiled with CUDA graphs; elsewhere as they are. Models are built from the runs'
-    settings; a name is that of the run without epochs and seed.
+    On a GPU, models are compiled with CUDA graphs, as in the training loop. Models are built from the settings of the
+    runs. A name is that of the run without epochs and seed.
     """
     batch = SPEED_BATCH.get(device.type, 16)
     mode = "reduce-overhead" if device.type == "cuda" else EAGER
@@ -190,12 +191,12 @@ def measure_speed(
         chosen = {run.row: run for run in runs if (run.dataset, run.patch) == (dataset, patch)}
         data = next(iter(chosen.values())).config().data
         images = torch.randn(batch, data.in_chans, *data.size, device=device)
-        labels = torch.zeros(batch, dtype=torch.int64, device=device)
+        loss_of = classification_loss(images)
         for training in (False, True):
             log(f"timing {'training' if training else 'inference'}, {dataset}, patch {patch}")
             candidates = {}
             for row, run in chosen.items():
-                step = partial(training_step, images=images, labels=labels, autocast=autocast)
+                step = partial(training_step, loss_of=loss_of, autocast=autocast)
                 infer = partial(inference_step, images=images, autocast=autocast)
                 candidates[row] = Candidate(partial(build_model, run), mode, step if training else infer, training)
             for row, (timing, peak) in compare(candidates, device=device, effort=effort).items():

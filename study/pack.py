@@ -1,4 +1,4 @@
-"""Trained models of the grid as the weights that come with the package."""
+"""Turns trained models of the grid into the weights that come with the package."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from study.measures import weights_file
 from study.report import remake
 from study.results import Results, Setting
 
-# Arguments that do not change the trained model, and choices for which each attention has a default.
+# Arguments that do not change the trained model, and arguments with a default for each attention.
 _TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
 _RESOLVED_ARGUMENTS = ("feature_map", "local_residual")
 PACKED_ROWS = {"softmax_deit_study": "softmax", "linear_deit_study": "linear", "inline_deit_study": "inline"}
 
 
 def packed_setting(results: Results) -> Setting:
-    """The longest training of all three rows on the main setting's data and tokens, whatever was reached in it.
+    """The longest training of all three rows with the data and tokens of the main setting, whatever its accuracy.
 
-    ValueError where there is none.
+    ValueError if there is none.
     """
     main = results.main_setting
     if main is None:
@@ -41,11 +41,11 @@ def packed_setting(results: Results) -> Setting:
 
 
 def pack_models(results: Results, *, folder: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Writes the files, into the package unless a folder is given; ValueError where a run or weights are missing."""
+    """Write the files to a folder, by default to the package. ValueError if a run or its weights are missing."""
     setting = packed_setting(results)
     files = []
     for name, row in PACKED_ROWS.items():
-        # The first seed, whatever the others reached: nothing is chosen by the validation images.
+        # Always the first seed: nothing is selected by validation accuracy.
         result = results.find(setting, row)
         assert result is not None
         weights = weights_file(result.folder)
@@ -67,19 +67,19 @@ def pack_weights(
     top1: float | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes the weights of a trained classifier for `pretrained=True` of the registered model `name`.
+    """Write the weights of a trained classifier for `pretrained=True` of the registered model `name`.
 
     Tensors are stored as float16 and get the model's dtype when they are loaded. The metadata hold the class names and
     the preprocessing of the source, and its recipe, data, seed and accuracy.
 
     Args:
-        source: what `inline train` wrote, such as RUN/checkpoints/best.safetensors.
-        name: one of `SHIPPED`; the source must be a model of exactly its architecture and preprocessing.
-        data: what it was trained on and evaluated with.
-        seed: of the run.
-        recipe: how it was trained; None takes what the source says.
-        top1: accuracy on the validation split in per cent; None takes what the source says.
-        folder: where to write NAME.safetensors; None for the place in the package.
+        source: a file that `inline train` wrote, such as RUN/checkpoints/best.safetensors.
+        name: one of `SHIPPED`. The source must have exactly its architecture and preprocessing.
+        data: the data set of training and evaluation.
+        seed: seed of the run.
+        recipe: recipe of the run. None: the one that the source names.
+        top1: accuracy on the validation split in per cent. None: the one that the source names.
+        folder: folder for NAME.safetensors. None: the place in the package.
     """
     if name not in shipped.SHIPPED:
         raise ValueError(f"name={name!r}; expected one of {', '.join(shipped.SHIPPED)}")
@@ -117,7 +117,7 @@ def _fact(checkpoint: Checkpoint, key: str) -> str:
 
 
 def _check_same(model: VisionModel, trained: VisionModel, name: str) -> None:
-    """ValueError if the source is of another model than the registered one, which shapes alone may not show."""
+    """ValueError if the source is not the registered model. Shapes alone may not show a difference."""
     ours, theirs = _architecture(model), _architecture(trained)
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
@@ -136,7 +136,7 @@ def _architecture(model: VisionModel) -> dict[str, Any]:
 
 
 def _check_preprocessing(saved: dict[str, Any], model: VisionModel) -> None:
-    """timm prepares images as the registered configuration says, our commands as the file says. Both must agree."""
+    """Check that the file and the registered configuration, which timm uses, prepare images in the same way."""
     cfg: Any = model.pretrained_cfg  # timm's builder sets it
     expected = dict(
         mean=list(cfg["mean"]),

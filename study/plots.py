@@ -1,4 +1,4 @@
-"""Pictures of the study. Imports matplotlib, which is optional: import this module where a picture is drawn."""
+"""Figures of the study. This module imports matplotlib, which is optional: import it only to draw."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def draw_probes(content: Mapping[str, Any]) -> Figure:
-    """Of probes.json: the three probes side by side, with bounds and chance."""
+    """The three probes of probes.json side by side, with bounds and chance."""
     figure = _figure(13, 5.2)
     length, local, mean = figure.subplots(1, 3, width_ratios=(2.2, 1, 1), sharey=False)
     variants = {"bare": "nothing else", "bias": "with a bias", "skip": "with a skip"}
@@ -71,7 +71,7 @@ def draw_probes(content: Mapping[str, Any]) -> Figure:
 
 
 def draw_curves(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *, title: str) -> Figure:
-    """Validation top-1 against epochs; by row, a curve (epoch, per cent) for each seed."""
+    """Validation top-1 over epochs. Each row has a curve (epoch, per cent) for each seed."""
     figure = _figure(8, 4.6)
     axes = figure.subplots()
     for i, (row, seeds) in enumerate(curves.items()):
@@ -84,9 +84,9 @@ def draw_curves(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *
 def draw_scaling(
     series: Mapping[str, Sequence[tuple[float, float, float | None]]], *, title: str, xlabel: str, caption: str
 ) -> Figure:
-    """Final top-1 of each row against a length (epochs, tokens), which grows by factors.
+    """Final top-1 of each row over epochs or tokens, on a logarithmic axis.
 
-    A point: the length, the mean and the standard deviation (None: one seed).
+    A point is (length, mean, standard deviation). The deviation is None for one seed.
     """
     figure = _figure(7, 4.6)
     figure.supxlabel(caption, fontsize=8, color=GREY)
@@ -109,7 +109,7 @@ def draw_variants(
     windows: Mapping[str, Mapping[int, float]],
     caption: str,
 ) -> Figure:
-    """A panel for each that is there: top-1 by feature map and attention, by attention, by the side of windows."""
+    """Top-1 by feature map and attention, by attention, and by window size. Panels without data are left out."""
     drawn = [
         draw
         for content, draw in (
@@ -138,7 +138,7 @@ def _draw_maps(axes: Axes, maps: Mapping[str, Mapping[str, float]]) -> None:
             axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
     axes.set_yticks(places, list(maps))
     axes.margins(x=0.12)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)  # below: bars fill the axes
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)  # bars fill the axes
     axes.set(title="Feature maps, without residual", xlabel="validation top-1 (%)")
 
 
@@ -152,9 +152,9 @@ def _draw_attentions(axes: Axes, attentions: Mapping[str, float]) -> None:
 
 
 def _draw_windows(axes: Axes, windows: Mapping[str, Mapping[int, float]]) -> None:
-    for i, (words, by_size) in enumerate(windows.items()):
-        colour = COLOURS[2 + 2 * i]  # InLine's in other pictures
-        axes.plot(list(by_size), list(by_size.values()), marker="o", color=colour, label=words)
+    for i, (title, by_size) in enumerate(windows.items()):
+        colour = COLOURS[2 + 2 * i]  # the colour of InLine in other figures
+        axes.plot(list(by_size), list(by_size.values()), marker="o", color=colour, label=title)
     ticks = sorted({size for by_size in windows.values() for size in by_size})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -163,9 +163,9 @@ def _draw_windows(axes: Axes, windows: Mapping[str, Mapping[int, float]]) -> Non
 
 
 def draw_speed(points: Sequence[Mapping[str, Any]], *, caption: str) -> Figure:
-    """Accuracy against the time an image takes, in training and in inference.
+    """Accuracy over the time of an image, in training and in inference.
 
-    A point: title, top1, std (None: one seed), train and infer (images a second).
+    A point has title, top1, std (None for one seed), train and infer (images a second).
     """
     figure = _figure(11, 4.9)
     panels = dict(zip(("train", "infer"), figure.subplots(1, 2), strict=True))
@@ -187,10 +187,10 @@ def draw_speed(points: Sequence[Mapping[str, Any]], *, caption: str) -> Figure:
 
 
 def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) -> Figure:
-    """By model: confused pairs, attention to the neighbourhood by layer, what masking costs, effective rank."""
+    """For each model: confused pairs, attention to the neighbourhood by layer, loss by masking, and effective rank."""
     figure = _figure(13, 8.3)
     (confusion, locality), (masking, rank) = figure.subplots(2, 2)
-    counted = all("confused" in found for _, found in models)  # early runs counted by another definition
+    counted = all("confused" in found for _, found in models)  # early runs used another definition
     for i, (name, found) in enumerate(models):
         colour = COLOURS[i % len(COLOURS)]
         over_chance = np.array(found["locality"]["by_layer"]) / np.array(found["locality"]["chance"])

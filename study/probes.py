@@ -1,8 +1,8 @@
-"""Controlled probes: what one attention layer can and cannot do, on patches of two photographs. Minutes on a CPU.
+"""Probes of a single attention layer on patches of two photographs. They take minutes on a CPU.
 
-Length: queries of one direction and different lengths must be told apart by a layer with nothing around it.
-Local: every token must say which of its four neighbours is brightest.
-Mean: the brightness of the whole image, which any attention can average.
+Length: a bare layer must distinguish queries of the same direction and different lengths.
+Local: every token must name the brightest of its four neighbours.
+Mean: every token must give the brightness of the whole image, which any attention can average.
 """
 
 import statistics
@@ -22,16 +22,16 @@ from inline_attention.data.seeding import derive_seed
 from inline_attention.environment import describe_environment
 from inline_attention.layers import ATTENTIONS, Attention, Block
 
-PATCH, SIDE = 4, 8  # pixels of a patch's side, patches of a crop's side
+PATCH, SIDE = 4, 8  # side of a patch in pixels, side of a crop in patches
 GRID = (SIDE, SIDE)
 FEATURES = 3 * PATCH**2
-TRAINING_SHARE = 0.7  # of each photograph, from the left; crops for testing come from the rest
+TRAINING_SHARE = 0.7  # left part of each photograph; test crops come from the rest
 LENGTHS = (0.5, 1.0, 2.0, 4.0)
-SAME = 1e-4  # outputs of one group closer than this share of their norm count as one
+SAME = 1e-4  # outputs of a group that are closer than this share of their norm count as equal
 
 
 class Contestant(NamedTuple):
-    """An attention by name, and what it is built with."""
+    """An attention and its arguments."""
 
     attention: str
     options: Mapping[str, Any] = {}
@@ -72,10 +72,10 @@ class Effort:
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracies of the seeds, in per cent."""
+    """Accuracy of each seed, in per cent."""
 
     values: list[float]
-    bound: float  # what no readout can exceed, in per cent, computed without training a readout
+    bound: float  # upper limit for any readout, in per cent, computed without training one
 
     @property
     def mean(self) -> float:
@@ -107,7 +107,7 @@ class Photographs:
         self._parts = {"train": pixels[..., :cut], "test": pixels[..., cut:]}
 
     def crops(self, part: str, count: int, generator: torch.Generator) -> Tensor:
-        """Patches (count, SIDE², FEATURES) of squares at random places"""
+        """Patches (count, SIDE², FEATURES) of random square crops"""
         pixels, side = self._parts[part], SIDE * PATCH
         which, top, left = (
             torch.randint(high, (count,), generator=generator)
@@ -123,17 +123,17 @@ class Photographs:
 
 class Examples(NamedTuple):
     tokens: Tensor  # (B, N, FEATURES)
-    labels: Tensor  # int64; −1 where nothing is asked
+    labels: Tensor  # int64; −1: the token has no label
 
 
-Task = Callable[[Tensor, torch.Generator], Examples]  # from crops
+Task = Callable[[Tensor, torch.Generator], Examples]  # makes examples from crops
 
 
 class LengthTask:
     """A patch at all LENGTHS (in units of a mean patch) as queries, before the tokens of one image.
 
-    The image is the crop with the most contrast of those given, always the same. What changes, and is new in testing,
-    is the direction of the queries.
+    The image is always the crop with the most contrast. Only the direction of the queries changes, and test directions
+    are new.
     """
 
     def __init__(self, crops: Tensor) -> None:
@@ -149,14 +149,14 @@ class LengthTask:
 
 
 def local_task(crops: Tensor, generator: torch.Generator) -> Examples:
-    """Which neighbour is brightest: 0 above, 1 below, 2 left, 3 right. Tokens of the border are not asked."""
+    """Which neighbour is brightest: 0 above, 1 below, 2 left, 3 right. Tokens at the border have no label."""
     light = crops.mean(-1).unflatten(1, GRID)
     around = torch.stack([light[:, :-2, 1:-1], light[:, 2:, 1:-1], light[:, 1:-1, :-2], light[:, 1:-1, 2:]])
     return Examples(crops, F.pad(around.argmax(0), (1, 1, 1, 1), value=-1).flatten(1))
 
 
 class MeanTask:
-    """In which quarter of all training crops the mean brightness lies; asked of every token."""
+    """The quartile of the mean brightness among all training crops, as the label of every token."""
 
     def __init__(self, crops: Tensor) -> None:
         self.bounds = crops.mean((1, 2)).quantile(torch.tensor([0.25, 0.5, 0.75]))
@@ -172,7 +172,7 @@ class MeanTask:
 class LengthProbe(nn.Module):
     """Queries through one attention over the tokens of the image, and a readout.
 
-    Queries see the image alone, not themselves or each other. "bare": no bias in q, k, v, nothing beside the attention.
+    Queries attend to the image, not to themselves or each other. "bare": no bias in q, k, v, and no skip connection.
     """
 
     def __init__(self, contestant: Contestant, *, variant: str) -> None:
@@ -183,7 +183,7 @@ class LengthProbe(nn.Module):
         self.readout = nn.Sequential(nn.Linear(FEATURES, 64), nn.GELU(), nn.Linear(64, count))
 
     def attended(self, tokens: Tensor) -> Tensor:
-        """(B, 4 + N, FEATURES) → what the readout gets of the four queries, (B, 4, FEATURES)"""
+        """(B, 4 + N, FEATURES) → inputs of the readout for the four queries, (B, 4, FEATURES)"""
         queries = slice(0, len(LENGTHS))
         q, k, v = self.attention.operands(self.attention.project(tokens, GRID), GRID)
         seen = torch.ones(len(LENGTHS), tokens.shape[1], dtype=torch.bool)
@@ -198,7 +198,7 @@ class LengthProbe(nn.Module):
 
 
 class BlockProbe(nn.Module):
-    """Patches and their learned positions, one block of a transformer, a readout of every token."""
+    """Patches with learned positions, one transformer block, and a readout for every token."""
 
     def __init__(self, contestant: Contestant, *, dim: int = 48, num_heads: int = 3, classes: int = 4) -> None:
         super().__init__()
@@ -215,9 +215,9 @@ class BlockProbe(nn.Module):
 
 
 def distinct_share(outputs: Tensor) -> float:
-    """The share of classes that any readout can get right where each group of outputs (B, 4, C) holds every class once.
+    """The largest accuracy of any readout if each group of outputs (B, 4, C) holds every class once.
 
-    Outputs of a group that are equal (to SAME of their norm) must get one answer, which is right for one of them.
+    Outputs of a group that are equal (to SAME of their norm) get the same answer, which is right for one of them.
     """
     apart = torch.cdist(outputs, outputs) > SAME * outputs.norm(dim=-1, keepdim=True).amax(1, keepdim=True)
     first = ~(~apart & torch.ones_like(apart).tril(-1)).any(-1)  # no earlier output of the group is equal
@@ -239,7 +239,7 @@ def fit(model: nn.Module, batches: Iterator[Examples], *, effort: Effort) -> Non
 
 @torch.no_grad()
 def accuracy(model: nn.Module, examples: Examples) -> float:
-    """Per cent of the tokens that are asked"""
+    """Accuracy in per cent over the tokens with a label"""
     asked = examples.labels >= 0
     right = model(examples.tokens).argmax(-1) == examples.labels
     return 100 * float(right[asked].float().mean())
@@ -254,7 +254,7 @@ class ProbeRun(NamedTuple):
 def run_probe(
     build: Callable[[], nn.Module], task: Task, photographs: Photographs, *, effort: Effort, seed: int
 ) -> ProbeRun:
-    """Train on crops of one part of the photographs, test on the other: a function of the seed alone."""
+    """Train on crops of one part of the photographs and test on the other. The result depends on the seed alone."""
     torch.manual_seed(derive_seed("probe weights", seed))
     model = build()
     draws = torch.Generator().manual_seed(derive_seed("probe crops", seed))
@@ -272,7 +272,7 @@ def run_probe(
 def run_probes(
     *, effort: Effort | None = None, seed: int = 0, on_done: Callable[[str], None] | None = None
 ) -> ProbeResult:
-    """All three probes; seeds seed, seed + 1, … `on_done` is called with a line after each contestant."""
+    """Run all three probes with the seeds seed, seed + 1, … `on_done` is called with a line after each contestant."""
     effort = effort or Effort()
     photographs, result = Photographs(), ProbeResult()
 
@@ -303,7 +303,7 @@ def run_probes(
 def length_score(
     contestant: Contestant, variant: str, task: LengthTask, photographs: Photographs, *, effort: Effort, seed: int
 ) -> Score:
-    """The accuracy of each seed, and the bound that the trained layers' outputs set."""
+    """The accuracy of each seed, and the bound from the outputs of the trained layers."""
     values, bounds = [], []
     for i in range(effort.seeds):
         run = run_probe(
@@ -317,7 +317,7 @@ def length_score(
 
 
 def to_json(result: ProbeResult, *, effort: Effort, seed: int) -> dict[str, Any]:
-    """Everything measured, and what it was measured with."""
+    """All results and the settings they were measured with."""
 
     def plain(scores: Mapping[str, Score]) -> dict[str, Any]:
         return {

@@ -37,7 +37,7 @@ def count_parameters(run: Run) -> int:
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
-    """All files, in `out`. Figures are made where there is something to draw."""
+    """Write all files to `out`. Figures without data are left out."""
     claims = judge(results)
     figures = _draw(results, out)
     (out / RESULTS).write_text(_dump(results, claims))
@@ -46,9 +46,9 @@ def write_report(results: Results, out: Path) -> list[Path]:
 
 
 def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Path]:
-    """The same as a page of the documentation: DOCS/results.md, DOCS/results/study.json, DOCS/images/study-….png
+    """Write the report into the documentation: DOCS/results.md, DOCS/results/study.json, DOCS/images/study-….png
 
-    The README beside DOCS gets the first table and a picture, between its two marks.
+    The README beside DOCS gets the first table and a figure, between its two marks.
     """
     claims = judge(results)
     for folder in ("results", "images"):
@@ -119,7 +119,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
 
 
 def remake(result: RunResult) -> str:
-    """The command that makes a row again, with the settings that it had."""
+    """The command that repeats a row with the same settings."""
     return command_line(result.run.arguments(result.run.dataset.upper(), Path("runs"), extra=result.changed))
 
 
@@ -172,14 +172,14 @@ def _draw(results: Results, out: Path) -> list[Path]:
 
 
 def _variants_setting(results: Results) -> Setting | None:
-    """Where feature maps, other attentions or windows were trained; of several, where most of them were."""
+    """The setting with the most feature maps, other attentions and windows."""
     variants = {*FEATURE_MAPS, *BASELINES, *WINDOWS}
     counts = {setting: len(variants & results.rows(setting).keys()) for setting in results.settings}
     return max((setting for setting in counts if counts[setting]), key=counts.__getitem__, default=None)
 
 
 def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
-    """Of the rows of a setting, what each panel of the picture shows: top-1 by what is varied."""
+    """The data of each panel of the figure: top-1 by the quantity that varies."""
 
     def means(names: Mapping[Any, str]) -> dict[Any, float]:
         return {key: rows[name].mean for key, name in names.items() if name in rows}
@@ -187,30 +187,30 @@ def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
     kinds = ("softmax", "linear", "InLine")
     maps = {title: means({kind: feature_map_row(kind.lower(), name) for kind in kinds}) for name, title in PHI.items()}
     ends = {"without residual": "", "with residual": "_residual"}
-    windows = {words: means({size: f"swin_window{size}{end}" for size in WINDOW_SIZES}) for words, end in ends.items()}
+    windows = {title: means({size: f"swin_window{size}{end}" for size in WINDOW_SIZES}) for title, end in ends.items()}
     return {
         "maps": {title: by_kind for title, by_kind in maps.items() if by_kind} if FEATURE_MAPS.keys() & rows else {},
         "attentions": means({ROWS[row].title: row for row in (*MAIN, *BASELINES)}) if BASELINES.keys() & rows else {},
-        "windows": {words: by_size for words, by_size in windows.items() if by_size},
+        "windows": {title: by_size for title, by_size in windows.items() if by_size},
     }
 
 
 def _seeds_varied(results: Results, rows: Mapping[str, Sample]) -> str:
-    """Of how many seeds these rows are, and what is to be thought of their differences."""
-    words, margin = describe_seeds(rows.values()), results.margin(1, 1)
-    return words if margin is None else f"{words}; two standard errors between single seeds: {margin:.1f} points"
+    """The number of seeds of these rows, and the margin of their differences."""
+    seeds, margin = describe_seeds(rows.values()), results.margin(1, 1)
+    return seeds if margin is None else f"{seeds}; two standard errors between single seeds: {margin:.1f} points"
 
 
 def _seeds_shown(results: Results, settings: Sequence[Setting]) -> str:
-    """What a point of a figure is, and its bar."""
-    words = describe_seeds(sample for s in settings for row, sample in results.rows(s).items() if row in MAIN)
-    return words if words == "one seed each" else f"means of {words}; bars: standard deviation over seeds"
+    """The meaning of points and bars in a figure."""
+    seeds = describe_seeds(sample for s in settings for row, sample in results.rows(s).items() if row in MAIN)
+    return seeds if seeds == "one seed each" else f"means of {seeds}; bars: standard deviation over seeds"
 
 
 def _series(
     results: Results, settings: Sequence[Setting], place: Callable[[Setting], int]
 ) -> dict[str, list[tuple[float, float, float | None]]]:
-    """Main rows that were measured at several places: (place, mean top-1, its standard deviation) of each."""
+    """Main rows that were measured in several settings: (setting, mean top-1, its standard deviation)."""
     series: dict[str, list[tuple[float, float, float | None]]] = {}
     for setting in settings:
         for row, sample in results.rows(setting).items():
@@ -233,7 +233,7 @@ def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
 
 
 def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
-    """The main one, and of other data that with the most tokens; by the name of the figure."""
+    """The main setting and, for other data, the one with the most tokens; by the name of the figure."""
     found = {main: "speed.png"}
     for dataset in DATASETS:
         others = [s for s in results.settings if s.dataset == dataset != main.dataset]
@@ -246,7 +246,7 @@ def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
 
 
 def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
-    """Markdown; `figures` are links."""
+    """The page as Markdown. `figures` are links."""
     main = results.main_setting
     values: dict[str, object] = {
         "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in Counter(c.verdict for c in claims).items()),
@@ -265,7 +265,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         "probe_pictures": _pictures(figures, "probes"),
     }
     if main is not None:
-        values |= {"setting": main, "front_table": front_table(results, main), "longer": _longer(results) or "\n"}
+        values |= {"setting": main, "front_table": front_table(results, main), "longer": _longer(results)}
         values |= {"highest": _highest(results, main)}
     if results.speed is not None:
         where = _where(results.speed["commits"], results.speed["machine"])
@@ -279,7 +279,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
 
 
 def _setting(results: Results, setting: Setting) -> str:
-    """The section of one setting: the DeiT rows, then the Swin rows, each with what its analyses saw."""
+    """The section of one setting: the DeiT rows, then the Swin rows, each with its analyses."""
     values: dict[str, object] = {"setting": setting, "provenance": provenance(results, setting)}
     for family in ("deit", "swin"):
         rows = [row for row in results.rows(setting) if ROWS[row].is_deit == (family == "deit")]
@@ -305,7 +305,7 @@ _CAPTIONS = {
 
 
 def _pictures(links: Sequence[str], *names: str) -> str:
-    """Those of these names that were made, each name with all its data sets."""
+    """The figures of these names that exist, each name with all its data sets."""
     return "\n\n".join(
         f"![{_CAPTIONS[name]}]({link})"
         for name in names
@@ -319,12 +319,12 @@ def _where(commits: Sequence[str], machine: str) -> str:
 
 
 def provenance(results: Results, setting: Setting) -> str:
-    """Commit, machine and settings that are not the grid's: a line for each, with its rows where it is not all."""
+    """Commit, machine and settings that differ from the grid: a line for each, with its rows unless it has all."""
     rows: dict[str, list[str]] = {}
     for result in results.runs:
         if result.setting == setting:
             where = _where([result.commit], result.machine)
-            if result.changed:  # a title says what the grid does, not what `--set` made of it
+            if result.changed:  # the title describes the grid, without `--set`
                 where += f", not as in the grid: {', '.join(f'`{change}`' for change in result.changed)}"
             titles = rows.setdefault(where, [])
             titles += [title for title in [ROWS[result.run.row].title] if title not in titles]
@@ -333,7 +333,7 @@ def provenance(results: Results, setting: Setting) -> str:
 
 
 def command_list(results: Results) -> str:
-    """Of the first seed of every row in every setting; empty where there are no runs."""
+    """Commands of the first seed of every row in every setting. Empty without runs."""
     found = (results.find(setting, row) for setting in results.settings for row in results.rows(setting))
     lines = [remake(result) for result in found if result is not None]
     return "\n".join(["```", *lines, "```"]) if lines else ""
@@ -345,20 +345,20 @@ _GAP_PAIRS = (
 )  # fmt: skip
 
 
-# Main rows under another condition: the end of their names, what the table says
+# Main rows under another condition: the end of their names → text for the table
 _CONDITIONS = {"": "", "_deep": ", twice as deep", "_half_rate": ", half the rate", "_twice_rate": ", twice the rate"}
 
 
 def gap_table(results: Results) -> str:
-    """Every setting, and every condition in it, with two rows or more to compare; empty where there is none."""
+    """Every setting and condition with at least two rows to compare. Empty without any."""
     lines = []
     for setting in results.settings:
         samples = results.rows(setting)
-        for end, words in _CONDITIONS.items():
+        for end, condition in _CONDITIONS.items():
             gaps = [_gap(results, setting, (a + end, b + end)) for a, b in _GAP_PAIRS]
             if any(gap != "–" for gap in gaps):
                 seeds = {samples[row + end].seeds for row in MAIN if row + end in samples}
-                lines.append([f"{setting}{words}", " or ".join(map(str, sorted(seeds))), *gaps])
+                lines.append([f"{setting}{condition}", " or ".join(map(str, sorted(seeds))), *gaps])
     header = ["setting", "seeds", *(f"{ROWS[a].title} − {ROWS[b].title}" for a, b in _GAP_PAIRS)]
     return _table(header, lines) if lines else ""
 
@@ -372,7 +372,7 @@ def _gap(results: Results, setting: Setting, pair: tuple[str, str]) -> str:
 
 
 def shared_map_table(results: Results) -> str:
-    """Linear against InLine attention with the same φ, without and with the residual; empty where there is no pair."""
+    """Linear against InLine attention with the same φ, without and with the residual. Empty without a pair."""
     setting, lines = results.main_setting, []
     for name in SHARED_MAPS:
         for residual in (False, True):
@@ -394,7 +394,7 @@ def failure_table(results: Results) -> str:
 
 
 def again_table(results: Results) -> str:
-    """Empty where nothing was made again."""
+    """Repeated runs. Empty without any."""
     if not results.again:
         return ""
     first = {result.run: result for result in results.runs}
@@ -407,7 +407,7 @@ def again_table(results: Results) -> str:
 
 
 def front(results: Results, figures: Sequence[str]) -> str:
-    """What the first page of the project shows; `figures` are links, of which it takes one."""
+    """The part of the README. `figures` are links; one of them is used."""
     main = results.main_setting
     if main is None:
         return ""
@@ -423,7 +423,7 @@ def front(results: Results, figures: Sequence[str]) -> str:
             "highest": _highest(results, main),
             "deviation": _deviation(results),
             "gap_table": _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
-            "longer": _longer(results).strip(),
+            "longer": _longer(results),
             "picture": _pictures(figures, "speed", "curves").partition("\n")[0],
         },
     )
@@ -436,14 +436,14 @@ def _highest(results: Results, setting: Setting) -> str:
 
 
 def _longer(results: Results) -> str:
-    """The main rows where they were trained longer than in the first table."""
-    words = ""
+    """The main rows in settings that were trained longer than those of the first table."""
+    parts = []
     for setting in results.longer_settings:
         rows = {row: sample for row, sample in results.rows(setting).items() if row in MAIN}
         if rows:
-            each = ", ".join(f"{ROWS[row].title} {sample}" for row, sample in rows.items())
-            words += f" After {setting.epochs} epochs ({describe_seeds(rows.values())}): {each}."
-    return words
+            parts.append(f"After {setting.epochs} epochs ({describe_seeds(rows.values())}):")
+            parts.append(_table(["model", "top-1 (%)"], [[ROWS[row].title, str(rows[row])] for row in rows]))
+    return "\n\n".join(parts)
 
 
 def _how_timed(speed: Mapping[str, Any]) -> str:
@@ -453,7 +453,7 @@ def _how_timed(speed: Mapping[str, Any]) -> str:
 
 
 def front_table(results: Results, setting: Setting) -> str:
-    """The main rows in a few columns: what a first page has room for."""
+    """The main rows in the few columns that fit into the README."""
     speeds = {point["title"]: point for point in speed_points(results, setting)}
     lines = []
     for row, sample in results.rows(setting).items():
@@ -495,7 +495,7 @@ _ANALYSED = (
 
 
 def _analysed(analysis: Mapping[str, Any], masked: int) -> list[str]:
-    confused = analysis.get("confused", ())  # early runs counted by another definition
+    confused = analysis.get("confused", ())  # early runs used another definition
     locality = analysis["locality"]
     has_taps = any(outcome["local_terms"] != "none" for outcome in analysis["masking"]["outcomes"])
     return [
@@ -508,9 +508,9 @@ def _analysed(analysis: Mapping[str, Any], masked: int) -> list[str]:
 
 
 def _masked(drops: Mapping[str, Mapping[int, float]], expected: int) -> str:
-    """Points of top-1 lost by the largest window, and by as many random tokens; says how many if not as expected."""
+    """Loss of top-1 by masking the largest window, and as many random tokens. Names the number if it is unusual."""
     tokens = max(drops["local"], default=0)
-    if not tokens:  # windows smaller than any mask
+    if not tokens:  # all windows are smaller than the masks
         return "–"
     points = f"{drops['local'][tokens]:.1f} / {drops['random'][tokens]:.1f}".replace("-", "−")
     return points if tokens == expected else f"{points} ({tokens} tokens)"
@@ -522,17 +522,17 @@ def _analyses(results: Results, setting: Setting, rows: Sequence[str]) -> list[d
 
 
 def _most_masked(results: Results, setting: Setting, rows: Sequence[str]) -> int:
-    """Tokens of the largest mask of these rows."""
+    """The number of tokens in the largest mask of these rows."""
     found = _analyses(results, setting, rows)
     return max((outcome["tokens"] for analysis in found for outcome in analysis["masking"]["outcomes"]), default=0)
 
 
 def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
-    """How much the analyses of these rows saw, and what that means for their numbers."""
+    """The number of images that the analyses of these rows used, and the resulting precision."""
     found = _analyses(results, setting, rows)
     if not found:
         return ""
-    first, confused = found[0], found[0].get("confused", ())  # early runs counted by another definition
+    first, confused = found[0], found[0].get("confused", ())  # early runs used another definition
     values = {
         "images": first["images"],
         "rank_images": first["rank"]["images"],
@@ -540,7 +540,7 @@ def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
         "points": f"{100 / first['masking']['images']:g}",
         "thresholds": " / ".join(f"τ = {pair['tau']:g}, ρ = {pair['rho']:g}" for pair in confused),
     }
-    if len({chance for analysis in found for chance in analysis["locality"]["chance"]}) == 1:  # maps of one size
+    if len({chance for analysis in found for chance in analysis["locality"]["chance"]}) == 1:  # equal maps
         values["even"] = f"{uniform_over_chance(first['locality']):.2f}"
     return fill("analyses", values, between=" ")
 

@@ -1,4 +1,4 @@
-"""What a folder of runs holds, as numbers: accuracies with their spread, curves, times."""
+"""Reads a folder of runs: accuracies with their spread, curves, times."""
 
 import json
 import math
@@ -20,13 +20,13 @@ from study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
 from study.runner import FAILURE, SESSIONS, has_failed, is_finished
 
 ANALYSIS, SPEED, PROBES = "analysis.json", "speed.json", "probes.json"
-SWEEP = "sweep.json"  # what `inline bench sweep --json` wrote, if it was put there
-AGAIN = "again"  # folder of runs that were made a second time, by the commands of the first
-_PLACES = ("data.path", "device")  # where a run was made, not what
+SWEEP = "sweep.json"  # optional: a record of `inline bench sweep --json`
+AGAIN = "again"  # folder of repeated runs
+_PLACES = ("data.path", "device")  # settings about the place of a run, not its content
 
 
 class Setting(NamedTuple):
-    """What runs must share to be compared."""
+    """The properties that runs must share to be compared."""
 
     dataset: str
     patch: int
@@ -41,7 +41,7 @@ class Setting(NamedTuple):
         return DATASETS[self.dataset].tokens(self.patch)
 
     def describe(self, *, class_token: bool = True) -> str:
-        """In words; `class_token` says whether the models meant have one."""
+        """A description. `class_token`: whether the models have one."""
         data = DATASETS[self.dataset]
         return f"{data.title}, {data.tokens(self.patch, class_token=class_token)} tokens, {self.epochs} epochs"
 
@@ -53,13 +53,13 @@ class Setting(NamedTuple):
 class RunResult:
     run: Run
     folder: Path
-    top1: float  # after the last epoch, so that nothing is chosen by the validation images
-    best: float  # of all epochs
-    images: int  # for validation
+    top1: float  # after the last epoch: nothing is selected by validation accuracy
+    best: float  # highest of all epochs
+    images: int  # in the validation split
     curve: list[tuple[float, float]]  # epoch, top-1
-    seconds: float  # of training alone, beside the other jobs
+    seconds: float  # of training, while other jobs may have run
     analysis: dict[str, Any] | None
-    changed: list[str]  # key=value, settings that are not the grid's
+    changed: list[str]  # key=value, settings that differ from the grid
     commit: str
     machine: str
 
@@ -84,7 +84,7 @@ class Sample:
 
     @property
     def std(self) -> float | None:
-        """Over seeds; None where there is one."""
+        """Standard deviation over seeds. None for one seed."""
         return statistics.stdev(self.values) if self.seeds > 1 else None
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Sample:
 
 
 def describe_seeds(samples: Iterable[Sample]) -> str:
-    """one seed each, 3 seeds each, 1 or 3 seeds"""
+    """A text such as "one seed each", "3 seeds each" or "1 or 3 seeds"."""
     seeds = sorted({sample.seeds for sample in samples})
     if len(seeds) == 1:
         return "one seed each" if seeds == [1] else f"{seeds[0]} seeds each"
@@ -108,10 +108,10 @@ class Sweep(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Between the means of two rows, in points."""
+    """The difference between the means of two rows, in points."""
 
     points: float
-    margin: float | None  # two standard errors; None where it is not known what a seed changes
+    margin: float | None  # two standard errors; None if the spread over seeds is unknown
 
     @property
     def is_told_apart(self) -> bool:
@@ -126,8 +126,8 @@ class Gap(NamedTuple):
 class Results:
     runs: list[RunResult]
     again: list[RunResult]
-    failures: dict[str, str]  # run → what it said
-    device_seconds: float  # that all calls of `python -m study train` took
+    failures: dict[str, str]  # run → error message
+    device_seconds: float  # total time of all calls of `python -m study train`
     probes: dict[str, Any] | None
     speed: dict[str, Any] | None
     sweep: Sweep | None
@@ -146,21 +146,21 @@ class Results:
 
     @property
     def main_setting(self) -> Setting | None:
-        """Where InLine and linear attention were trained with the most seeds, and the longest; evidence comes first."""
+        """The setting in which InLine and linear attention have the most seeds, then epochs; evidence first."""
         both = [s for s in self.settings if {"inline", "linear"} <= self.rows(s).keys()]
         return max(both, key=lambda s: (s.is_evidence, len(self.rows(s)["inline"].values), s.epochs), default=None)
 
     @property
     def longer_settings(self) -> list[Setting]:
-        """The main one's data and tokens, trained longer, with fewer seeds of InLine attention then."""
+        """Settings with the data and tokens of the main one and more epochs, but fewer seeds of InLine attention."""
         main = self.main_setting
         return [s for s in self.settings if main is not None and s[:2] == main[:2] and s.epochs > main.epochs]
 
     @property
     def deviation(self) -> float | None:
-        """Of a run from the mean of its row, over all rows of the main setting: a few seeds of one row say too little.
+        """Standard deviation of a run from the mean of its row, pooled over all rows of the main setting.
 
-        None where no row has two seeds.
+        It is pooled because a row has only a few seeds. None if no row has two seeds.
         """
         samples = [] if self.main_setting is None else list(self.rows(self.main_setting).values())
         freedom = sum(sample.seeds - 1 for sample in samples)
@@ -168,11 +168,11 @@ class Results:
         return math.sqrt(squares / freedom) if freedom else None
 
     def gap(self, a: Sample, b: Sample) -> Gap:
-        """By how much a is ahead of b. Rows of other settings are taken to vary with the seed as the main ones do."""
+        """The lead of a over b. Rows of other settings are assumed to vary with the seed like those of the main one."""
         return Gap(a.mean - b.mean, self.margin(a.seeds, b.seeds))
 
     def margin(self, seeds: int, others: int) -> float | None:
-        """Two standard errors of the difference between a row of so many seeds and one of so many others."""
+        """Two standard errors of the difference between two rows with these numbers of seeds."""
         deviation = self.deviation
         return None if deviation is None else 2 * deviation * math.sqrt(1 / seeds + 1 / others)
 
@@ -190,12 +190,12 @@ def run_folders(out: Path) -> list[tuple[Run, Path]]:
 def collect(out: Path, *, onto: Path | None = None) -> Results:
     """Finished runs of a folder, added to those of an earlier report's results.json if `onto` names one.
 
-    ValueError where there is nothing at all.
+    ValueError if there are none.
     """
     if onto is not None:
         return _added(_read_report(onto), collect(out))
     if not out.is_dir():
-        raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` makes it")
+        raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` creates it")
     folders = run_folders(out)
     runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
     failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
@@ -209,7 +209,7 @@ def collect(out: Path, *, onto: Path | None = None) -> Results:
 
 
 def _read_report(path: Path) -> Results:
-    """What an earlier report wrote: everything but the folders of its runs."""
+    """The results of an earlier report, without the folders of its runs."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         sweep = content["sweep"]
@@ -234,14 +234,14 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
         usual = run.arguments(run.dataset.upper(), Path("runs"))
         yield RunResult(
             run=run,
-            folder=Path(run.name),  # gone
+            folder=Path(run.name),  # no longer exists
             top1=row["top1"][i],
             best=row["best"][i],
-            images=row.get("images", [0] * len(row["seeds"]))[i],  # early reports do not say
+            images=row.get("images", [0] * len(row["seeds"]))[i],  # missing in early reports
             curve=[(epoch, top1) for epoch, top1 in row["curves"][i]],
             seconds=row["seconds"][i],
             analysis=row["analysis"] if i == 0 else None,
-            # The command is that of the first seed.
+            # The report has the command of the first seed only.
             changed=[word for word in shlex.split(row["command"])[1:] if word not in (*usual, *_of_seed(run, row))],
             commit=" and ".join(row["commit"]),
             machine=" and ".join(row["machine"]),
@@ -249,14 +249,14 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
 
 
 def _of_seed(run: Run, row: dict[str, Any]) -> list[str]:
-    """Words of a row's command that are not those of this run's, because its seed is another one."""
+    """Words of a row's command that do not apply to this run, because its seed differs."""
     return replace(run, seed=row["seeds"][0]).arguments(run.dataset.upper(), Path("runs"))
 
 
 def _made_again(entry: dict[str, Any]) -> RunResult:
     run = parse_name(entry["run"])
     if run is None:
-        raise ValueError(f"{entry['run']} is no run of the grid")
+        raise ValueError(f"{entry['run']} is not a run of the grid")
     made = {key: entry[key] for key in ("top1", "commit", "machine")}
     return RunResult(
         run, Path(run.name), **made, best=entry["top1"], images=0, curve=[], seconds=0.0, analysis=None, changed=[]
@@ -264,7 +264,7 @@ def _made_again(entry: dict[str, Any]) -> RunResult:
 
 
 def _added(old: Results, new: Results) -> Results:
-    """New runs take the place of old ones of the same name."""
+    """Add new runs. They replace old ones of the same name."""
     made = {result.run for result in new.runs}
     speed = old.speed or new.speed
     if old.speed and new.speed and old.speed["machine"] == new.speed["machine"]:
@@ -292,7 +292,7 @@ def _read_run(run: Run, folder: Path) -> RunResult:
         return _read(run, folder)
     except (ValueError, LookupError, TypeError, OSError) as error:
         raise ValueError(
-            f"the run {str(folder)!r} is damaged ({error}): mend it, or remove the folder and train it again"
+            f"the run {str(folder)!r} is damaged ({error}): repair it, or remove the folder and train it again"
         ) from error
 
 
@@ -319,7 +319,7 @@ def _read(run: Run, folder: Path) -> RunResult:
 
 
 def _changed_settings(run: Run, folder: Path) -> list[str]:
-    """In which a run differs from what the grid says now: by `--set`, or because the grid was another then."""
+    """Settings in which a run differs from the current grid, by `--set` or because the grid has changed."""
     text = (folder / CONFIG).read_text()
     was, now = settings.update(TrainConfig(), read_yaml(text, str(folder / CONFIG))), run.config()
     values = ((key, attrgetter(key)(was), attrgetter(key)(now)) for key in settings.keys(was) if key not in _PLACES)
@@ -350,4 +350,4 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no JSON: {error}") from error
+        raise ValueError(f"{str(path)!r} is not JSON: {error}") from error

@@ -1,7 +1,7 @@
-"""Makes the runs of a grid: several at a time, each an `inline train` of its own, until the time is up.
+"""Trains the runs of a grid, several at a time, each as its own `inline train`, until the time is up.
 
-A run is finished when its folder has a summary. One that was stopped goes on from its checkpoint the next time. Several
-calls may share a grid: each leaves alone what another one is making.
+A run is finished when its folder has a summary. A stopped run continues from its checkpoint in the next call. Several
+calls may share a grid: each skips the runs that another one is training.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from inline_attention.training.run_folder import LOCK, write_atomically
 from inline_attention.training.signals import STOP_SIGNALS
 from study.grid import DATASETS, RECIPE, Run, command_line, parse_name
 
-SESSIONS = "sessions.jsonl"  # one line a call: when, how long, how many at a time, what it finished
-FAILURE = "failure.txt"  # of a run that ended by itself without a result, a diverged one for example
+SESSIONS = "sessions.jsonl"  # one line for each call: start, duration, jobs, finished runs
+FAILURE = "failure.txt"  # of a run that ended without a result, such as a diverged one
 LOG = "log.txt"
-CLAIM = ".claim"  # locked by the call that makes the run: before its process has started, it cannot lock the folder
-WALL = "wall.json"  # seconds from start to end, and until the first epoch was under way, summed over a run's starts
-STOP_SECONDS = 25.0  # that a run gets to finish its update and save
-STOPPED = {sign for number in STOP_SIGNALS for sign in (128 + number, -number)}  # exit statuses; <0: during its start
+CLAIM = ".claim"  # locked by the call that trains the run, because its process locks the folder only after the start
+WALL = "wall.json"  # seconds from start to end and until the first record, summed over the starts of a run
+STOP_SECONDS = 25.0  # time for a run to finish its update and save
+STOPPED = {sign for number in STOP_SIGNALS for sign in (128 + number, -number)}  # <0: during its start
 POLL_SECONDS = 0.5
 
 
@@ -51,9 +51,9 @@ def _wall(folder: Path) -> dict[str, float]:
 @dataclass
 class Outcome:
     finished: list[str] = field(default_factory=list)  # in this call
-    failed: list[str] = field(default_factory=list)  # in this call or before it
-    elsewhere: list[str] = field(default_factory=list)  # another process is making them
-    left: list[str] = field(default_factory=list)  # all that are not finished
+    failed: list[str] = field(default_factory=list)  # in this call or earlier
+    elsewhere: list[str] = field(default_factory=list)  # being trained by another process
+    left: list[str] = field(default_factory=list)  # all unfinished runs
     interrupted: bool = False
 
 
@@ -64,24 +64,24 @@ class _Job:
     log: IO[bytes]
     claim: FileLock
     started: float
-    records: float  # when its metrics were written last before that; 0: never
+    records: float  # last change of its metrics before the start; 0: never
     under_way: float | None = None  # seconds from the start to the first record
-    stopped: bool = False  # by us
+    stopped: bool = False  # by this call
 
 
 class GridRunner:
-    """A grid's runs as processes, `jobs` at a time.
+    """Trains the runs of a grid as processes, `jobs` at a time.
 
     Args:
         out: folder of all run folders.
-        paths: data set → where its images are.
+        paths: data set → folder of its images.
         jobs: runs at a time.
-        minutes: after which nothing runs any more; None: until all is done.
-        whole_runs: begin no run that would not end in time, judged by the finished ones.
-        settings: key=value, of every run.
-        retry: make failed runs again.
+        minutes: time limit. None: until all runs are done.
+        whole_runs: skip runs that cannot finish in time, judged by the finished ones.
+        settings: key=value, for every run.
+        retry: train failed runs again.
         log: called with a line about each event.
-        show: called often, with the epoch of each run that is running, how many are finished, and how many there are.
+        show: called often, with the epoch of each running run, the number of finished runs, and the number of all.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class GridRunner:
         self.running: list[_Job] = []
         self.pending: list[Run] = []
         self.outcome = Outcome()
-        self.hurry = False  # do not wait for runs to save
+        self.hurry = False  # True: do not wait for runs to save
 
     def make(self, runs: Sequence[Run]) -> Outcome:
-        """Returns when all runs are made, when the time is up, or when SIGINT or SIGTERM came; nothing is lost."""
+        """Returns when all runs are done, when the time is up, or after SIGINT or SIGTERM. Nothing is lost."""
         unfinished = [run for run in runs if not is_finished(self.out / run.name)]
         failed = [run for run in unfinished if has_failed(self.out / run.name)]
         self.pending = unfinished if self.retry else [run for run in unfinished if run not in failed]
@@ -119,22 +119,22 @@ class GridRunner:
         self._check_data()
         if self.retry:
             for run in failed:
-                (self.out / run.name / FAILURE).unlink(missing_ok=True)  # another call may have done it
+                (self.out / run.name / FAILURE).unlink(missing_ok=True)  # another call may have removed it
         elif failed:
             names = ", ".join(run.name for run in failed)
-            self.log(f"failed earlier and skipped: {names}; --retry makes them again")
+            self.log(f"failed earlier and skipped: {names}; --retry trains them again")
         self.out.mkdir(parents=True, exist_ok=True)
         begun, clock = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.monotonic()
         with self._heeding_signals(), contextlib.ExitStack() as last:
             last.callback(lambda: self._write_session(begun, seconds=time.monotonic() - clock))
-            last.callback(self._stop_all)  # before the session is written, whatever ends the work
+            last.callback(self._stop_all)  # before the session is written, also after an error
             self._work()
         self.outcome.failed = [run.name for run in runs if has_failed(self.out / run.name)]
         self.outcome.left = [run.name for run in runs if not is_finished(self.out / run.name)]
         return self.outcome
 
     def _check_data(self) -> None:
-        """A ValueError for a set that cannot be opened: said once, where every run would fail of it."""
+        """Raise ValueError for a data set that cannot be opened, before every run fails because of it."""
         needed = {run.dataset: run for run in self.pending}
         missing = sorted(needed.keys() - self.paths.keys())
         if missing:
@@ -159,11 +159,13 @@ class GridRunner:
                 epochs = {job.run.name: _epoch(self.out / job.run.name) for job in self.running}
                 self.show(epochs, self.done, self.total)
             if self.outcome.interrupted:
-                self.log("stopping: what runs is saved and goes on the next time; Ctrl-C again does not wait for that")
+                self.log(
+                    "stopping: running trainings are saved and continue in the next call; Ctrl-C again: do not wait"
+                )
                 return
             left = self._seconds_left()
             if left is not None and left <= STOP_SECONDS and (self.running or self.pending):
-                self.log("the time is up: what runs is saved and goes on the next time")
+                self.log("the time is up: running trainings are saved and continue in the next call")
                 return
             while len(self.running) < self.jobs and self._start_next():
                 pass
@@ -174,13 +176,16 @@ class GridRunner:
                     job.under_way = time.monotonic() - job.started
             time.sleep(POLL_SECONDS)
         if self.outcome.elsewhere:
-            self.log(f"another process is making {', '.join(self.outcome.elsewhere)}: skipped")
+            self.log(f"another process is training {', '.join(self.outcome.elsewhere)}: skipped")
         if too_long := len(self.pending) - len(self.outcome.elsewhere):
-            self.log(f"{too_long} runs are left, none of which would end in time")
+            self.log(f"{too_long} runs are left, but none can finish in time")
 
     def _start_next(self) -> bool:
-        """Start the first run that no other process is making; with `whole_runs` the first of them that is expected to
-        end in time, if anything is known. Those that another call has made are pending no more."""
+        """Start the first run that no other process is training.
+
+        With `whole_runs`, skip runs that are expected to take too long. Runs that another call has finished are removed
+        from the pending ones.
+        """
         left = self._seconds_left() if self.whole_runs else None
         self.outcome.elsewhere = []
         for run in list(self.pending):
@@ -201,8 +206,11 @@ class GridRunner:
         return False
 
     def expected_seconds(self, run: Run) -> float | None:
-        """What is left of a run, by finished ones on the same data with as many tokens, of the same row where there
-        are any; None: there are none. A start (processes, images, compilation) takes as long whatever the length."""
+        """The expected seconds until a run ends, judged by finished runs with the same data and tokens.
+
+        Runs of the same row are preferred. None if there are none. The time of a start (processes, images, compilation)
+        does not depend on the length of a run.
+        """
         known = [
             (other, wall)
             for folder in self.out.glob(f"{run.dataset}-p{run.patch}-*")
@@ -220,7 +228,7 @@ class GridRunner:
         where = (self.paths[run.dataset], self.out)
         self.log(command_line(run.arguments(*where, extra=self.settings)))
         log = open(folder / LOG, "ab")  # noqa: SIM115  # until the process ends
-        # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
+        # In its own session: Ctrl-C reaches only this process, which passes it on once.
         process = subprocess.Popen(
             [sys.executable, "-m", "inline_attention", *run.arguments(*where, extra=self.settings, recipe=RECIPE)],
             stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -235,7 +243,7 @@ class GridRunner:
         with job.claim, job.log:
             folder, name = self.out / job.run.name, job.run.name
             if not is_finished(folder) and _is_locked(folder):
-                # Another process was quicker, left behind by a killed call or started by hand: ours was refused.
+                # Another process, from a killed call or started by hand, had locked the run first.
                 self.pending.append(job.run)
                 return
             before, now = _wall(folder), time.monotonic() - job.started
@@ -264,7 +272,7 @@ class GridRunner:
                 self._end(job)
             if self.hurry or time.monotonic() > limit:
                 for job in self.running:
-                    job.process.kill()  # its last checkpoint remains
+                    job.process.kill()  # its last checkpoint stays
             time.sleep(POLL_SECONDS / 10)
 
     def _write_session(self, begun: str, *, seconds: float) -> None:
@@ -283,8 +291,8 @@ class GridRunner:
 
     @contextlib.contextmanager
     def _heeding_signals(self) -> Iterator[None]:
-        """Signals raise nothing inside, not even while runs are being stopped: they are noted, and the loops look."""
-        if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        """Inside the block, signals are recorded for the loops and raise nothing, even while runs are being stopped."""
+        if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
             yield
             return
         previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
@@ -300,7 +308,7 @@ class GridRunner:
 
 
 def _claim(folder: Path) -> FileLock | None:
-    """For this call, which may make the run then; None: another process is making it."""
+    """Claim the run for this call. None: another process is training it."""
     folder.mkdir(exist_ok=True)
     claim = FileLock(folder / CLAIM)
     if claim.take():
@@ -311,29 +319,29 @@ def _claim(folder: Path) -> FileLock | None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """By a process that trains there."""
+    """Whether a process is training there."""
     with FileLock(folder / LOCK) as lock:
         return not lock.take()
 
 
 def _epoch(folder: Path) -> float | None:
-    """Where a run stands, by the last line of its metrics."""
+    """The epoch of a run, from the last line of its metrics."""
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         return float(json.loads((folder / METRICS).read_text().splitlines()[-1])["epoch"])
     return None
 
 
 def _written(folder: Path) -> float:
-    """When the metrics of a run were written last; 0: never."""
+    """The time of the last change of a run's metrics. 0: never."""
     with contextlib.suppress(OSError):
         return (folder / METRICS).stat().st_mtime
     return 0.0
 
 
-def dataset_paths(given: str | None) -> dict[str, str]:
-    """ "tiny_imagenet=FOLDER,imagenette=FOLDER" → by name, with those that need no folder"""
+def dataset_paths(text: str | None) -> dict[str, str]:
+    """ "tiny_imagenet=FOLDER,imagenette=FOLDER" → folders by name, with the data sets that need none"""
     paths = {name: dataset.path for name, dataset in DATASETS.items() if dataset.path is not None}
-    for item in filter(None, (given or "").split(",")):
+    for item in filter(None, (text or "").split(",")):
         name, equals, path = item.partition("=")
         if name not in DATASETS or not equals or not path:
             raise ValueError(f"--data {item!r}: expected NAME=FOLDER with a name of {', '.join(DATASETS)}")

@@ -1,4 +1,4 @@
-"""Versions and hardware, for bug reports, benchmarks and the log of a run."""
+"""The device to compute on, and versions and hardware for bug reports, benchmarks and the log of a run."""
 
 import os
 import platform
@@ -26,6 +26,26 @@ PACKAGES = (
     "segmentation-models-pytorch",
     "tensorboard",
 )
+
+
+def choose_device(name: str | None = None) -> torch.device:
+    """The device called `name`. None and "auto" choose the best: CUDA, then MPS, then the CPU.
+
+    ValueError if the device cannot be used.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    present = [kind for kind, usable in available.items() if usable]
+    if name in (None, "auto"):
+        name = present[0]
+    try:
+        device = torch.device(name)
+        if device.type not in available or device.index is not None:
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if not available.get(device.type, True):
+        raise ValueError(f"device {name} is not available here; available: {', '.join(present)}")
+    return device
 
 
 def describe_environment() -> dict[str, str]:

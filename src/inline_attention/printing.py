@@ -1,12 +1,14 @@
-"""Text from files and names, on a terminal and in tables."""
+"""Text on a terminal and in files: names made printable, tables, CSV and JSON."""
 
 import csv
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are no UTF-8; in JSON, they read back as they were
+NOT_UTF8 = "backslashreplace"  # for the bytes of a file name that are not UTF-8; in JSON, they read back unchanged
+STANDARD_OUTPUT = "-"  # as the name of a result file
 
 
 def printable(text: object) -> str:
@@ -34,3 +36,23 @@ def write_csv(path: str | Path, header: Iterable[str], rows: Iterable[Iterable[o
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows(rows)
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write JSON to a file. The path "-" prints it instead."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    if str(path) == STANDARD_OUTPUT:
+        say_text(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8", errors=NOT_UTF8)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown that also reads well in a terminal."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([text[0], rule, *text[1:]])

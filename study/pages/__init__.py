@@ -1,4 +1,4 @@
-"""The words of the study's pages, in templates. Tables and numbers come from `report.py`."""
+"""The text of the study's pages, in templates. Tables and numbers come from `report.py`."""
 
 import re
 import string
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> str:
-    """The page NAME.template with `values` for its $names, without what is not known.
+    """Fill the template NAME.template: `values` replace its $names. Text about missing values is left out.
 
-    - A paragraph is left out where a name in it has no value (None or "").
-    - A paragraph without names introduces the next one with names, and is left out with it.
-    - So does a paragraph that begins with `?name` or `!name`, if there is a value of that name, or none.
-    - A heading is left out where nothing is left below it.
+    - A paragraph is left out if a name in it has no value (None or "").
+    - A paragraph without names belongs to the next one with names, and is left out with it.
+    - A paragraph that begins with `?name` does the same, but only if that name has a value; `!name`: if it has none.
+    - A heading without text below it is left out.
     """
     known = {key: str(value) for key, value in values.items() if value not in (None, "")}
     kept: list[str] = []
@@ -35,7 +35,7 @@ def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> s
         elif is_conditional or not names:
             introduction.append(filled)
         else:
-            if heading and 0 < _level(filled) <= _level(heading[0]):  # sections that do not belong to this one
+            if heading and 0 < _level(filled) <= _level(heading[0]):  # sections at the same level or above
                 heading = []
             kept += [*heading, *introduction, filled]
             heading, introduction = [], []
@@ -43,5 +43,5 @@ def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> s
 
 
 def _level(text: str) -> int:
-    """Of the heading that a text begins with; 0: with none."""
+    """The level of the heading that a text begins with. 0: it begins with none."""
     return len(text) - len(text.lstrip("#"))

@@ -156,7 +156,7 @@ def test_which_layers() -> None:
     assert [r.name for r in capture(model, image(), layers=[-1, "blocks.0.attn"])] == ["blocks.0.attn", "blocks.2.attn"]
     with pytest.raises(ValueError, match="there is no layer 3; expected 0 to 2"):
         capture(model, image(), layers=[3])
-    with pytest.raises(ValueError, match="Linear has no attention that is known here"):
+    with pytest.raises(ValueError, match="Linear has no attention that can be written out"):
         capture(nn.Linear(2, 2), image())
 
 

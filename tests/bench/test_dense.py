@@ -8,19 +8,30 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
-from inline_attention.bench import dense as bench
+from inline_attention.bench import contenders
+from inline_attention.bench import model as bench
+from inline_attention.bench.record import read_record
 from inline_attention.bench.timing import Effort
 from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
 from inline_attention.tasks.detection.model import create_detector
 
 
+def settings(model: str, *, tasks: list[str], img_size: tuple[int, int] | None = None) -> list[bench.Setting]:
+    return bench.make_dense_settings([model], img_size=img_size, batch=None, tasks=tasks)
+
+
+def build(setting: bench.Setting, contender: str) -> nn.Module:
+    return contenders.CONTENDERS[contender].build(setting.model, setting.img_size)
+
+
 def test_contenders_differ_in_the_backbone_alone() -> None:
-    setting = bench.DenseSetting.parse("fpn-pvt_tiny", size=None, batch=1, training=False)
-    assert setting.size == (512, 2048)
+    [setting] = settings("fpn-pvt_tiny", tasks=["infer"])
+    assert setting.img_size == (512, 2048)
     with torch.device("meta"):
-        models = {contender: bench.build(setting, contender) for contender in bench.CONTENDERS}
+        models = {name: build(setting, name) for name in contenders.OF_DENSE_MODELS}
     heads = {contender: {n: p.shape for n, p in m.head.named_parameters()} for contender, m in models.items()}
     assert heads["fused"] == heads["softmax"]
     backends = {
@@ -32,17 +43,17 @@ def test_contenders_differ_in_the_backbone_alone() -> None:
 
 @pytest.mark.parametrize("head", ["mask_rcnn", "cascade_mask_rcnn"])
 def test_detectors_have_objects_to_find_and_to_learn(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "create_detector", partial(create_detector, channels=32, regions=16))
-    setting = bench.DenseSetting.parse(f"{head}-pvt_tiny", size=None, batch=1, training=True)
-    assert setting.size == (800, 1280)
+    monkeypatch.setattr(contenders, "create_detector", partial(create_detector, channels=32, regions=16))
+    [setting] = settings(f"{head}-pvt_tiny", tasks=["train"])
+    assert setting.img_size == (800, 1280)
     torch.manual_seed(0)
-    model = bench.build(setting, "reference").eval()
+    model = build(setting, "reference").eval()
     images = torch.randn(1, 3, 256, 256)
     with torch.no_grad():
         (found,) = model(images)
     assert len(found.scores) > 30
     assert set(found.labels.tolist()) == {1}
-    assert setting.head.loss(model.train(), images).isfinite()
+    assert contenders.training_loss(setting.model, images)(model.train()).isfinite()
 
 
 def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,14 +75,14 @@ def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.C
 
 def test_the_table_of_the_documentation_is_that_of_its_record() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    results = json.loads((docs / "results" / "dense-h200.json").read_text())["results"]
-    assert bench.dense_table(results).strip() in (docs / "dense.md").read_text()
+    _, _, results = read_record(docs / "results" / "dense-h200.json", kinds=["dense"])
+    assert bench.model_table(results).strip() in (docs / "dense.md").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("contender", ["reference", "softmax"])
 def test_training_steps(contender: str) -> None:
-    setting = bench.DenseSetting.parse("upernet-swin_tiny", size=(64, 64), batch=None, training=True)
+    [setting] = settings("upernet-swin_tiny", tasks=["train"], img_size=(64, 64))
     options = dict(modes=["eager"], device=torch.device("cpu"), dtype=torch.float32)
     [result] = bench.run_setting(setting, contenders=[contender], effort=Effort(rounds=2, seconds=0), **options)
     assert result.error is None
@@ -81,8 +92,7 @@ def test_training_steps(contender: str) -> None:
 
 @pytest.mark.parametrize("model", ["upernet-swin_tiny", "mask_rcnn-pvt_tiny"])
 def test_the_usual_batch_can_be_trained_on(model: str) -> None:
-    batches = [bench.DenseSetting.parse(model, size=None, batch=None, training=t).batch for t in (False, True)]
-    assert batches == [1, 2]
+    assert [setting.batch for setting in settings(model, tasks=["infer", "train"])] == [1, 2]
 
 
 @pytest.mark.parametrize(

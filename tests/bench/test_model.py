@@ -10,7 +10,9 @@ import timm
 import torch
 from small import create_small, image
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from inline_attention.bench import contenders
 from inline_attention.bench import model as bench
 from inline_attention.bench.record import Record, read_record
 from inline_attention.bench.timing import Effort, Timing
@@ -41,16 +43,16 @@ def result(contender: str, speed: float | None, **changes: object) -> dict:
     return asdict(bench.ModelResult(**{**values, **changes}))
 
 
-@pytest.mark.parametrize("name", bench.COUNTERPARTS)
+@pytest.mark.parametrize("name", contenders.COUNTERPARTS)
 def test_counterparts_exist(name: str) -> None:
     assert name in list_models()
-    assert timm.is_model(bench.COUNTERPARTS[name])
+    assert timm.is_model(contenders.COUNTERPARTS[name])
 
 
 def test_model_of_a_weights_file(tmp_path: Path) -> None:
     model = create_small("inline_deit_tiny")
     path = save_weights(model, tmp_path / "model.safetensors")
-    built = bench.build_textbook(str(path), 32).eval()
+    built = contenders.build_textbook(str(path), 32).eval()
     model.set_input_size(32)
     torch.testing.assert_close(built(image(32)), model(image(32)))
 
@@ -67,7 +69,7 @@ def test_the_command_takes_a_weights_file(tmp_path: Path) -> None:
     assert [(r["task"], r["error"]) for r in results] == [(task, None) for task in ("infer", "train") for _ in range(2)]
 
 
-@pytest.mark.parametrize("contender", [name for name in bench.CONTENDERS if name != "fused"])
+@pytest.mark.parametrize("contender", [name for name in contenders.OF_CLASSIFIERS if name != "fused"])
 @pytest.mark.parametrize("training", [False, True])
 def test_every_contender_is_measured(contender: str, training: bool) -> None:
     setting = bench.Setting("inline_deit_tiny", 32, 2, training)
@@ -79,7 +81,7 @@ def test_every_contender_is_measured(contender: str, training: bool) -> None:
 
 @pytest.mark.parametrize(("contender", "backend"), [("fused", "triton"), ("reference", "reference")])
 def test_contenders_run_the_backend_they_are_named_after(contender: str, backend: str) -> None:
-    model = bench.CONTENDERS[contender].build("inline_swin_tiny", 32)
+    model = contenders.CONTENDERS[contender].build("inline_swin_tiny", 32)
     attentions = [module for module in model.modules() if isinstance(module, InLineAttention)]
     assert attentions
     assert {attention.backend for attention in attentions} == {backend}
@@ -92,19 +94,23 @@ def test_contenders_run_the_backend_they_are_named_after(contender: str, backend
 def test_textbook_models_compute_inline_attention(name: str, size: int) -> None:
     images = torch.randn(1, 3, size, size)
     outputs = []
-    for build in (bench.build_reference, bench.build_textbook):
+    for build in (contenders.build_reference, contenders.build_textbook):
         torch.manual_seed(0)
         model = build(name, size).eval()
         with torch.no_grad():
             outputs.append(model(images))
     attentions = [module for module in model.modules() if isinstance(module, InLineAttention)]
-    assert {type(attention) for attention in attentions} == {bench.TextbookAttention}
+    assert {type(attention) for attention in attentions} == {contenders.TextbookAttention}
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
 def test_sdpa_is_forced_for_one_counterpart_alone() -> None:
     """Swin's windows are what timm leaves it out of by itself."""
-    for build, expected in [(bench.build_peer, False), (bench.build_peer_sdpa, True), (bench.build_peer, False)]:
+    for build, expected in [
+        (contenders.build_peer, False),
+        (contenders.build_peer_sdpa, True),
+        (contenders.build_peer, False),
+    ]:
         model = build("inline_swin_tiny", 32)
         assert {m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")} == {expected}
 
@@ -119,7 +125,7 @@ def test_latency_gets_more_samples() -> None:
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_swin_tiny"])
 def test_free_attention_replaces_all_attention(name: str) -> None:
-    model = bench.build_free(name, 32).eval()
+    model = contenders.build_free(name, 32).eval()
     assert not [m for m in model.modules() if hasattr(m, "num_heads") and hasattr(m, "qkv")]
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
 
@@ -135,7 +141,10 @@ def test_free_attention_that_cannot_be_is_an_error_of_its_own() -> None:
 def test_training_step_trains() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     before = [p.detach().clone() for p in model.parameters()]
-    step = bench.training_step(model, torch.randn(3, 3, 2, 2), torch.tensor([0, 1, 2]), lambda: torch.autocast("cpu"))
+    images, labels = torch.randn(3, 3, 2, 2), torch.tensor([0, 1, 2])
+    step = bench.training_step(
+        model, lambda model: F.cross_entropy(model(images), labels), lambda: torch.autocast("cpu")
+    )
     step()
     assert all((p != old).any() for p, old in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -152,7 +161,7 @@ def test_steps_run_as_a_model_would(training: bool, monkeypatch: pytest.MonkeyPa
             seen.append((self.training, out.requires_grad, out.dtype))
             return out
 
-    monkeypatch.setitem(bench.CONTENDERS, "peer", bench.Contender("", lambda name, size: Network(4, 1000)))
+    monkeypatch.setitem(contenders.CONTENDERS, "peer", contenders.Contender("", lambda name, size: Network(4, 1000)))
     options = OPTIONS | dict(dtype=torch.bfloat16)
     [measured] = bench.run_setting(bench.Setting("inline_deit_tiny", 32, 2, training), contenders=["peer"], **options)
     assert measured.error is None
@@ -269,7 +278,7 @@ def test_status_tells_whether_anything_was_measured(contenders: str, status: int
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        *[(text, "is no record of `inline bench`") for text in ("{}", "no json", "[]", "é")],
+        *[(text, "is not a record of `inline bench`") for text in ("{}", "no json", "[]", "é")],
         ('{"kind": "study", "facts": {}, "results": []}', "is a record of kind 'study'; expected op or"),
     ],
 )

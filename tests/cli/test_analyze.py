@@ -141,7 +141,7 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys: pytest.Capt
         (("--weights", weights, "--layers", 7), "there is no layer 7"),
         (("--weights", weights, "--images", images / "gone.png"), "does not exist"),
         ((VIT, "--weights", weights), "holds weights of inline_deit_tiny"),
-        (("resnet18",), "has no attention that is known here"),
+        (("resnet18",), "has no attention that can be written out"),
         (("--weights", weights, "--images", images / "bad.png"), "there are no images"),
     ):
         assert analyze("rank", *arguments, "--output", tmp_path / "out") == 2

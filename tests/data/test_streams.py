@@ -125,7 +125,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n"
         (EPS, b"1", "not an image"),
         (float_tiff(), b"1", "floating-point"),
         (b"", b"1", "empty file"),
-        (b"", b"cat", "its label is b'cat', which is no number"),
+        (b"", b"cat", "its label is b'cat', which is not a number"),
     ],
 )
 def test_unreadable_images_are_counted(shards: Path, workers: int, content: bytes, label: bytes, why: str) -> None:

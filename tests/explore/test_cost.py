@@ -74,7 +74,7 @@ def test_one_measurement_at_a_time() -> None:
     stopwatch = Stopwatch(CPU, Gate(waiting=0))
     first = stopwatch.measure((32,))
     next(first)
-    with pytest.raises(Busy, match="somebody else is measuring"):
+    with pytest.raises(Busy, match="another measurement is running"):
         next(stopwatch.measure((32,)))
     first.close()  # its visitor has gone
     assert next(stopwatch.measure((32,)))["done"] == 0

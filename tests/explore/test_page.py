@@ -337,7 +337,7 @@ def test_costs(open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
     page.click("#cost-measure")
     expect(page.locator("#cost-progress")).to_be_visible()
     page.click("#cost-cancel")
-    expect(page.locator("#cost-status")).to_have_text("Stopped; the figures so far stay.")
+    expect(page.locator("#cost-status")).to_have_text("Stopped; the results so far are kept.")
     expect(page.locator("#cost-measure")).to_be_enabled()
 
 

@@ -339,7 +339,7 @@ def test_who_leaves_ends_the_measurement(server: ExploreServer, monkeypatch: pyt
         connection.recv(10)  # it has begun
         status, content, _ = ask(server, "POST", "/api/measure", {})
         assert status == 503
-        assert "somebody else is measuring" in content["error"]
+        assert "another measurement is running" in content["error"]
     monkeypatch.setattr(cost_module, "SIZES", (32,))
     for _ in range(100):
         status = ask(server, "POST", "/api/measure", {})[0]

@@ -85,7 +85,8 @@ def test_a_longer_training_is_told_first(tmp_path: Path) -> None:
     assert "After 120 epochs" not in page(collect(tmp_path), [], [])
     write_runs(tmp_path, {"inline": [50.0], "linear": [45.0]}, epochs=120)
     start = page(collect(tmp_path), [], []).split("[Claims]")[0]
-    assert "After 120 epochs (one seed each): linear (ReLU) 45.00, InLine (with residual) 50.00." in start
+    assert "After 120 epochs (one seed each):\n\n| model" in start
+    assert "| linear (ReLU) | 45.00 |\n| InLine (with residual) | 50.00 |" in start
 
 
 def test_a_longer_training_of_other_rows_is_not_told_first(tmp_path: Path) -> None:

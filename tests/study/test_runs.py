@@ -59,7 +59,7 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     assert runner.expected_seconds(Run("tiny_imagenet", "softmax", 20, 0, 4)) is None
     assert runner.make([long]).left == [long.name]
     assert not (grid / long.name).exists()
-    assert lines == ["1 runs are left, none of which would end in time"]
+    assert lines == ["1 runs are left, but none can finish in time"]
     shutil.copytree(grid / RUNS[0].name, grid / "digits-p2-extra")  # no run of the grid's
     assert runner.expected_seconds(long) == pytest.approx(slowest)
 
@@ -130,7 +130,7 @@ def test_what_fails_is_noted_and_made_again_when_asked(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert main(["train", "--groups", "check", "--rows", "linear", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert f"failed earlier and skipped: {names[0]}, {names[1]}; --retry makes them again" in said
+    assert f"failed earlier and skipped: {names[0]}, {names[1]}; --retry trains them again" in said
     assert "0 of 2 runs are finished" in said
     shown: list[tuple[int, int]] = []
     GridRunner(tmp_path, paths=DIGITS, show=lambda _, done, total: shown.append((done, total))).make(runs)
@@ -172,7 +172,7 @@ def test_what_another_process_makes_is_skipped(file: str, tmp_path: Path, hold: 
     lines: list[str] = []
     outcome = GridRunner(tmp_path, paths=DIGITS, log=lines.append).make(RUNS[:1])
     assert (outcome.elsewhere, outcome.left, outcome.failed) == ([folder.name], [folder.name], [])
-    assert lines == [f"another process is making {folder.name}: skipped"]
+    assert lines == [f"another process is training {folder.name}: skipped"]
     assert not (folder / "log.txt").exists()
 
 
@@ -191,7 +191,7 @@ def test_a_run_whose_folder_was_locked_while_it_started_has_not_failed(
     assert (outcome.elsewhere, outcome.failed) == ([folder.name], [])
     assert f"trains in {folder}: wait for it" in (folder / "log.txt").read_text()
     assert not has_failed(folder)
-    assert lines[1:] == [f"another process is making {folder.name}: skipped"]
+    assert lines[1:] == [f"another process is training {folder.name}: skipped"]
 
 
 @pytest.mark.slow
@@ -298,12 +298,12 @@ def test_an_empty_folder_has_no_report(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("summary.json", "", "summary.json' is no JSON"),
+        ("summary.json", "", "summary.json' is not JSON"),
         ("metrics.jsonl", "", "there is no evaluation in metrics.jsonl"),
-        ("metrics.jsonl", '{"kind": "ev', "metrics.jsonl' is no JSON"),
+        ("metrics.jsonl", '{"kind": "ev', "metrics.jsonl' is not JSON"),
         ("environment.json", None, "environment.json"),
         ("config.yaml", "[", "config.yaml is not YAML"),
-        ("analysis.json", "{", "analysis.json' is no JSON"),
+        ("analysis.json", "{", "analysis.json' is not JSON"),
     ],
 )
 def test_a_damaged_run_is_named(

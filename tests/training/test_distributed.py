@@ -17,7 +17,7 @@ import training_runs as _runs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from inline_attention.models import create_model
-from inline_attention.training.distributed import choose_device, fresh_store, gathered, join_ranks, parallelize
+from inline_attention.training.distributed import fresh_store, gathered, join_ranks, parallelize, rank_device
 
 SETTINGS = ("log.every_steps=1", "schedule.epochs=1")  # 10 updates of 16 images
 TWO = (*SETTINGS, "data.batch_size=8")
@@ -176,10 +176,10 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert choose_device("auto") == torch.device("cuda", 1)
+    assert rank_device("auto") == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match=r"rank 2 of this machine has no GPU: there are 2; lower --nproc-per-node"):
-        choose_device("auto")
+        rank_device("auto")
 
 
 def test_restarted_ranks_find_each_other_in_a_used_store() -> None:

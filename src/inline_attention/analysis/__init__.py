@@ -1,7 +1,7 @@
 """The paper's measurements, as functions of models and images that return numbers.
 
-Each is a file in `measures`, with its table and its picture. `capture` and `observe` give the attention layers of a
-running model, written out.
+Each is a file in `measures`, with its table and its figure. `capture` and `observe` return the attention layers of a
+running model, written out as matrices.
 """
 
 from .base import Analysis, Findings, Subject

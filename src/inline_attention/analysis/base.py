@@ -1,4 +1,4 @@
-"""What an analysis is, and what it is run on."""
+"""The base class of analyses, and the models and images that they run on."""
 
 import dataclasses
 import inspect
@@ -21,11 +21,11 @@ Progress = Callable[[str], AbstractContextManager[OnImages]]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the images it is looked at with."""
+    """A model and the images to analyse it on."""
 
     model: nn.Module
-    batches: Callable[[], Batches]  # anew each time
-    mean: tuple[float, ...]  # that the images were normalised with, by channel
+    batches: Callable[[], Batches]  # starts again at the first image
+    mean: tuple[float, ...]  # of the normalisation, by channel
     std: tuple[float, ...]
     facts: dict[str, Any]  # for the record: model, weights, attention, images, …
     label: str = ""
@@ -34,15 +34,15 @@ class Subject:
         return (images for images, _ in self.batches())
 
     def picture(self, image: Tensor) -> np.ndarray:
-        """An image (C, H, W) as it can be shown: (H, W) or (H, W, 3) in 0 … 1"""
+        """A normalised image (C, H, W) → pixels to draw, (H, W) or (H, W, 3) in 0 … 1"""
         pixels = image.cpu().numpy().transpose(1, 2, 0) * np.array(self.std) + np.array(self.mean)
         return np.clip(pixels, 0, 1).squeeze()
 
 
 def label_subjects(subjects: Sequence[Subject], labels: Sequence[str] | None) -> list[Subject]:
-    """Subjects with the labels given, or with their models' names.
+    """Subjects with these labels, or with the names of their models.
 
-    Equal names are told apart by the attention, or else by a number.
+    Equal names get the attention as a suffix, or else a number.
     """
     if labels is not None and len(labels) != len(subjects):
         raise ValueError(f"there are {len(subjects)} models and {len(labels)} labels")
@@ -56,7 +56,7 @@ def label_subjects(subjects: Sequence[Subject], labels: Sequence[str] | None) ->
 
 @dataclass(frozen=True)
 class Findings:
-    """What an analysis found, in all its forms."""
+    """The findings of an analysis: results, summaries, table, figure."""
 
     name: str
     definition: str
@@ -65,7 +65,7 @@ class Findings:
     summaries: dict[str, dict[str, Any]]  # by label: the numbers worth a table
     table: Table
     figure: "Figure"
-    warning: str | None = None  # why the numbers are not to be relied on
+    warning: str | None = None  # why the numbers are not reliable
 
 
 def option(default: Any, help: str, *, type: Callable[[str], Any], nargs: int | Literal["+"] | None = None) -> Any:
@@ -77,9 +77,9 @@ def option(default: Any, help: str, *, type: Callable[[str], Any], nargs: int | 
 class Analysis:
     """One measurement of the paper, with all that belongs to it.
 
-    A subclass is a file in `measures`, and nothing else need change for it. Its docstring defines the measurement for
-    readers of the report. Its fields are its options. It says how to measure one subject, and how to tabulate and draw
-    the results of several.
+    A subclass is a file in `measures`. No other file has to change. Its docstring defines the measurement in the
+    report. Its fields are its options. Its methods measure one subject, and tabulate and draw the results of
+    several.
     """
 
     needs_models: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class Analysis:
         return " ".join((inspect.getdoc(cls) or "").split())
 
     def count(self, images: int) -> int:
-        """How many of so many images are looked at."""
+        """How many of the available images the analysis uses."""
         return images
 
     def measure(self, subject: Subject, on_images: OnImages) -> Any:
@@ -135,7 +135,7 @@ class Analysis:
         )
 
     def warn_of_few(self, images: int) -> str | None:
-        """What to tell a user whose images are too few; None where they are enough."""
+        """The warning about too few images. None: there are enough."""
         if images >= self.least_images:
             return None
         counted = "1 image is" if images == 1 else f"{images} images are"
@@ -143,13 +143,13 @@ class Analysis:
 
 
 def layer(text: str) -> int | str:
-    """A layer as the command line names it: its name, or its number, negative from the end."""
+    """A layer from the command line: its name or its number, negative from the end."""
     return int(text) if text.lstrip("-").isdecimal() else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAnalysis(Analysis):
-    """An analysis that may look at some layers alone."""
+    """An analysis that can be limited to some layers."""
 
     layers: tuple[str | int, ...] | None = option(
         None, "names or numbers, -1 the last (default: all)", type=layer, nargs="+"

@@ -1,16 +1,16 @@
-"""Rows that a division by almost zero has blown up."""
+"""Rows that diverge in a division by almost zero."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-# A row of shares has Σ|w| = 1 and a signed one some more; a sum near zero in a divisor leaves no doubt.
+# Positive rows have Σ|w| = 1, signed rows a little more. A divisor near zero gives far larger values.
 DIVERGED_MASS = 1e3
 
 
 @dataclass
 class Divergence:
-    """How many rows are not finite, or have Σ|w| above DIVERGED_MASS; they stay in every mean."""
+    """Counts rows that are not finite or have Σ|w| above DIVERGED_MASS. They stay in every mean."""
 
     rows: int = 0
     diverged: int = 0

@@ -1,4 +1,4 @@
-"""What the pictures of all analyses share. Imports matplotlib, which is optional: import this where one is drawn."""
+"""Helpers for the figures of all analyses. Imports matplotlib, which is optional: import this module only to draw."""
 
 import itertools
 import textwrap
@@ -25,7 +25,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Width and height in inches. It needs no display."""
+    """A figure of this width and height in inches. It needs no display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -39,7 +39,7 @@ def add_caption(figure: Figure, text: str) -> None:
 
 
 def with_grid(figure: Figure, *, axis: Any = "both") -> Figure:
-    """The figure with grid lines, and whole numbers where layers are counted."""
+    """Add grid lines, and use whole numbers on axes that count layers."""
     for axes in figure.axes:
         if axes.get_xlabel() == "layer":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -49,10 +49,10 @@ def with_grid(figure: Figure, *, axis: Any = "both") -> Figure:
 
 
 def images_and_divergence(results: Mapping[str, Any]) -> str:
-    """For captions: how many images were looked at, and how many rows diverged."""
+    """For captions: the number of images, and of rows that diverged."""
     images = {result.summary()["images"] for result in results.values()}
     text = f"Images: {', '.join(map(str, sorted(images)))}."
     diverged = [f"{label} {r.diverged_rows}/{r.rows}" for label, r in results.items() if r.diverged_rows]
     if diverged:
-        text += f"\nRows that a division by almost zero blew up (Σ|w| > {DIVERGED_MASS:g}): {', '.join(diverged)}."
+        text += f"\nRows that diverged in a division by almost zero (Σ|w| > {DIVERGED_MASS:g}): {', '.join(diverged)}."
     return text

@@ -1,7 +1,7 @@
 """The attention layers of a running model, one by one.
 
-Nothing in a model is changed: hooks see what goes into its attention modules and what comes out, and the weights are
-computed again from it. An attention of this library writes itself out (`Attention.write_out`); `timm_models` does so
+The model is not changed. Hooks record the inputs and outputs of its attention modules, and the weights are recomputed
+from them. An attention of this library writes itself out (`Attention.write_out`); `timm_models` does so
 for the softmax attention of timm's vision transformers and Swins.
 """
 
@@ -33,12 +33,12 @@ def attention_kinds(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def capture(model: nn.Module, images: Tensor, *, layers: Sequence[str | int] | None = None) -> list[LayerAttention]:
-    """The attention layers of a model as it sees these images.
+    """Run a model on these images and return its attention layers.
 
     Args:
         model: of this library, or a softmax ViT or Swin of timm; on the images' device.
         images: (B, channels, H, W), normalised.
-        layers: names (see `layer_names`) or places among them, negative ones from the end; None for all.
+        layers: names (see `layer_names`) or indices, negative ones from the end; None for all.
     """
     records: list[LayerAttention] = []
     observe(model, images, records.append, layers=layers)
@@ -53,10 +53,10 @@ def observe(
     *,
     layers: Sequence[str | int] | None = None,
 ) -> Tensor:
-    """Runs a model and hands over each attention layer when it has run, so that no more than one need be held.
+    """Run a model and call `on_layer` with each attention layer after it has run. Only one layer is in memory.
 
-    A tensor that `on_layer` returns takes the place of the module's output in this run. The model is in evaluation
-    mode meanwhile; then every module has the mode that it had. Arguments as for `capture`; returns the model's output.
+    A tensor that `on_layer` returns replaces the output of the module in this run. The model runs in evaluation mode,
+    and the mode of every module is restored. Arguments are as for `capture`. Returns the output of the model.
     """
     chosen = resolve_layers(model, layers)
     with evaluation_mode(model), _hooks(model, chosen, on_layer):
@@ -64,11 +64,11 @@ def observe(
 
 
 def resolve_layers(model: nn.Module, layers: Sequence[str | int] | None) -> list[str]:
-    """Names of the layers meant."""
+    """The names of the chosen layers."""
     names = layer_names(model)
     if not names:
         raise ValueError(
-            f"{type(model).__name__} has no attention that is known here; expected a model of this library, "
+            f"{type(model).__name__} has no attention that can be written out; expected a model of this library, "
             "or a ViT or Swin of timm with softmax attention"
         )
     if layers is None:
@@ -88,7 +88,7 @@ def resolve_layers(model: nn.Module, layers: Sequence[str | int] | None) -> list
 def _hooks(
     model: nn.Module, names: Sequence[str], on_layer: Callable[[LayerAttention], Tensor | None]
 ) -> Iterator[None]:
-    """Hands each of the named layers to `on_layer` when it has run, and puts what that returns in place of its output.
+    """Call `on_layer` with each of the named layers after it has run. The result, if any, replaces its output.
 
     The hook of a block runs before that of its attention. It records how the map was cut into windows, which the
     attention does not know.

@@ -1,4 +1,4 @@
-"""Which tokens lie around which."""
+"""The neighbours of tokens on a map."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def neighbours(
     """The tokens in a window of odd sides around every token of a map, row by row.
 
     Returns:
-        (N, height·width of the window) integers, N = num_prefix_tokens + grid; −1 beyond the border, and all along
+        (N, height·width of the window) integers, N = num_prefix_tokens + grid; −1 beyond the border, and in
         the rows of prefix tokens, which have no neighbours.
     """
     offsets = [torch.arange(n, device=device) - n // 2 for n in side]

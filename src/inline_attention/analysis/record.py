@@ -1,4 +1,4 @@
-"""What passed through one attention layer of a running model, written out on demand."""
+"""One attention layer of a running model, with its weights written out on demand."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ DEFAULT_CHUNK_BYTES = 64 * 2**20  # of weights at a time
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerAttention(WrittenOut):
-    """One attention layer and what passed through it, for S samples: the images, or the windows of all images.
+    """One attention layer with its inputs and output, for S samples: the images, or the windows of all images.
 
-    Its weights (S, heads, N, N) are never held whole: `weights` gives chosen rows of them, computed anew.
+    The weights (S, heads, N, N) are never in memory as a whole. `weights` computes chosen rows of them.
     """
 
     name: str  # of the module in the model
@@ -62,7 +62,7 @@ class LayerAttention(WrittenOut):
         return weights.masked_fill(~token_mask[:, None, rows, None], 0)
 
     def row_chunks(self, max_bytes: int = DEFAULT_CHUNK_BYTES) -> Iterator[slice]:
-        """All rows, in slices whose weights take no more than this (a single row may)."""
+        """All rows, in slices whose weights take at most this many bytes. A single row may take more."""
         tokens, keys = self.q.shape[1], self.k.shape[1]
         row_bytes = self.q.shape[0] * self.num_heads * keys * torch.float32.itemsize
         size = max(1, max_bytes // row_bytes)
@@ -71,7 +71,7 @@ class LayerAttention(WrittenOut):
 
     @torch.no_grad()
     def local_weights(self, rows: slice = slice(None), *, channel: int | None = None) -> Tensor:
-        """What the local terms add to chosen rows: their taps, of one channel of each head or averaged over them.
+        """The part of the local terms in chosen rows: their taps, of one channel of each head or averaged.
 
         Returns:
             (S, heads, rows, keys)
@@ -95,7 +95,7 @@ class LayerAttention(WrittenOut):
 
         Args:
             mask: gives for chosen rows which tokens they see, bool (rows, keys) or (S, rows, keys); None for all.
-            mask_local: taps of the local terms on tokens that a query does not see are zero; else they stay.
+            mask_local: set the taps of local terms on masked tokens to zero.
 
         Returns:
             (S, N, C)
@@ -119,7 +119,7 @@ class LayerAttention(WrittenOut):
     def row(
         self, image: int, query: tuple[int, int] | int, *, local: bool = False, channel: int | None = None
     ) -> Tensor:
-        """What one query of one image gives to every position of the token map.
+        """The weights of one query of one image on every position of the token map.
 
         Args:
             image: which of the batch.

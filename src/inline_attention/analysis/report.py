@@ -49,7 +49,7 @@ section { border-top: 1px solid #ddd; margin-top: 2.5rem; }
 def html_report(
     sections: Sequence[tuple[Findings, bytes]], *, facts: Mapping[str, str], models: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """A page with every analysis and its picture, a PNG: no link, script, font or picture from elsewhere."""
+    """A page with every analysis and its figure (PNG). It loads nothing from other files or sites."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
@@ -69,8 +69,8 @@ def html_report(
         ]
         parameters = {key: value for key, value in found.parameters.items() if value is not None}
         if parameters:
-            words = ", ".join(f"{key} = {_cell(value)}" for key, value in parameters.items())
-            parts.append(f'<p class="small">{words}</p>')
+            text = ", ".join(f"{key} = {_cell(value)}" for key, value in parameters.items())
+            parts.append(f'<p class="small">{text}</p>')
         parts.append("</section>")
     return "\n".join([*parts, "</body></html>", ""])
 

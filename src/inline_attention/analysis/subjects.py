@@ -17,7 +17,7 @@ from inline_attention.tasks.classification.classifier import load_classifier, mo
 from .base import Subject, label_subjects
 from .hooks import attention_kinds
 
-DEFAULT_MODEL = "inline_deit_tiny"  # untrained, where the package has no weights
+DEFAULT_MODEL = "inline_deit_tiny"  # untrained; used if the package has no weights
 
 
 def open_subjects(
@@ -34,7 +34,7 @@ def open_subjects(
     workers: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Subject]:
-    """The models, each with a loader of the images as it wants them.
+    """Open the models, each with a loader of images prepared for it.
 
     Args:
         models: NAME,key=value,… of each, a name of this library or of timm. Without models, those of the weights files,
@@ -42,8 +42,8 @@ def open_subjects(
         weights: a file, a URL, "pretrained" or "none" for each model.
         data: images with known classes, as `DataConfig.path` takes them.
         images: files or folders, without classes. Without data and images, two photographs of the package are used.
-        labels: what to call the models; None for their names.
-        max_images: at most so many, evenly spaced in `data`.
+        labels: names of the models in figures; None for their own.
+        max_images: largest number of images, evenly spaced in `data`.
     """
     if max_images is not None and max_images < 1:
         raise ValueError(f"--max-images is {max_images}; expected at least 1")
@@ -79,7 +79,7 @@ def open_subjects(
 
 
 def _pairs(models: Sequence[str], weights: Sequence[str]) -> list[tuple[str | None, str | None]]:
-    """(model, weights file), where None stands for the model of the file, and for an untrained model."""
+    """(model, weights file). None as the model: that of the file. None as the file: an untrained model."""
     files: list[str | None] = [None if file == "none" else file for file in weights]
     names: list[str | None] = [*models]
     if not names and files:
@@ -94,7 +94,7 @@ def _pairs(models: Sequence[str], weights: Sequence[str]) -> list[tuple[str | No
 
 
 def first_batches(loader: EvalLoader, count: int, *, labelled: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """`count` images of a loader, and their labels where those mean something."""
+    """`count` images of a loader, with their labels if the model knows the classes."""
     left = count
     for batch in loader:
         images, targets = batch.images[:left], batch.targets[:left]

@@ -17,7 +17,7 @@ WINDOWED_BLOCK = swin_transformer.SwinTransformerBlock
 
 
 class VitMap:
-    """The token map of a vision transformer, which timm's attention modules are not told."""
+    """The token map of a vision transformer. timm's attention modules do not get it."""
 
     grid: Grid | None = None
     num_prefix_tokens: int = 0
@@ -61,7 +61,7 @@ def _write_out_vit(
     vit_map: VitMap,
 ) -> WrittenOut:
     if vit_map.grid is None or getattr(module, "gate", None) is not None or is_causal or attn_mask is not None:
-        raise ValueError(f"{name} is gated, masked or not in a VisionTransformer of timm: not known here")
+        raise ValueError(f"{name} is gated, masked or not in a VisionTransformer of timm, which is not supported")
     q, k, v = module.qkv(x).unflatten(-1, (3, module.num_heads, module.head_dim)).unbind(2)
     q, k = module.q_norm(q), module.k_norm(k)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels one by one: the time of each over the time that moving its bytes takes, a roofline of one roof."""
+"""The Triton kernels one by one: the time of each, over the time to move its bytes."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from inline_attention.printing import table
+
 from .op import CONTENDERS, Case, bind, draw_sets
-from .record import table
 from .timing import profiled
 
-# What a kernel must read and write, in units of the bytes of one of q, k, v, where φ is the identity. What it has
-# beside that (states, sums, local weights) does not grow with the tokens.
+# Bytes that a kernel must read and write, in units of one of q, k, v, if φ is the identity. Its other data (states,
+# sums, local weights) do not grow with the tokens.
 UNITS = {
     "forward_kernel": 4,  # q, k, v → out
     "state_kernel": 2,  # k, v →
@@ -23,12 +24,12 @@ UNITS = {
     "grad_kernel": 6,  # k, v, g → dq, dk, dv
 }
 REST = "everything else"
-TURNS = 16  # through the sets of inputs
+TURNS = 16  # passes over the sets of inputs
 
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Of one kernel in one forward and backward, on inputs that are in no cache."""
+    """One kernel in one forward and backward pass, on inputs that are in no cache."""
 
     case: str
     kernel: str
@@ -59,7 +60,7 @@ def run_case(case: Case, *, device: torch.device, dtype: torch.dtype, bandwidth:
 
 
 def kernel_table(results: Sequence[dict]) -> str:
-    """A row a case and kernel."""
+    """A row for each case and kernel."""
     rows = []
     for r in results:
         floor = r["floor_seconds"]

@@ -1,170 +1,35 @@
-"""Whole models against their counterparts: inference and training steps, throughput, latency and memory."""
+"""Time and memory of whole models: inference and training steps of classifiers and dense models."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import timm
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from inline_attention.layers import InLineAttention
-from inline_attention.models import create_model
 from inline_attention.models.base import VisionModel
-from inline_attention.models.weights import open_model
-from inline_attention.ops import Backend, Grid
-from inline_attention.ops.projections import unstack
 from inline_attention.optimize import MODES, optimize
+from inline_attention.printing import table
 
-from .op import textbook_attention
-from .record import check_contenders, fastest, table
+from .contenders import CONTENDERS, PEERS, Loss, Size, is_dense, split_dense, training_loss
+from .record import fastest
 from .timing import Call, Effort, Timing, describe_error, measure, synchronised
 
-# The softmax model nearest to each of ours: timm's where it has one.
-COUNTERPARTS = {
-    "inline_deit_tiny": "deit_tiny_patch16_224",
-    "inline_deit_small": "deit_small_patch16_224",
-    "inline_deit_base": "deit_base_patch16_224",
-    "inline_pvt_tiny": "pvt_v2_b1",
-    "inline_pvt_small": "pvt_v2_b2",
-    "inline_swin_tiny": "swin_tiny_patch4_window7_224",
-    "inline_swin_small": "swin_small_patch4_window7_224",
-    "inline_swin_base": "swin_base_patch4_window7_224",
-    "inline_cswin_tiny": "softmax_cswin_tiny",
-    "inline_cswin_small": "softmax_cswin_small",
-    "inline_cswin_base": "softmax_cswin_base",
-}
 COMPILE_MODES = ("reduce-overhead", "max-autotune")
 EAGER = "eager"
-# (sizes, batch of each) that are measured unless a command says otherwise. A GPU needs large batches to be busy; with
-# those a CPU would take hours, and with these about a minute.
+# Default (sizes, batch of each). A GPU needs large batches to be busy. They would take a CPU hours; its own defaults
+# take about a minute.
 SIZES_AND_BATCHES: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("model", "cuda"): ((224,), (64,)),
     ("model", "cpu"): ((224,), (2,)),
     ("sweep", "cuda"): ((224, 384, 640, 1024, 2048), (256, 128, 64, 32, 8)),
     ("sweep", "cpu"): ((112, 224, 448), (4, 2, 1)),
 }
-PEERS = ("peer", "peer_sdpa")
-
-
-class FreeAttention(nn.Module):
-    """q + k + v in the place of attention: it moves the bytes that any attention must, and computes nothing."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.qkv = attention.get_submodule("qkv")
-        self.proj = attention.get_submodule("proj")
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(B, N, C) → (B, N, C)"""
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        return self.proj(q + k + v)
-
-
-class TextbookAttention(InLineAttention):
-    """InLine attention as the paper's matrix products, the residual as a grouped convolution. φ is the identity."""
-
-    def attend(
-        self,
-        projections: Sequence[Tensor],
-        *,
-        grid: Grid,
-        token_mask: Tensor | None,
-        local_weight: Tensor | None,
-    ) -> Tensor:
-        assert self.feature_map == "identity"
-        assert token_mask is None  # at the size that a model was built for, no window is padded
-        assert local_weight is not None
-        prefix = self.num_prefix_tokens
-        return textbook_attention(*unstack(projections), local_weight=local_weight, grid=grid, num_prefix_tokens=prefix)
-
-
-def set_backend(model: nn.Module, backend: Backend) -> nn.Module:
-    """Name the backend of all InLine attention, so that a benchmark does not depend on what "auto" chooses."""
-    for module in model.modules():
-        if isinstance(module, InLineAttention):
-            module.backend = backend
-    return model
-
-
-def build_model(name: str, img_size: int) -> nn.Module:
-    """A registered model, or the model of a weights file, at an input size."""
-    if not Path(name).is_file():
-        return create_model(name, img_size=img_size)
-    model = open_model(None, name)
-    model.set_input_size(img_size)
-    return model
-
-
-def build_fused(name: str, img_size: int) -> nn.Module:
-    return set_backend(build_model(name, img_size), "triton")
-
-
-def build_reference(name: str, img_size: int) -> nn.Module:
-    return set_backend(build_model(name, img_size), "reference")
-
-
-def build_textbook(name: str, img_size: int) -> nn.Module:
-    model = build_reference(name, img_size)
-    for module in model.modules():
-        if isinstance(module, InLineAttention):
-            module.__class__ = TextbookAttention  # the same parameters, another way to compute
-    return model
-
-
-def build_peer(name: str, img_size: int) -> nn.Module:
-    if name not in COUNTERPARTS:
-        raise ValueError(f"{name} has no counterpart; those that have one: {', '.join(COUNTERPARTS)}")
-    peer = COUNTERPARTS[name]
-    # PVT v2 has nothing that depends on the input size, and no argument for it.
-    return create_model(peer) if peer.startswith("pvt_v2") else create_model(peer, img_size=img_size)
-
-
-def build_peer_sdpa(name: str, img_size: int) -> nn.Module:
-    """The peer with SDPA also where timm does not use it by default: in Swin's windows, whose bias is a mask."""
-    before = timm.layers.use_fused_attn(), timm.layers.use_fused_attn(experimental=True)
-    timm.layers.set_fused_attn(True, experimental=True)
-    try:
-        return build_peer(name, img_size)
-    finally:
-        timm.layers.set_fused_attn(*before)
-
-
-def build_free(name: str, img_size: int) -> nn.Module:
-    model = build_peer(name, img_size)
-    for module in list(model.modules()):
-        for child_name, child in module.named_children():
-            if isinstance(getattr(child, "qkv", None), nn.Linear):
-                setattr(module, child_name, FreeAttention(child))
-    if not any(isinstance(module, FreeAttention) for module in model.modules()):
-        raise ValueError(f"{COUNTERPARTS[name]} has no attention with one qkv projection to replace")
-    return model
-
-
-@dataclass(frozen=True)
-class Contender:
-    title: str
-    build: Callable[[str, int], nn.Module]
-
-
-CONTENDERS = {
-    "fused": Contender("InLine, fused", build_fused),
-    "reference": Contender("InLine, reference", build_reference),
-    "textbook": Contender("InLine, textbook", build_textbook),
-    "peer": Contender("counterpart", build_peer),
-    "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa),
-    "free": Contender("counterpart, free attention", build_free),
-}
-
-
-def default_contenders(device: torch.device) -> list[str]:
-    everywhere = ["reference", "textbook", "peer", "free"]
-    return ["fused", *everywhere] if device.type == "cuda" else everywhere
+DENSE_BATCHES = {"infer": 1, "train": 2}  # as published; UperNet's batch norm cannot train on fewer than two images
 
 
 @dataclass(frozen=True)
@@ -172,12 +37,12 @@ class Setting:
     """One row of a table: a model at a size and a batch size, in inference or training."""
 
     model: str
-    img_size: int
+    img_size: Size
     batch: int
     training: bool
 
     def __str__(self) -> str:
-        return f"{self.model} {self.img_size}×{self.batch} {self.task}"
+        return f"{self.model} {describe_size(self.img_size)}×{self.batch} {self.task}"
 
     @property
     def task(self) -> str:
@@ -185,14 +50,23 @@ class Setting:
 
     @property
     def is_latency(self) -> bool:
-        return self.batch == 1 and not self.training
+        """Whether to wait for the end of each call. Batch 1 is the usual batch of a dense model, not a special case."""
+        return self.batch == 1 and not self.training and not is_dense(self.model)
+
+
+def describe_size(img_size: "Size | list[int]") -> str:
+    return str(img_size) if isinstance(img_size, int) else "×".join(map(str, img_size))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class ModelResult:
     """The result of one contender in one mode. `peak_bytes` counts parameters, optimiser state and activations, but not
     the images."""
 
+    model: str
+    img_size: Size
+    batch: int
+    task: str
     contender: str
     mode: str
     timing: Timing | None
@@ -201,26 +75,18 @@ class Measured:
     error: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelResult(Measured):
-    model: str
-    img_size: int
-    batch: int
-    task: str
-
-
 def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> Call:
     model.eval()
 
     def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()  # the outputs of the last step are not needed any more
+        torch.compiler.cudagraph_mark_step_begin()  # the outputs of the last step are no longer needed
         with torch.no_grad(), autocast():
             model(images)
 
     return step
 
 
-def learning_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], autocast: Callable[[], Any]) -> Call:
+def training_step(model: nn.Module, loss_of: Loss, autocast: Callable[[], Any]) -> Call:
     """Forward, loss, backward, AdamW."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -236,13 +102,8 @@ def learning_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], auto
     return step
 
 
-def training_step(model: nn.Module, images: Tensor, labels: Tensor, autocast: Callable[[], Any]) -> Call:
-    """The learning step of a classifier."""
-    return learning_step(model, lambda model: F.cross_entropy(model(images), labels), autocast)
-
-
 def in_precision(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
-    """What makes autocast's contexts; off for float32."""
+    """A factory of autocast contexts, which do nothing for float32."""
     return partial(torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
@@ -264,7 +125,7 @@ def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | Non
     """The step of a candidate, compiled and warm, and the memory it takes."""
     mode = candidate.mode
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # the first candidate would pay for what all of them use
+        torch._C._cuda_clearCublasWorkspaces()  # otherwise the first candidate is charged for all of them
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = candidate.build().to(device)
     model.train(candidate.training)
@@ -273,7 +134,7 @@ def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | Non
     step = candidate.step_of(model)
     peak = None
     for call in range(WARM_UP):
-        if device.type == "cuda" and call == 1:  # memory that compiling and tuning took does not count
+        if device.type == "cuda" and call == 1:  # do not count the memory of compilation and tuning
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         step()
@@ -304,7 +165,7 @@ def compare(
             try:
                 calls[key], peaks[key] = prepare(candidate, device)
                 log(f"ready: {key}")
-            except Exception as error:  # an error of one contender does not end the others
+            except Exception as error:  # the other contenders go on
                 errors[key] = describe_error(error)
                 log(f"failed: {key}: {errors[key]}")
                 _collect(device)
@@ -315,17 +176,22 @@ def compare(
 
 
 def default_modes(device: torch.device) -> list[str]:
-    """Compiling takes longer on a CPU than everything that is measured there."""
+    """The modes for classifiers. On a CPU, compiling takes longer than all measurements."""
     return [EAGER] if device.type == "cpu" else list(COMPILE_MODES)
+
+
+def default_dense_modes(*, training: bool) -> list[str]:
+    """CUDA graphs only in inference; in a detector they cover the backbone and the pyramid."""
+    return [EAGER, "default"] if training else [EAGER, "default", "reduce-overhead"]
 
 
 def default_sizes(
     kind: str, device: torch.device, *, img_sizes: Sequence[int] | None, batches: Sequence[int] | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Sizes and batches of "model" or "sweep", where one or both are not given."""
+    """The sizes and batches of "model" or "sweep": those that are given, and defaults for the others."""
     if img_sizes is None:
         img_sizes, usual = SIZES_AND_BATCHES[kind, device.type]
-    else:  # the batch of one size serves them all
+    else:  # use the same batch for all sizes
         usual = SIZES_AND_BATCHES["model", device.type][1]
     return img_sizes, usual if batches is None else batches
 
@@ -341,15 +207,14 @@ def make_candidates(
     setting: Setting, *, contenders: Sequence[str], modes: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> dict[tuple[str, str], Candidate]:
     """(contender, mode) → candidate. All of them see the same random images."""
-    images = torch.randn(setting.batch, 3, setting.img_size, setting.img_size, device=device)
-    labels = torch.zeros(setting.batch, dtype=torch.int64, device=device)  # any number of classes has this one
+    images = torch.randn(setting.batch, 3, *to_2tuple(setting.img_size), device=device)
     autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:
         channels = model.in_chans if isinstance(model, VisionModel) else 3
         inputs = images[:, :channels].contiguous()
         if setting.training:
-            return training_step(model, inputs, labels, autocast)
+            return training_step(model, training_loss(setting.model, inputs), autocast)
         return inference_step(model, inputs, autocast)
 
     return {
@@ -375,38 +240,28 @@ def run_setting(
     effort: Effort,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
-    """Every contender in every mode."""
-    modes = usable_modes(modes or default_modes(device), device)
+    """Every contender in every mode. All are built first and then timed in turn."""
+    if modes is None:
+        modes = default_dense_modes(training=setting.training) if is_dense(setting.model) else default_modes(device)
+    modes = usable_modes(modes, device)
     candidates = make_candidates(setting, contenders=contenders, modes=modes, device=device, dtype=dtype)
-    effort = effort.for_latency() if setting.is_latency else effort
-    measured = measure_all(
-        candidates, batch=setting.batch, device=device, effort=effort, log=lambda line: log(f"{setting}: {line}")
-    )
-    about: dict[str, Any] = dict(model=setting.model, img_size=setting.img_size, batch=setting.batch, task=setting.task)
-    return [ModelResult(**about, **vars(one)) for one in measured]
-
-
-def measure_all(
-    candidates: Mapping[tuple[str, str], Candidate],
-    *,
-    batch: int,
-    device: torch.device,
-    effort: Effort,
-    log: Callable[[str], None],
-) -> list[Measured]:
-    """Candidates by contender and mode: built first, then timed in turn, on `batch` images each."""
     named = {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()}
-    outcome = compare(named, device=device, effort=effort, log=log)
+    effort = effort.for_latency() if setting.is_latency else effort
+    outcome = compare(named, device=device, effort=effort, log=lambda line: log(f"{setting}: {line}"))
     results = []
     for contender, mode in candidates:
         timing, peak = outcome[f"{contender} {mode}"]
         timed = timing if isinstance(timing, Timing) else None
         results.append(
-            Measured(
+            ModelResult(
+                model=setting.model,
+                img_size=setting.img_size,
+                batch=setting.batch,
+                task=setting.task,
                 contender=contender,
                 mode=mode,
                 timing=timed,
-                images_per_second=None if timed is None else batch / timed.median,
+                images_per_second=None if timed is None else setting.batch / timed.median,
                 peak_bytes=peak,
                 error=timing if isinstance(timing, str) else None,
             )
@@ -415,7 +270,7 @@ def measure_all(
 
 
 def release_graphs(device: torch.device) -> None:
-    """Free what torch.compile keeps, and with it the memory of CUDA graphs."""
+    """Free the caches of torch.compile, which hold the memory of CUDA graphs."""
     torch._dynamo.reset()
     _collect(device)
 
@@ -450,80 +305,92 @@ def make_settings(
     return settings
 
 
+def make_dense_settings(
+    models: Sequence[str], *, img_size: tuple[int, int] | None, batch: int | None, tasks: Sequence[str]
+) -> list[Setting]:
+    """Each dense model in each task, by default at the size and batch of the published cost and training."""
+    if batch is not None and batch < 1:
+        raise ValueError(f"--batch-size {batch}: expected 1 or more")
+    settings = []
+    for model in models:
+        dense = split_dense(model)
+        assert dense is not None
+        for task in tasks:
+            setting = Setting(model, img_size or dense[0].size, batch or DENSE_BATCHES[task], task == "train")
+            if model.startswith("upernet-") and setting.training and setting.batch == 1:
+                raise ValueError(
+                    f"--batch-size 1: {model} needs 2 images or more to train, for a batch norm over the mean of an "
+                    "image; give --batch-size 2, or --infer"
+                )
+            settings.append(setting)
+    return settings
+
+
 def check_modes(modes: Sequence[str] | None) -> None:
     if unknown := [mode for mode in modes or () if mode not in (*MODES, EAGER)]:
         raise ValueError(f"there is no mode {', '.join(unknown)}; expected some of {', '.join((*MODES, EAGER))}")
 
 
-def check(models: Sequence[str], contenders: Sequence[str], modes: Sequence[str] | None) -> None:
-    if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
-        raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
-    check_contenders(contenders, CONTENDERS)
-    check_modes(modes)
-    without = [name for name in models if name not in COUNTERPARTS]
-    if without and {*PEERS, "free"} & set(contenders):
-        raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference,textbook")
+def row_of(r: dict) -> tuple:
+    """The key of a row: results that differ only in contender and mode share it."""
+    size = r["img_size"]
+    return r["model"], size if isinstance(size, int) else tuple(size), r["batch"], r["task"]
 
 
 def best_of(results: Sequence[dict]) -> list[dict]:
     return fastest(results, row_of)
 
 
-def peer_speeds(best: Sequence[dict]) -> dict[tuple, float]:
-    """Images a second of the faster counterpart in each row. All ratios are over it."""
-    speeds: dict[tuple, float] = {}
+def fastest_peers(best: Sequence[dict]) -> dict[tuple, dict]:
+    """The fastest softmax model of each row. All ratios are over it."""
+    peers: dict[tuple, dict] = {}
     for r in best:
         if r["contender"] in PEERS and r["images_per_second"]:
-            speeds[row_of(r)] = max(speeds.get(row_of(r), 0), r["images_per_second"])
-    return speeds
+            row = row_of(r)
+            peers[row] = max(peers.get(row, r), r, key=lambda one: one["images_per_second"])
+    return peers
+
+
+def _ratio(ours: float | None, theirs: float | None) -> str:
+    return f"{ours / theirs:.2f}" if ours and theirs else ""
 
 
 def model_table(results: Sequence[dict]) -> str:
-    """A row for each contender in its best mode, with its speed over that of the counterpart."""
+    """A row for each contender in its best mode, with its speed and memory over those of the counterpart."""
     best = best_of(results)
-    peers = peer_speeds(best)
+    peers = fastest_peers(best)
     rows = []
     for r in best:
-        cells = [r["model"], f"{r['img_size']} × {r['batch']}", r["task"], CONTENDERS[r["contender"]].title]
+        size = f"{describe_size(r['img_size'])} × {r['batch']}"
+        cells = [r["model"], size, r["task"], CONTENDERS[r["contender"]].title]
         if r["timing"] is None:
-            rows.append([*cells, r["error"], *[""] * 5])
+            rows.append([*cells, r["error"], *[""] * 6])
             continue
-        timing, peer = r["timing"], peers.get(row_of(r))
-        spread = (timing["high"] - timing["low"]) / timing["median"]
+        timing, peer = r["timing"], peers.get(row_of(r), {})
+        speed = r["images_per_second"]
         rows.append([
             *cells,
             r["mode"],
-            f"{r['images_per_second']:,.0f}",
+            f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
             f"{timing['median'] * 1e3:.2f}",
-            f"{spread:.1%}",
-            "" if peer is None else f"{r['images_per_second'] / peer:.2f}",
+            f"{(timing['high'] - timing['low']) / timing['median']:.1%}",
+            _ratio(speed, peer.get("images_per_second")),
             "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}",
+            _ratio(r["peak_bytes"], peer.get("peak_bytes")),
         ])  # fmt: skip
     header = [
-        "model",
-        "size × batch",
-        "task",
-        "contender",
-        "best mode",
-        "img/s",
-        "ms",
-        "spread",
-        "÷ counterpart",
-        "GiB",
-    ]
+        "model", "size × batch", "task", "contender", "best mode", "img/s", "ms", "spread", "speed ÷ softmax", "GiB",
+        "GiB ÷ softmax",
+    ]  # fmt: skip
     return table(header, rows)
-
-
-def row_of(r: dict) -> tuple:
-    return r["model"], r["img_size"], r["batch"], r["task"]
 
 
 def ratio_table(results: Sequence[dict]) -> str:
     """A column for each size: the speed of each contender over that of the counterpart."""
     best = best_of(results)
     speeds = {(*row_of(r), r["contender"]): r["images_per_second"] for r in best if r["images_per_second"]}
-    peers = peer_speeds(best)
-    columns = list(dict.fromkeys((r["img_size"], r["batch"]) for r in results))
+    peers = fastest_peers(best)
+    columns = list(dict.fromkeys(row_of(r)[1:3] for r in results))
     rows = []
     for model, task in dict.fromkeys((r["model"], r["task"]) for r in results):
         for contender in CONTENDERS:
@@ -532,8 +399,8 @@ def ratio_table(results: Sequence[dict]) -> str:
             cells = []
             for size, batch in columns:
                 at = (model, size, batch, task)
-                ours, peer = speeds.get((*at, contender)), peers.get(at)
-                cells.append(f"{ours / peer:.2f}" if ours and peer else "")
+                cells.append(_ratio(speeds.get((*at, contender)), peers.get(at, {}).get("images_per_second")))
             if any(cells):
                 rows.append([model, task, CONTENDERS[contender].title, *cells])
-    return table(["model", "task", "÷ counterpart", *(f"{size} × {batch}" for size, batch in columns)], rows)
+    sizes = [f"{describe_size(size)} × {batch}" for size, batch in columns]
+    return table(["model", "task", "speed ÷ softmax", *sizes], rows)

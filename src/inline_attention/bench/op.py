@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inline_attention.ops import inline_attention, inline_attention_projected
+from inline_attention.printing import table
 
-from .record import check_contenders, table
+from .record import check_contenders
 from .timing import Call, Effort, Timing, captured, describe_error, measure, peak_memory
 
-# In units of the bytes of one of q, k, v. The forward reads them and writes the output. The backward reads them and the
-# gradient of the output, and writes three gradients.
+# In units of the bytes of one of q, k, v. The forward pass reads them and writes the output. The backward pass reads
+# them and the gradient of the output, and writes three gradients.
 FLOOR_UNITS = {"forward": 4, "forward+backward": 11}
 
 
@@ -59,9 +60,9 @@ QUICK_CASES = ("8,14,6x32", "64,7,6x32", "2,32,6x32")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every contender starts from: the output of a projection, and q, k, v as views of it.
+    """The inputs of every contender: the output of a projection, and q, k, v as views of it.
 
-    A contender is differentiated by the form that it takes, so that none pays for joining three gradients.
+    A contender is differentiated with respect to its own inputs. None has to join three gradients.
     """
 
     case: Case
@@ -100,8 +101,8 @@ def reference(x: Inputs) -> Tensor:
 def textbook_attention(
     q: Tensor, k: Tensor, v: Tensor, *, local_weight: Tensor, grid: tuple[int, int], num_prefix_tokens: int
 ) -> Tensor:
-    """InLine attention as the paper writes it, in the inputs' dtype: products of matrices, and the local residual as a
-    convolution with as many groups as there are channels in the batch. (B, N, heads, d) → the same"""
+    """InLine attention as the paper writes it, in the inputs' dtype: matrix products, and the local residual as a
+    convolution with a group for each channel of the batch. (B, N, heads, d) → the same"""
     batch, tokens, heads, head_dim = q.shape
     scale = head_dim**-0.5
     v_map = v[:, num_prefix_tokens:].unflatten(1, grid).flatten(3).permute(0, 3, 1, 2)  # (B, C, height, width)
@@ -132,7 +133,7 @@ def softmax(x: Inputs) -> Tensor:
 
 
 def softmax_wide(x: Inputs) -> Tensor:
-    """Half as many heads, twice as wide, as softmax models of the same width have."""
+    """Half as many heads of twice the width, as in softmax models of the same width."""
     heads = (x.case.heads // 2, 2 * x.case.head_dim)
     return _softmax(*(y.flatten(2).unflatten(2, heads) for y in (x.q, x.k, x.v))).reshape(x.q.shape)
 
@@ -178,7 +179,7 @@ def choose_contenders(names: Sequence[str] | None, device: torch.device) -> list
 
 
 def draw_sets(case: Case, *, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
-    """Several inputs on a GPU, so that none of them is still in the cache when its turn comes again."""
+    """Several inputs on a GPU, so that none is still in the cache when it is used again."""
     sets = 1
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -209,7 +210,7 @@ def run_case(
                 each[0]()
                 peaks[name] = peak_memory(each[0], device)
                 calls[name], in_graph[name] = _in_turn(each, device)
-            except Exception as error:  # an error of one contender does not end the others
+            except Exception as error:  # the other contenders go on
                 errors[name] = describe_error(error)
         outcome = measure(calls, device=device, effort=effort)
         results = []
@@ -255,7 +256,7 @@ def _in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
     if device.type == "cuda":
         try:
             return captured(calls), True
-        except RuntimeError:  # something in it cannot be captured; its launches are timed as well then
+        except RuntimeError:  # it cannot be captured, so its launches are timed as well
             torch.cuda.synchronize()
 
     def run() -> None:

@@ -1,15 +1,17 @@
-"""Images a second against the resolution."""
+"""Pictures of model benchmarks: speed over resolution, and bars of time and memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from .model import CONTENDERS, best_of, peer_speeds, row_of
+from .contenders import CONTENDERS
+from .model import best_of, describe_size, fastest_peers, row_of
 
 COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "free": "0.6"}
 
 
 def check_picture(path: Path) -> None:
-    """An error now for what could not be drawn after hours of work: no matplotlib, or a format that it has not."""
+    """Fail before the work starts if matplotlib is missing or does not know the format."""
     from matplotlib.figure import Figure
 
     formats = Figure().canvas.get_supported_filetypes()
@@ -18,11 +20,11 @@ def check_picture(path: Path) -> None:
 
 
 def draw_sweep(results: Sequence[dict], path: Path) -> None:
-    """A panel a task, both axes logarithmic, our speed over the faster counterpart's written at each size."""
+    """Images a second against the size, a panel for each task. Each size shows our ratio to the fastest counterpart."""
     from matplotlib.figure import Figure
 
     best = [r for r in best_of(results) if r["images_per_second"]]
-    peers = peer_speeds(best)
+    peers = fastest_peers(best)
     panels = list(dict.fromkeys((r["model"], r["task"]) for r in best if r["batch"] > 1))
     if not panels:
         raise ValueError("nothing to draw: no measurement of more than one image at a time succeeded")
@@ -38,14 +40,46 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
         for r in shown:
             if r["contender"] == "fused" and (peer := peers.get(row_of(r))):
                 ours = r["images_per_second"]
-                axes.annotate(f"{ours / peer:.2f}×", (r["img_size"], ours), xytext=(0, 9),
+                axes.annotate(f"{ours / peer['images_per_second']:.2f}×", (r["img_size"], ours), xytext=(0, 9),
                               textcoords="offset points", ha="center", fontsize=8, color=COLOURS["fused"])  # fmt: skip
         sizes = sorted({size for speed in speeds.values() for size in speed})
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
-        axes.margins(y=0.1)  # for what is written above the highest point
+        axes.margins(y=0.1)  # room for the ratio above the highest point
         axes.set(title=f"{model}: {'training' if task == 'train' else 'inference'}", xlabel="side of the image, pixels")
         axes.set_ylabel("images a second")
         axes.grid(alpha=0.3)
         axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def draw_bars(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Milliseconds an image and peak memory side by side, with a group of bars for each model and task."""
+    from matplotlib.figure import Figure
+
+    best = [r for r in best_of(results) if r["timing"] is not None]
+    if not best:
+        raise ValueError("nothing to draw: no measurement succeeded")
+    groups = list(dict.fromkeys(row_of(r) for r in best))
+    shown = [contender for contender in CONTENDERS if any(r["contender"] == contender for r in best)]
+    figure = Figure(figsize=(11, 1.4 + 0.35 * len(groups) * len(shown)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    measures: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
+        ("milliseconds an image", lambda r: 1e3 / r["images_per_second"]),
+        ("peak memory, GiB", lambda r: (r["peak_bytes"] or 0) / 2**30),
+    ]
+    height = 0.8 / len(shown)
+    for axes, (label, value) in zip(panels, measures, strict=True):
+        for number, contender in enumerate(shown):
+            of_group = {row_of(r): value(r) for r in best if r["contender"] == contender}
+            places = [i + (number - (len(shown) - 1) / 2) * height for i in range(len(groups))]
+            bars = axes.barh(places, [of_group.get(g, 0) for g in groups], height, label=CONTENDERS[contender].title)
+            axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+        axes.set_xlabel(label)
+        axes.margins(x=0.12)  # room for the numbers beside the bars
+        axes.grid(axis="x", alpha=0.3)
+    names = [f"{model}\n{task}, {batch} × {describe_size(size)}" for model, size, batch, task in groups]
+    panels[0].set_yticks(range(len(groups)), names)
+    panels[0].invert_yaxis()  # the first on top
+    panels[1].legend()
     figure.savefig(path, dpi=150)

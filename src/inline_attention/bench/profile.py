@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 
+from inline_attention.printing import table
+
+from .contenders import CONTENDERS, Size
 from .kernels import UNITS
 from .model import (
-    CONTENDERS,
     Candidate,
     Setting,
+    describe_size,
     each_size_compiled,
     make_candidates,
     prepare,
@@ -19,18 +22,17 @@ from .model import (
     row_of,
     usable_modes,
 )
-from .record import table
 from .timing import Kernel, describe_error, profiled
 
-STEPS = 10  # profiled, after those that compile and warm up
+STEPS = 10  # profiled, after the warm-up
 
 PRODUCTS, ELEMENTWISE, OTHER = "matrix products", "norms, elementwise", "other"
-# (pattern of a name, kind). The first that fits counts. The profiler gives names only, so attention that is made of
-# matrix products and elementwise code (reference and textbook) is counted with those.
+# (pattern of a name, kind). The first match counts. The profiler reports names only. Attention that consists of matrix
+# products and elementwise code (reference and textbook) is therefore counted as those.
 KINDS = (
     (r"^triton_tem_\w*mm", PRODUCTS),  # Inductor's templates, which max-autotune tries
     (r"^triton_tem_\w*conv", "convolutions"),
-    (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's, whose names list all that was fused
+    (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's; the name lists the fused operators
     (rf"^({'|'.join(UNITS)}|local_weight_kernel)$", "attention"),  # ours
     (r"flash|fmha|sdpa|scaled_dot_product|inline_?attention", "attention"),
     (r"conv(?!ert)|fprop|dgrad|wgrad", "convolutions"),
@@ -44,10 +46,10 @@ NAME_WIDTH = 60
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Of one kernel in one step; on a CPU of one operator, less what it calls."""
+    """One kernel in one step; on a CPU, one operator without the operators that it calls."""
 
     model: str
-    img_size: int
+    img_size: Size
     batch: int
     task: str
     contender: str
@@ -71,7 +73,7 @@ def run_setting(
     dtype: torch.dtype,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ProfileResult]:
-    """The kernels of every contender, one contender after the other; of each, those that take longest first."""
+    """The kernels of every contender, the longest first, one contender after the other."""
     results: list[ProfileResult] = []
     candidates = make_candidates(
         setting, contenders=contenders, modes=usable_modes([mode], device), device=device, dtype=dtype
@@ -82,7 +84,7 @@ def run_setting(
             for kernel in profile_candidate(candidate, device):
                 results.append(row(kernel.name, kernel.seconds * 1e6, kernel.launches))
             log(f"{setting}: profiled: {contender} {used_mode}")
-        except Exception as error:  # of one contender: the others go on
+        except Exception as error:  # the other contenders go on
             results.append(row(None, 0.0, 0.0, describe_error(error)))
             log(f"{setting}: failed: {contender} {used_mode}: {results[-1].error}")
         release_graphs(device)
@@ -90,7 +92,7 @@ def run_setting(
 
 
 def profile_candidate(candidate: Candidate, device: torch.device) -> list[Kernel]:
-    """Of one step."""
+    """The kernels of one step."""
     # Inductor's loops on a CPU have no names in a profile unless they are compiled with them.
     names = torch._inductor.config.patch({"cpp.enable_kernel_profile": device.type == "cpu"})
     with each_size_compiled(), names:
@@ -99,13 +101,13 @@ def profile_candidate(candidate: Candidate, device: torch.device) -> list[Kernel
 
 
 def profile_table(results: Sequence[dict]) -> str:
-    """Of each contender: the whole step, its kinds of kernels, and the longest kernels of each kind."""
+    """For each contender: the whole step, its kinds of kernels, and the longest kernels of each kind."""
     steps: dict[tuple, list[dict]] = {}
     for r in results:
         steps.setdefault((*row_of(r), r["contender"], r["mode"]), []).append(r)
     rows = []
     for (model, size, batch, task, contender, mode), kernels in steps.items():
-        cells = [model, f"{size} × {batch}", task, CONTENDERS[contender].title, mode]
+        cells = [model, f"{describe_size(size)} × {batch}", task, CONTENDERS[contender].title, mode]
         if kernels[0]["kernel"] is None:
             rows.append([*cells, kernels[0]["error"], "", "", "", ""])
             continue
@@ -129,6 +131,6 @@ def _sum(kernels: Sequence[dict]) -> float:
 
 
 def _shortened(name: str) -> str:
-    """Without what a table cannot hold: kernels from C++ are named with all their template's arguments."""
+    """A name short enough for a table. The names of C++ kernels include all template arguments."""
     name = name.replace("|", "¦")
     return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"

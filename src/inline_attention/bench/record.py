@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ FACTS = ("inline-attention", "python", "cpu", "torch", "triton", "timm", "torch 
 
 
 def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """What the figures depend on: name → value."""
+    """The facts that the results depend on: name → value."""
     environment = describe_environment()
     facts = {name: environment[name] for name in FACTS}
     if device.type == "cuda":
@@ -36,19 +36,21 @@ class Record:
     kind: str  # "op", "kernels", "model", "profile" or "dense"
     facts: dict[str, str]
     path: Path | None = None
-    results: list[Any] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, results: Iterable[Any]) -> None:
-        self.results.extend(results)
+    def add(self, results: Iterable[Any]) -> list[dict[str, Any]]:
+        """Add results, which are dataclasses. Returns them as dictionaries, for a table."""
+        added = [asdict(result) for result in results]
+        self.results += added
         if self.path is not None:
-            results_ = [asdict(result) for result in self.results]
-            text = json.dumps(dict(kind=self.kind, facts=self.facts, results=results_), indent=1, ensure_ascii=False)
-            self.path.write_text(text + "\n", encoding="utf-8")
+            content = dict(kind=self.kind, facts=self.facts, results=self.results)
+            self.path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return added
 
     @property
     def failed(self) -> bool:
         """Whether no measurement succeeded."""
-        return all(getattr(result, "error", None) is not None for result in self.results)
+        return all(result.get("error") is not None for result in self.results)
 
 
 def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
@@ -57,9 +59,12 @@ def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, s
         content = json.loads(path.read_text(encoding="utf-8"))
         kind, facts, results = content["kind"], content["facts"], content["results"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no record of `inline bench`: {error!r}") from error
+        raise ValueError(f"{path} is not a record of `inline bench`: {error!r}") from error
     if kind not in kinds:
         raise ValueError(f"{path} is a record of kind {kind!r}; expected {' or '.join(kinds)}")
+    for result in results:
+        if "size" in result:  # in records of dense models before 0.2
+            result["img_size"] = result.pop("size")
     return kind, facts, results
 
 
@@ -76,14 +81,3 @@ def fastest(
     for r in results:
         groups.setdefault((*row(r), r["contender"]), []).append(r)
     return [max(group, key=lambda r: r["images_per_second"] or 0) for group in groups.values()]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown that also reads well in a terminal."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([text[0], rule, *text[1:]])

@@ -44,7 +44,7 @@ class Effort:
         return cls(rounds=5, seconds=0.03) if quick else cls()
 
     def for_latency(self) -> "Effort":
-        """Four times the samples. The time of a single image is mostly the host's, and varies more."""
+        """Four times the samples, because the time of a single image varies more: the host dominates it."""
         return replace(self, rounds=4 * self.rounds)
 
 
@@ -86,7 +86,7 @@ def measure(calls: Mapping[str, Call], *, device: torch.device, effort: Effort) 
                     repeats[name] = min(10_000, max(1, math.ceil(effort.seconds / max(once, 1e-9))))
                 else:
                     samples[name].append(sample(call, device=device, repeats=repeats[name]))
-            except Exception as error:  # out of memory, say: the others' figures are not lost
+            except Exception as error:  # such as out of memory: keep the results of the others
                 outcome[name] = describe_error(error)
         order.rotate(-1)
     return {name: outcome.get(name) or Timing.of(samples[name]) for name in calls}
@@ -114,7 +114,7 @@ def captured(calls: Sequence[Call]) -> Call:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # compiles kernels and creates handles, which a capture must not
+        for call in calls:  # compiles kernels and creates handles, which is not allowed during a capture
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -134,7 +134,7 @@ class Kernel:
 
     @classmethod
     def of(cls, name: str, *, seconds: float, launches: int, calls: int) -> "Kernel":
-        """From what a profiler saw in `calls` calls.
+        """From the events of a profiler over `calls` calls.
 
         The profiler loses some of the first launches on a GPU (pytorch/pytorch#192021). Launches are therefore rounded
         to a whole number a call, unless there are fewer than one.
@@ -144,7 +144,7 @@ class Kernel:
 
 
 def profiled(call: Call, *, device: torch.device, calls: int) -> list[Kernel]:
-    """The kernels of a call that has been made before, those that take longest first."""
+    """The kernels of a call that has run before, the longest first."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(calls):
@@ -162,7 +162,7 @@ def profiled(call: Call, *, device: torch.device, calls: int) -> list[Kernel]:
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
-    """Bytes that a call allocates beyond what was allocated before it; None where PyTorch does not count them."""
+    """Peak bytes that a call allocates. None without allocator statistics."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -174,7 +174,7 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 
 
 def copy_bandwidth(device: torch.device, *, effort: Effort) -> float:
-    """Bytes read and written in a second by a large copy: the upper limit for code that only moves memory."""
+    """Bytes read and written per second by a large copy, the upper limit for code that only moves memory."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

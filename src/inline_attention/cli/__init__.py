@@ -1,7 +1,7 @@
-"""The command `inline`. One file a command: `configure(parser)` and `run(args)`; thin: parse, call, print.
+"""The command `inline`. Each command is a file with `configure(parser)` and `run(args)`, which parse, call and print.
 
-`inline_command`, beside this package, lists the commands and starts one. Command modules import what they need inside
-`run`, so that `--help` and mistakes in options are answered before anything else is loaded.
+`inline_command`, beside this package, lists the commands and starts one. Command modules import most of the library
+inside `run`. The answers to `--help` and to wrong options do not wait for it.
 """
 
 import argparse
@@ -20,14 +20,16 @@ __all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "parse", "run_co
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Leaves itself in what it parses. With commands inside commands, the innermost one is left, so that an error can
-    show the usage of the command it is about."""
+    """Stores itself in the parsed arguments as `parser`.
+
+    The parser of a subcommand replaces that of its command. An error can therefore show the right usage.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)  # docstrings keep their lines
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
-        self.more_help: Callable[[], str] | None = None  # stands at the end of the help, made when it is asked for
+        self.more_help: Callable[[], str] | None = None  # appended to the help, and made only then
 
     def format_help(self) -> str:
         if self.more_help is not None:
@@ -35,8 +37,8 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
 
-class _LogHandler(logging.StreamHandler):  # without a type argument, which Python 3.10 does not take
-    """What the library logs, such as the names of unreadable images, on standard error."""
+class _LogHandler(logging.StreamHandler):  # Python 3.10 does not accept a type argument
+    """Prints the log of the library, such as the names of unreadable images, to standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
@@ -55,9 +57,9 @@ def run_command(command: str, argv: Sequence[str]) -> int:
 
 
 def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name: str) -> int:
-    """Parse and run. Exit status as for `main`. `INLINE_TRACEBACK=1` shows where an error came from."""
+    """Parse and run. The exit status is that of `main`. `INLINE_TRACEBACK=1` shows the traceback of an error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks ends no command
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(handlers=[_LogHandler()])
     try:
@@ -74,10 +76,10 @@ def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments and options in any order.
+    """Parse arguments and options in any order.
 
-    argparse ends a list of arguments at the first option. Where a command calls its list `arguments`, what stands
-    behind the option is added to it.
+    argparse ends a list of arguments at the first option. If a command calls its list `arguments`, the words after the
+    option are added to it.
     """
     args, rest = parser.parse_known_args(argv)
     if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):

@@ -1,12 +1,14 @@
-"""What `inline segment` and `inline detect` share: their actions, the options of trained weights, how a run ends."""
+"""The actions of `inline segment` and `inline detect`: their options, prediction, result files, the end of a run."""
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from inline_attention.cli._options import add_device, add_loading, add_output, add_precision, add_results
+from inline_attention.cli._output import autocast_dtype, image_progress
 from inline_attention.cli._training import configure_training
+from inline_attention.environment import choose_device
+from inline_attention.printing import say, write_json
 
 if TYPE_CHECKING:
     from inline_attention.data.skipped import SkippedImage
@@ -16,11 +18,9 @@ if TYPE_CHECKING:
 
 TrainedT = TypeVar("TrainedT", bound="TrainedModel[Any, Any]")
 
-FEW_IMAGES = 16  # below this, starting loader processes takes longer than they save
-
 
 class Actions(NamedTuple):
-    """The parsers of a command's actions that have options of their own."""
+    """The parsers of the actions to which a command adds options."""
 
     eval: argparse.ArgumentParser
     predict: argparse.ArgumentParser
@@ -42,14 +42,14 @@ def add_actions(
     """Add train, models, eval and predict.
 
     Args:
-        command: the word after `inline`.
-        model: what is trained, for the help.
-        task: imports the task, when it is needed.
-        data: the help of train's --data.
-        add_options: adds how images are prepared, for eval and predict.
-        measures: the help of eval.
-        predicts: the help of predict.
-        output: the default folder of predict.
+        command: the name of the command.
+        model: the kind of model, for the help.
+        task: imports the task. It is called only when the task is needed.
+        data: help of --data in train.
+        add_options: adds the options of image preparation, for eval and predict.
+        measures: help of eval.
+        predicts: help of predict.
+        output: default folder of predict.
     """
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     train = actions.add_parser("train", help=f"train a {model}", description=description)
@@ -66,7 +66,7 @@ def add_actions(
 
     evaluate = actions.add_parser("eval", parents=[trained], help=measures)
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
-    evaluate.add_argument("--split", help="split to evaluate on (default: as in the run that made the weights)")
+    evaluate.add_argument("--split", help="split to evaluate on (default: that of the training run)")
     add_results(evaluate, csv="the figures of each class")
 
     predict = actions.add_parser("predict", parents=[trained], help=predicts)
@@ -75,19 +75,39 @@ def add_actions(
     return Actions(evaluate, predict)
 
 
-def open_for_prediction(
-    args: argparse.Namespace, load: "Callable[[argparse.Namespace], TrainedT]"
-) -> "tuple[list[Path], TrainedT]":
-    """The images of `predict`, none of which must be readable, and the model; makes the folder for what is found."""
+def predict(
+    args: argparse.Namespace,
+    load: "Callable[[argparse.Namespace], TrainedT]",
+    predict_files: "Callable[..., Sequence[Any]]",
+    *,
+    doing: str,
+    describe: Callable[[Any], str],
+    files: str,
+) -> int:
+    """Run the action `predict`.
+
+    Args:
+        load: opens the model, with the options of the command.
+        predict_files: predicts and writes a list of files, such as `segment_files`.
+        doing: title of the progress bar.
+        describe: makes the line about one image.
+        files: name of the written files, for the last line.
+    """
     from inline_attention.data.sources import find_images
 
+    device = choose_device(args.device)
     paths = find_images(args.images)
     trained = load(args)
-    trained.data.max_broken = len(paths)
-    if args.workers is None and len(paths) < FEW_IMAGES:
-        trained.data.workers = 0
-    args.output.mkdir(parents=True, exist_ok=True)
-    return paths, trained
+    with image_progress(doing, total=len(paths)) as on_images:
+
+        def on_file(file: Any) -> None:
+            say(f"{file.path}: {describe(file)}")
+            on_images(1)
+
+        options = dict(device=device, amp_dtype=autocast_dtype(args.precision), on_file=on_file)
+        done = predict_files(trained, paths, args.output, **options)
+    say(f"{len(done)} {files} in {args.output}")
+    return 0 if done else 1
 
 
 def write_result(
@@ -99,9 +119,7 @@ def write_result(
     seconds: float,
     skipped: "Iterable[SkippedImage]",
 ) -> None:
-    """The JSON file of `eval`, where one is wanted."""
-    from inline_attention.cli._output import write_json
-
+    """Write the JSON file of `eval`, if --json asks for it."""
     if args.json:
         facts = {"model": trained.title, "weights": args.weights, "data": args.data, "split": trained.data.val_split}
         read = {"images": images, "seconds": seconds, "skipped_images": [image._asdict() for image in skipped]}
@@ -109,7 +127,7 @@ def write_result(
 
 
 def describe_outcome(outcome: "Outcome", *, command: str, result: str, files: Mapping[str, str]) -> str:
-    """The last lines of a run: its result, and where things are. `files`: what is in the run folder, by its name."""
+    """The last lines of a training run: its result and its files. `files`: label → name in the run folder."""
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"
     lines = {

@@ -1,4 +1,4 @@
-"""Options that several commands have: one name, one meaning and one line of help each."""
+"""Options that several commands share, each with one name, one meaning and one line of help."""
 
 import argparse
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-def add_device(parser: argparse.ArgumentParser, *, default: str = "the best there is") -> None:
+def add_device(parser: argparse.ArgumentParser, *, default: str = "the best available") -> None:
     parser.add_argument("--device", metavar="D", help=f"cpu, cuda, cuda:N or mps (default: {default})")
 
 
 def add_precision(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """default: said in the help; `args.precision` is None unless the option is given."""
-    parser.add_argument("--precision", choices=PRECISIONS, help=f"of the computation, by autocast (default: {default})")
+    """default: text for the help. `args.precision` is None without the option."""
+    parser.add_argument("--precision", choices=PRECISIONS, help=f"autocast precision (default: {default})")
 
 
 def add_weights(parser: argparse.ArgumentParser, *, otherwise: str | None = None) -> None:
-    """otherwise: what is used without the option; None: it is required."""
+    """otherwise: help text about the weights that are used without the option. None makes it required."""
     text = "file, URL, or 'pretrained' for the published weights"
     parser.add_argument(
         "--weights",
@@ -26,7 +26,7 @@ def add_weights(parser: argparse.ArgumentParser, *, otherwise: str | None = None
     )
 
 
-def add_img_size(parser: argparse.ArgumentParser, *, default: str = "the model's own") -> None:
+def add_img_size(parser: argparse.ArgumentParser, *, default: str = "that of the model") -> None:
     parser.add_argument(
         "--img-size", type=int, nargs="+", metavar="N", help=f"side, or height and width (default: {default})"
     )
@@ -37,15 +37,15 @@ def add_eval_transform(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser, *, batch_size: int | None = None) -> None:
-    """--workers, and --batch-size where a command has batches."""
+    """Add --workers, and --batch-size if a default is given."""
     if batch_size is not None:
         parser.add_argument("--batch-size", type=int, default=batch_size, metavar="B", help=f"default: {batch_size}")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: by the machine)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: up to 8)")
 
 
 def add_output(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    """default: a folder; None: the option is required."""
-    text = "folder for what is written" + ("" if default is None else f" (default: {default})")
+    """default: a folder. None makes the option required."""
+    text = "folder for the results" + ("" if default is None else f" (default: {default})")
     parser.add_argument(
         "--output",
         metavar="DIR",
@@ -57,7 +57,7 @@ def add_output(parser: argparse.ArgumentParser, *, default: str | None = None) -
 
 
 def add_results(parser: argparse.ArgumentParser, *, csv: str | None = None) -> None:
-    """--json, and --csv for what a line of it holds."""
-    parser.add_argument("--json", metavar="FILE", help="write the result there; - prints it instead of text")
+    """Add --json, and --csv if its content is described."""
+    parser.add_argument("--json", metavar="FILE", help="write the result to FILE; - prints it instead of text")
     if csv is not None:
-        parser.add_argument("--csv", metavar="FILE", type=Path, help=f"write {csv} there")
+        parser.add_argument("--csv", metavar="FILE", type=Path, help=f"write {csv} to FILE")

@@ -1,40 +1,24 @@
-"""What commands share: devices, progress, result files."""
+"""Precision, sizes, progress and result files, for all commands."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from inline_attention.printing import NOT_UTF8, say, say_text
-
-STANDARD_OUTPUT = "-"  # as the name of a result file
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device named, or the best there is."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
+from inline_attention.printing import STANDARD_OUTPUT, say
 
 
 def autocast_dtype(precision: str | None) -> torch.dtype | None:
-    """What to compute in by autocast; None for float32, which needs none."""
+    """The dtype for autocast. None means float32, without autocast."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "fp32")
 
 
 def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> tuple[int, int] | None:
-    """(height, width) from one or two numbers of the command line."""
+    """(height, width) from one or two numbers on the command line."""
     if values is None:
         return None
     if len(values) > 2 or min(values) < 1:
@@ -42,15 +26,12 @@ def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> t
     return values[0], values[-1]
 
 
-def free_name(paths: Sequence[Path], index: int) -> str:
-    """A name for what is made from a file: its own without the ending, with a number where several files share it."""
-    name = paths[index].stem
-    return name if sum(path.stem == name for path in paths) == 1 else f"{name}-{index}"
-
-
 @contextmanager
 def image_progress(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress on standard error: a bar on a terminal, elsewhere a line for every tenth. Yields what advances it."""
+    """Show progress on standard error: a bar on a terminal, otherwise a line for every tenth.
+
+    Yields a function to call with the number of images done.
+    """
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield _LineProgress(what, total=total)
@@ -72,7 +53,7 @@ class _LineProgress:
 
 
 def check_writable(*paths: str | Path | None) -> None:
-    """ValueError for a result file that cannot be written. To be called before the work starts."""
+    """Raise ValueError for a result file that cannot be written. Call this before the work starts."""
     for path in paths:
         if (
             path is not None
@@ -80,12 +61,3 @@ def check_writable(*paths: str | Path | None) -> None:
             and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir())
         ):
             raise ValueError(f"{str(path)!r} cannot be written: expected a file's name in a folder that exists")
-
-
-def write_json(path: str | Path, content: Any) -> None:
-    """- stands for standard output."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    if str(path) == STANDARD_OUTPUT:
-        say_text(text)
-    else:
-        Path(path).write_text(text + "\n", encoding="utf-8", errors=NOT_UTF8)

@@ -1,4 +1,4 @@
-"""What the training commands share: `inline train`, `inline segment train` and the like."""
+"""Options and run of the training commands: `inline train`, `inline segment train`, `inline detect train`."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 def configure_training(
     parser: argparse.ArgumentParser, *, data: str, recipe: str, task: "Callable[[], type[Task]]"
 ) -> None:
-    """data, recipe: what the help says of them. task: imported when it is needed, as for the settings in the help."""
+    """data, recipe: help texts. task: imports the task. It is called only when the task is needed."""
     parser.usage = f"{parser.prog} [RECIPE] [key=value ...] [options]"
     parser.add_argument("arguments", nargs="*", metavar="[RECIPE] [key=value ...]", help=f"{recipe}; then settings")
     parser.add_argument("--data", metavar="PATH", help=data)
     parser.add_argument("--output", metavar="DIR", help="run folder (default: runs/RECIPE-TIME)")
     parser.add_argument("--resume", metavar="auto|PATH", help="continue the run in --output, or one elsewhere")
-    parser.add_argument("--seed", type=int, metavar="N", help="of everything random (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of all random numbers (default: 0)")
     parser.add_argument("--deterministic", action="store_true", help="use deterministic algorithms only")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the best there is")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the best available")
     parser.add_argument("--print-config", action="store_true", help="show every setting and exit")
     parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
     if isinstance(parser, CommandParser):
@@ -32,7 +32,7 @@ def configure_training(
 
 
 def describe_settings(task: "type[Task]") -> str:
-    """Every setting with its default, as `key=value` takes it, and its comment."""
+    """Every setting as `key=default`, with its comment."""
     from functools import reduce
 
     import yaml
@@ -50,7 +50,7 @@ def describe_settings(task: "type[Task]") -> str:
 
 
 def split_settings(arguments: "Sequence[str]") -> tuple[str | None, list[str]]:
-    """[RECIPE] key=value … → the recipe, or None, and the settings. A recipe file may have "=" in its name."""
+    """[RECIPE] key=value … → the recipe, or None, and the settings. The name of a recipe file may contain "="."""
     if not arguments:
         return None, []
     first = arguments[0]

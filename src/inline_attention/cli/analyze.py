@@ -1,4 +1,4 @@
-"""The paper's analyses of any models on any images, as figures, tables and numbers. `all` adds one page of them all.
+"""Run the paper's analyses on any models and images: figures, tables and numbers. `all` also writes one report page.
 
 MODEL is a name of this library or of timm, with arguments if needed: inline_deit_tiny,attention=linear. A weights file
 of this library says which model it is for. Without models, those that come with the package are compared. Without
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._options import add_device, add_img_size, add_loading, add_output
-from inline_attention.printing import say, write_csv
+from inline_attention.cli._output import image_progress, parse_size
+from inline_attention.environment import choose_device
+from inline_attention.printing import say, write_csv, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +36,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", nargs="+", metavar="W", default=[], help="for each model a file, URL, 'pretrained' or 'none'"
     )
-    parser.add_argument("--labels", nargs="+", metavar="L", help="what to call the models in figures")
+    parser.add_argument("--labels", nargs="+", metavar="L", help="names of the models in figures")
     images = parser.add_mutually_exclusive_group()
     images.add_argument("--data", metavar="PATH", help="images with known classes: folder, digits, hfds/NAME, …")
     images.add_argument("--images", nargs="+", metavar="F", help="image files or folders")
     add_output(parser)
-    parser.add_argument("--split", default="val", help="of --data (default: val)")
+    parser.add_argument("--split", default="val", help="split of --data (default: val)")
     parser.add_argument("--max-images", type=int, metavar="N", help="use N images, evenly spaced in --data")
     add_img_size(parser)
     add_loading(parser, batch_size=8)
@@ -70,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
     from inline_attention.analysis import analysis_names
     from inline_attention.analysis.subjects import open_subjects
-    from inline_attention.cli._output import choose_device, image_progress, parse_size
 
     device = choose_device(args.device)
     analyses = [build(name, args) for name in (analysis_names() if args.analysis == "all" else [args.analysis])]
@@ -108,12 +109,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build(name: str, args: argparse.Namespace) -> "Analysis":
-    """An analysis with the options that were given."""
+    """An analysis with its options from the command line."""
     from inline_attention.analysis import analysis_class
 
     cls = analysis_class(name)
-    given = {field.name: getattr(args, field.name) for field in fields(cls)}
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    options = {field.name: getattr(args, field.name) for field in fields(cls)}
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     return cls(**{key: value for key, value in values.items() if value is not None})
 
 
@@ -121,7 +122,6 @@ def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> Non
     """NAME.json, NAME.csv, NAME.png and NAME.svg"""
     from inline_attention.analysis.figures import save
     from inline_attention.analysis.report import to_plain
-    from inline_attention.cli._output import write_json
 
     name, results, summaries = findings.name, findings.results, findings.summaries
     content: dict[str, Any] = dict(analysis=name, parameters=findings.parameters, warning=findings.warning)

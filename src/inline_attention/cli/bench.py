@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._options import add_device, add_img_size, add_precision
+from inline_attention.cli._output import check_writable, parse_size
+from inline_attention.environment import choose_device
 from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
@@ -22,10 +24,10 @@ def _names(text: str) -> list[str]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", metavar="FILE", type=Path, help="write every measurement there as it is made")
-    add_device(common, default="cuda where there is one, else cpu")
+    common.add_argument("--json", metavar="FILE", type=Path, help="write each measurement as soon as it is made")
+    add_device(common, default="cuda if available, else cpu")
     add_precision(common, default="bf16 on a GPU, fp32 on a CPU")
-    common.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: PyTorch's choice)")
+    common.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
     timed = argparse.ArgumentParser(add_help=False, parents=[common])
     timed.add_argument("--quick", action="store_true", help="fewer and shorter samples")
     tasks = argparse.ArgumentParser(add_help=False)
@@ -36,19 +38,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     op = kinds.add_parser("op", parents=[timed], help="the operation alone")
     op.add_argument("--case", nargs="+", metavar="CASE", help="BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, as 256,14+1,6x32")
     _add_contenders(op, "fused, reference, textbook, softmax, softmax_wide")
-    op.add_argument("--forward", action="store_true", help="only the forward")
-    op.add_argument("--backward", action="store_true", help="only forward and backward together")
+    op.add_argument("--forward", action="store_true", help="only the forward pass")
+    op.add_argument("--backward", action="store_true", help="only the forward and backward pass together")
 
     kernels = kinds.add_parser("kernels", parents=[timed], help="the Triton kernels one by one, on a GPU")
-    kernels.add_argument("--case", nargs="+", metavar="CASE", help="as for op")
+    kernels.add_argument("--case", nargs="+", metavar="CASE", help="as in op")
 
     model = kinds.add_parser("model", parents=[timed, tasks], help="whole models")
     sweep = kinds.add_parser("sweep", parents=[timed, tasks], help="InLine-DeiT-T over resolutions")
-    profile = kinds.add_parser(
-        "profile", parents=[common, tasks], help="where the time goes in whole models, by kernel"
-    )
+    profile = kinds.add_parser("profile", parents=[common, tasks], help="time of whole models by kernel")
     for sub in (model, profile):
-        sub.add_argument("models", nargs="+", metavar="NAME", help="such as inline_deit_tiny, or a weights file")
+        sub.add_argument("models", nargs="+", metavar="NAME", help="model such as inline_deit_tiny, or weights file")
     for sub in (model, sweep, profile):
         sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
         batches = "256 128 64 32 8, on a CPU 4 2 1" if sub is sweep else "64, on a CPU 2"
@@ -59,11 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, free")
     for sub in (model, sweep):
         _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")
-        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
-        sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second against resolution there")
+        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="and batch 1")
+        sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second over resolution")
     sweep.set_defaults(models=["inline_deit_tiny"])
     profile.set_defaults(quick=False)
-    profile.add_argument("--mode", help="of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
+    profile.add_argument("--mode", help="mode of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
 
     dense = kinds.add_parser("dense", parents=[timed, tasks], help="backbones under dense heads, InLine and softmax")
     dense.add_argument(
@@ -73,17 +73,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="HEAD-BACKBONE",
         help=f"default: {', '.join(DENSE_MODELS)}",
     )
-    add_img_size(dense, default="that of the published cost")
+    add_img_size(dense, default="the published one")
     dense.add_argument(
         "--batch-size", type=int, metavar="B", help="default: 1 in inference, 2 in training, as published"
     )
     _add_contenders(dense, "fused, reference, softmax")
-    _add_modes(dense, "those that suit each contender")
-    dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory there")
+    _add_modes(dense, "eager and compiled, in inference also with CUDA graphs")
+    dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory")
 
     tables = kinds.add_parser("table", help="records of earlier runs as markdown")
-    tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
-    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records there, as a sweep")
+    tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="a file that --json wrote")
+    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records as a sweep")
 
 
 def _add_contenders(parser: argparse.ArgumentParser, names: str) -> None:
@@ -95,7 +95,7 @@ def _add_modes(parser: argparse.ArgumentParser, default: str) -> None:
         "--modes",
         type=_names,
         metavar="A,B",
-        help=f"of torch.compile, or eager; each contender keeps its best (default: {default})",
+        help=f"modes of torch.compile, or eager; the best counts for each contender (default: {default})",
     )
 
 
@@ -105,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     from inline_attention.bench.picture import check_picture
     from inline_attention.bench.record import DTYPES, describe_run
     from inline_attention.bench.timing import Effort
-    from inline_attention.cli._output import check_writable, choose_device
 
     picture = getattr(args, "picture", None)
     check_writable(getattr(args, "json", None), picture)
@@ -126,13 +125,13 @@ def run(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.precision or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
-    runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile, "dense": _run_dense}
+    runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile}
     record = runs.get(args.kind, _run_models)(args, facts, options)
     return 1 if record.failed else 0
 
 
 def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
-    """Both, unless only one was asked for."""
+    """Both names, unless exactly one of them was asked for."""
     return [name for name, wanted in zip(names, (one, other), strict=True) if wanted or one == other]
 
 
@@ -143,8 +142,6 @@ def _print_facts(facts: dict[str, str]) -> None:
 
 
 def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
     from inline_attention.bench import op
     from inline_attention.bench.record import Record
     from inline_attention.bench.timing import copy_bandwidth
@@ -160,14 +157,11 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     record = Record("op", facts, args.json)
     for case in cases:
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
-            record.add(results)
-            say_text(op.op_table([asdict(r) for r in results]))
+            say_text(op.op_table(record.add(results)))
     return record
 
 
 def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
     from inline_attention.bench import op
     from inline_attention.bench.record import Record
     from inline_attention.bench.timing import copy_bandwidth
@@ -187,60 +181,63 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     record = Record("kernels", facts, args.json)
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
-        record.add(results)
-        say_text(kernels.kernel_table([asdict(r) for r in results]))
+        say_text(kernels.kernel_table(record.add(results)))
     return record
 
 
 def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
+    from inline_attention.bench import contenders as known
     from inline_attention.bench import model
-    from inline_attention.bench.picture import draw_sweep
+    from inline_attention.bench.picture import draw_bars, draw_sweep
     from inline_attention.bench.record import Record
 
-    device = options["device"]
-    contenders = args.contenders or model.default_contenders(device)
-    model.check(args.models, contenders, args.modes)
-    settings = _settings(args, device, latency=args.latency)
-    modes = model.usable_modes(args.modes or model.default_modes(device), device)
-    facts["compile modes"] = ", ".join(modes)
+    device, dense = options["device"], args.kind == "dense"
+    contenders = args.contenders or known.default_contenders(device, dense=dense)
+    (known.check_dense_models if dense else known.check_classifiers)(args.models, contenders)
+    model.check_modes(args.modes)
+    settings = _settings(args, device, latency=not dense and args.latency)
+    modes = args.modes or (None if dense else model.default_modes(device))
+    if modes is not None:
+        modes = model.usable_modes(modes, device)
+    facts["compile modes"] = "each contender's best" if modes is None else ", ".join(modes)
     _print_facts(facts)
-    each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if len(modes) > 1 else "")
+    each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if modes and len(modes) > 1 else "")
     say(f"{len(settings)} measurements of {each}: {', '.join(map(str, settings))}")
-    record = Record("model", facts, args.json)
+    record = Record("dense" if dense else "model", facts, args.json)
     for number, setting in enumerate(settings, start=1):
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
-        record.add(results)
-        say_text(model.model_table([asdict(r) for r in results]))
-    everything = [asdict(r) for r in record.results]
-    say("")
-    say_text(model.ratio_table(everything))
+        say_text(model.model_table(record.add(results)))
+    if not dense:  # dense models share no size
+        say("")
+        say_text(model.ratio_table(record.results))
     if args.picture is not None:
-        draw_sweep(everything, args.picture)
+        (draw_bars if dense else draw_sweep)(record.results, args.picture)
     return record
 
 
 def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool) -> "list[Setting]":
     from inline_attention.bench import model
 
+    tasks = _chosen(args.infer, args.train, ("infer", "train"))
+    if args.kind == "dense":
+        size = parse_size(args.img_size)
+        return model.make_dense_settings(args.models, img_size=size, batch=args.batch_size, tasks=tasks)
     kind = "sweep" if args.kind == "sweep" else "model"
     img_sizes, batches = model.default_sizes(kind, device, img_sizes=args.img_sizes, batches=args.batch_sizes)
-    tasks = _chosen(args.infer, args.train, ("infer", "train"))
     return model.make_settings(args.models, img_sizes=img_sizes, batches=batches, tasks=tasks, latency=latency)
 
 
 def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
     from inline_attention.bench import model, profile
+    from inline_attention.bench.contenders import check_classifiers, default_contenders
     from inline_attention.bench.record import Record
 
     device = options["device"]
-    contenders = args.contenders or model.default_contenders(device)
+    contenders = args.contenders or default_contenders(device)
     mode = args.mode or model.default_modes(device)[0]
-    model.check(args.models, contenders, [mode])
+    check_classifiers(args.models, contenders)
+    model.check_modes([mode])
     settings = _settings(args, device, latency=False)
     facts["compile modes"] = ", ".join(model.usable_modes([mode], device))
     _print_facts(facts)
@@ -249,42 +246,11 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
         results = profile.run_setting(
             setting, contenders=contenders, mode=mode, device=device, dtype=options["dtype"], log=say
         )
-        record.add(results)
-        say_text(profile.profile_table([asdict(r) for r in results]))
-    return record
-
-
-def _run_dense(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
-    from dataclasses import asdict
-
-    from inline_attention.bench import dense
-    from inline_attention.bench.model import check_modes, usable_modes
-    from inline_attention.bench.record import Record, check_contenders
-    from inline_attention.cli._output import parse_size
-
-    contenders = args.contenders or dense.default_contenders(options["device"])
-    check_contenders(contenders, dense.CONTENDERS)
-    check_modes(args.modes)
-    settings = [
-        dense.DenseSetting.parse(model, size=parse_size(args.img_size), batch=args.batch_size, training=task == "train")
-        for model in args.models
-        for task in _chosen(args.infer, args.train, ("infer", "train"))
-    ]
-    modes = args.modes and usable_modes(args.modes, options["device"])
-    facts["compile modes"] = ", ".join(modes) if modes else "each contender's best"
-    _print_facts(facts)
-    record = Record("dense", facts, args.json)
-    for setting in settings:
-        results = dense.run_setting(setting, contenders=contenders, modes=args.modes, log=say, **options)
-        record.add(results)
-        say_text(dense.dense_table([asdict(r) for r in results]))
-    if args.picture is not None:
-        dense.draw_dense([asdict(r) for r in record.results], args.picture)
+        say_text(profile.profile_table(record.add(results)))
     return record
 
 
 def _print_records(paths: list[Path], picture: Path | None) -> None:
-    from inline_attention.bench.dense import dense_table
     from inline_attention.bench.kernels import kernel_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
@@ -297,7 +263,7 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
         "kernels": kernel_table,
         "model": lambda results: f"{ratio_table(results)}\n\n{model_table(results)}",
         "profile": profile_table,
-        "dense": dense_table,
+        "dense": model_table,
     }
     of_models: list[dict[str, Any]] = []
     for path in paths:

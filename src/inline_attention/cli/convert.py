@@ -9,11 +9,11 @@ from inline_attention.printing import say
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="IN", help="an official .pth, safetensors, or the URL of either")
     parser.add_argument("target", metavar="OUT", type=Path, help="the safetensors file to write")
-    parser.add_argument("--model", metavar="NAME", help="whose weights they are (default: found by names and shapes)")
+    parser.add_argument("--model", metavar="NAME", help="model of the weights (default: found by names and shapes)")
     parser.add_argument(
         "--ema",
         action=argparse.BooleanOptionalAction,
-        help="demand the averaged weights, or take the others (default: the averaged ones where there are some)",
+        help="require the averaged weights, or use the others (default: averaged if there are any)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite OUT")
 

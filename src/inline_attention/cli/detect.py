@@ -1,16 +1,19 @@
 """Detection and instance segmentation: train a backbone under Mask R-CNN or its cascade, evaluate it, find objects.
 
 Data are in COCO's format: FOLDER/annotations/instances_SPLIT.json and the images in FOLDER/SPLIT/.
-Training runs under torchrun too: torchrun --nproc-per-node 8 -m inline_attention detect train RECIPE --data PATH
+For several GPUs: torchrun --nproc-per-node 8 -m inline_attention detect train RECIPE --data PATH
 """
 
 import argparse
 from collections import Counter
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli import _dense
+from inline_attention.cli._output import autocast_dtype, check_writable, image_progress
 from inline_attention.cli._training import run_training
-from inline_attention.printing import say, say_text
+from inline_attention.environment import choose_device
+from inline_attention.printing import STANDARD_OUTPUT, say, say_text, table
 
 if TYPE_CHECKING:
     from inline_attention.tasks.detection.weights import TrainedDetector
@@ -31,13 +34,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         predicts="find objects in images",
         output="detected",
     )
-    predict.add_argument("--min-score", type=float, default=0.5, help="leave out what is less sure (default: 0.5)")
+    predict.add_argument(
+        "--min-score", type=float, default=0.5, help="leave out objects below this score (default: 0.5)"
+    )
 
 
 def _add_options(trained: argparse.ArgumentParser) -> None:
-    own = "default: the weights' own"
-    trained.add_argument("--short-side", type=int, metavar="N", help=f"resize images to this ({own})")
-    trained.add_argument("--max-side", type=int, metavar="N", help=f"and no longer than this ({own})")
+    own = "default: that of the weights"
+    trained.add_argument("--short-side", type=int, metavar="N", help=f"resize the short side to this ({own})")
+    trained.add_argument("--max-side", type=int, metavar="N", help=f"limit of the long side ({own})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,9 +70,6 @@ def _describe_outcome(outcome: "Outcome") -> str:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from functools import cache
-
-    from inline_attention.bench.record import table
     from inline_attention.tasks.detection.published import (
         COST_BOXES,
         COST_CLASSES,
@@ -97,7 +99,7 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> "TrainedDetector":
-    """The detector, with what the command line says of its images."""
+    """The detector, with the options that change how images are prepared."""
     from inline_attention.tasks.detection.weights import load_detector
 
     trained = load_detector(args.weights)
@@ -110,13 +112,6 @@ def _load(args: argparse.Namespace) -> "TrainedDetector":
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import (
-        STANDARD_OUTPUT,
-        autocast_dtype,
-        check_writable,
-        choose_device,
-        image_progress,
-    )
     from inline_attention.tasks.detection.average_precision import METRICS
     from inline_attention.tasks.detection.coco import read_coco
     from inline_attention.tasks.detection.data import DetectionEvalLoader, with_classes
@@ -161,32 +156,14 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress, write_json
-    from inline_attention.data.decode import read_image
-    from inline_attention.tasks.detection.average_precision import as_records
-    from inline_attention.tasks.detection.data import DetectionEvalLoader, without_annotations
-    from inline_attention.tasks.detection.evaluation import detect
-    from inline_attention.tasks.detection.pictures import draw
+    from inline_attention.tasks.detection.prediction import DetectedFile, detect_files
 
     if not 0 <= args.min_score <= 1:
         raise ValueError(f"--min-score is {args.min_score:g}; expected a score from 0 to 1")
-    device = choose_device(args.device)
-    paths, trained = _dense.open_for_prediction(args, _load)
-    loader = DetectionEvalLoader(without_annotations(paths, trained.class_names), config=trained.data)
-    found: list[dict[str, Any]] = []
-    with image_progress("detecting", total=len(paths)) as on_images:
-        model, amp_dtype = trained.model.to(device), autocast_dtype(args.precision)
-        for result in detect(model, loader, device=device, amp_dtype=amp_dtype):
-            path = paths[result.image_id]
-            picture = args.output / f"{free_name(paths, result.image_id)}.jpg"
-            drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=args.min_score)
-            drawn.save(picture, quality=92)
-            objects = as_records(result, trained.class_names, min_score=args.min_score)
-            found.append({"image": str(path), "picture": str(picture), "objects": objects})
-            counts = Counter(record["class"] for record in objects)
-            say(f"{path}: " + (", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing"))
-            on_images(1)
-    skipped = [image._asdict() for image in loader.skipped]
-    write_json(str(args.output / "objects.json"), {"model": trained.title, "images": found, "skipped_images": skipped})
-    say(f"{len(found)} pictures and objects.json in {args.output}")
-    return 0 if found else 1
+
+    def describe(file: DetectedFile) -> str:
+        counts = Counter(record["class"] for record in file.objects)
+        return ", ".join(f"{count} × {name}" for name, count in counts.items()) or "nothing"
+
+    predict = partial(detect_files, min_score=args.min_score)
+    return _dense.predict(args, _load, predict, doing="detecting", describe=describe, files="pictures and objects.json")

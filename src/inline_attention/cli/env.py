@@ -3,7 +3,8 @@
 import argparse
 
 from inline_attention.cli._options import add_results
-from inline_attention.printing import say
+from inline_attention.cli._output import check_writable
+from inline_attention.printing import STANDARD_OUTPUT, say, write_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -11,7 +12,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, write_json
     from inline_attention.environment import describe_environment
 
     check_writable(args.json)

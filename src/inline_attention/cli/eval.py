@@ -15,18 +15,20 @@ from inline_attention.cli._options import (
     add_results,
     add_weights,
 )
-from inline_attention.printing import say, write_csv
+from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
+from inline_attention.environment import choose_device
+from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="needed only if the weights do not say which model they are of")
+    parser.add_argument("model", nargs="?", help="needed only if the weights do not name their model")
     add_weights(parser)
     parser.add_argument("--data", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME")
     parser.add_argument("--split", default="val", help="split to evaluate on (default: val)")
     add_img_size(parser)
     add_eval_transform(parser)
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
-    parser.add_argument("--num-classes", type=int, help="of data that do not list their classes (wds/)")
+    parser.add_argument("--num-classes", type=int, help="number of classes, if the data do not list them (wds/)")
     add_loading(parser, batch_size=64)
     parser.add_argument("--max-broken", type=float, default=0.01, help="stop above this share of unreadable images")
     add_device(parser)
@@ -35,15 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import (
-        STANDARD_OUTPUT,
-        autocast_dtype,
-        check_writable,
-        choose_device,
-        image_progress,
-        parse_size,
-        write_json,
-    )
     from inline_attention.data import open_eval_data
     from inline_attention.tasks.classification.classifier import load_classifier, model_name
     from inline_attention.tasks.classification.evaluation import evaluate

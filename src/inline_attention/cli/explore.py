@@ -1,8 +1,9 @@
-"""A local web page: move queries and keys in the plane, look at attention on images, and see what it costs."""
+"""Serve a local web page: queries and keys in the plane, attention on images, and the cost of attention."""
 
 import argparse
 
 from inline_attention.cli._options import add_device
+from inline_attention.environment import choose_device
 from inline_attention.printing import say
 
 
@@ -12,13 +13,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what `inline train` wrote, one file for each attention (default: the package's, else random weights)",
+        help="files of `inline train`, one for each attention (default: those of the package, else random weights)",
     )
-    parser.add_argument("--port", type=int, default=7860, help="default: 7860; 0 takes any free one")
+    parser.add_argument("--port", type=int, default=7860, help="default: 7860; 0 chooses a free port")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
     )
-    add_device(parser, default="cuda where there is one, else cpu")
+    add_device(parser, default="cuda if available, else cpu")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -26,16 +27,15 @@ def run(args: argparse.Namespace) -> None:
 
     import torch
 
-    from inline_attention.cli._output import choose_device
     from inline_attention.explore import App, load_subjects, open_server
 
     device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     subjects = load_subjects(args.weights, device=device)
     with closing(App(subjects, device=device)) as app, open_server(app, host=args.host, port=args.port) as server:
-        try:  # around the address too: whoever has read it may end the program
+        try:  # also around the line with the address: Ctrl-C may come right after it
             say(f"{server.url} (Ctrl-C ends)")
             if not server.is_local:
-                say("everybody who can reach this machine can use the page")
+                say("anyone who can reach this machine can use the page")
             server.serve_forever()
         except KeyboardInterrupt:
             say("ended")

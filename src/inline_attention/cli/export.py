@@ -4,26 +4,26 @@ import argparse
 from pathlib import Path
 
 from inline_attention.cli._options import add_img_size, add_weights
+from inline_attention.cli._output import parse_size
 from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a model of `inline models`; needed only if the weights do not say"
+        "name", metavar="NAME", nargs="?", help="a model of `inline models`; needed only if the weights do not name it"
     )
     parser.add_argument("--format", choices=("onnx", "pt2"), default="onnx", help="default: onnx")
     add_weights(parser, otherwise="random ones")
-    parser.add_argument("--num-classes", type=int, help="of a model without weights (default: the published 1000)")
+    parser.add_argument("--num-classes", type=int, help="for a model without weights (default: 1000, as published)")
     add_img_size(parser)
     parser.add_argument("--dynamic-batch", action="store_true", help="any number of images")
-    parser.add_argument("--dynamic-size", action="store_true", help="any size, from one that is printed")
+    parser.add_argument("--dynamic-size", action="store_true", help="any size from a minimum on, which is printed")
     parser.add_argument("--output", type=Path, metavar="F", help="default: NAME.onnx or NAME.pt2 in this directory")
 
 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from inline_attention.cli._output import parse_size
     from inline_attention.export import TOLERANCE, export_model
     from inline_attention.models.weights import architecture, open_model
 

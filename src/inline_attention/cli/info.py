@@ -7,6 +7,8 @@ for the backward pass in float32, without gradient checkpointing and fused kerne
 import argparse
 
 from inline_attention.cli._options import add_img_size, add_results, add_weights
+from inline_attention.cli._output import check_writable, parse_size
+from inline_attention.printing import STANDARD_OUTPUT, write_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +21,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, parse_size, write_json
     from inline_attention.models.profile import profile
     from inline_attention.models.weights import architecture, open_model
 

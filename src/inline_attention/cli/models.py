@@ -3,15 +3,16 @@
 import argparse
 
 from inline_attention.cli._options import add_results
+from inline_attention.cli._output import check_writable
+from inline_attention.printing import STANDARD_OUTPUT, write_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pattern", nargs="?", default="*", help="which, such as 'inline_swin*' (default: all)")
+    parser.add_argument("pattern", nargs="?", default="*", help="names to list, such as 'inline_swin*' (default: all)")
     add_results(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    from inline_attention.cli._output import STANDARD_OUTPUT, check_writable, write_json
     from inline_attention.models import list_models
     from inline_attention.models.published import PUBLISHED
     from inline_attention.models.registry import has_weights

@@ -16,7 +16,9 @@ from inline_attention.cli._options import (
     add_results,
     add_weights,
 )
-from inline_attention.printing import say, write_csv
+from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
+from inline_attention.environment import choose_device
+from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
 
 DEFAULT_MODEL = "inline_deit_study"
 
@@ -27,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs="+",
         metavar="[MODEL] IMAGE|FOLDER",
-        help="a model's name or none, then files, or folders (searched to any depth)",
+        help="optionally a model's name; then files, or folders (searched to any depth)",
     )
     add_weights(parser, otherwise="those of the package")
     parser.add_argument("--topk", type=int, default=5, help="classes to show for each image (default: 5)")
@@ -36,19 +38,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_loading(parser, batch_size=32)
     add_device(parser)
     add_precision(parser, default="fp32")
-    add_results(parser, csv="the predictions, a line each,")
+    add_results(parser, csv="one line for each prediction")
 
 
 def run(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import (
-        STANDARD_OUTPUT,
-        autocast_dtype,
-        check_writable,
-        choose_device,
-        image_progress,
-        parse_size,
-        write_json,
-    )
     from inline_attention.data import open_files
     from inline_attention.data.sources import find_images
     from inline_attention.tasks.classification.classifier import load_classifier, model_name
@@ -97,7 +90,7 @@ def split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     from inline_attention.data.sources import IMAGE_EXTENSIONS
 
     first = Path(arguments[0])
-    # A folder may be called after a model; what is neither a model nor on the disk is a model's name to be corrected.
+    # A folder may have the name of a model. A word that is neither a model nor a path is taken for a misspelt model.
     if first.suffix.lower() in IMAGE_EXTENSIONS or (first.exists() and not timm.is_model(arguments[0])):
         return None, arguments
     if len(arguments) == 1:
@@ -106,7 +99,7 @@ def split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def choose_weights(name: str | None, weights: str | None) -> tuple[str | None, str]:
-    """The model and its weights where one or both are left out."""
+    """The model and its weights, with defaults for what is left out."""
     from inline_attention.models.shipped import shipped_weights
 
     if weights is not None:

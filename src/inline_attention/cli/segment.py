@@ -1,16 +1,19 @@
 """Semantic segmentation: train a backbone under UperNet or Semantic FPN, evaluate it, segment images with it.
 
-Training runs under torchrun too: torchrun --nproc-per-node 8 -m inline_attention segment train RECIPE --data PATH
+For several GPUs: torchrun --nproc-per-node 8 -m inline_attention segment train RECIPE --data PATH
 """
 
 import argparse
 import math
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inline_attention.cli import _dense
+from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
 from inline_attention.cli._training import run_training
-from inline_attention.printing import say, say_text
+from inline_attention.environment import choose_device
+from inline_attention.printing import STANDARD_OUTPUT, say, say_text, table
 
 if TYPE_CHECKING:
     from inline_attention.tasks.segmentation.weights import TrainedSegmenter
@@ -25,23 +28,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         model="segmenter",
         description=__doc__,
         task=_task,
-        data="folder with images/SPLIT, masks/SPLIT and classes.txt, or what data.layout says",
+        data="folder with images/SPLIT, masks/SPLIT and classes.txt, or the layout of data.layout",
         add_options=_add_options,
         measures="mIoU and accuracy on images with masks",
         predicts="segment images",
         output="segmented",
     )
-    own = "default: as in the run that made the weights"
-    evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), help=f"of the data ({own})")
-    evaluate.add_argument("--ignore-index", type=int, help=f"number that counts for nothing ({own})")
+    own = "default: that of the training run"
+    evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), help=f"layout of the data ({own})")
+    evaluate.add_argument("--ignore-index", type=int, help=f"class number of ignored pixels ({own})")
     evaluate.add_argument("--examples", metavar="FILE", type=Path, help="draw the first images with their predictions")
 
 
 def _add_options(trained: argparse.ArgumentParser) -> None:
-    trained.add_argument("--window", type=int, nargs="+", metavar="N", help="in windows: side, or height and width")
-    trained.add_argument("--scales", type=float, nargs="+", metavar="S", help="average over them, as 0.75 1 1.25")
+    trained.add_argument("--window", type=int, nargs="+", metavar="N", help="side of the windows, or height and width")
+    trained.add_argument(
+        "--scales", type=float, nargs="+", metavar="S", help="scales to average over, such as 0.75 1 1.25"
+    )
     trained.add_argument("--flip", action="store_true", help="average over the image and its mirror image")
-    trained.add_argument("--short-side", type=int, metavar="N", help="resize images to this; 0: leave them")
+    trained.add_argument("--short-side", type=int, metavar="N", help="resize the short side to this; 0: do not resize")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +74,6 @@ def _describe_outcome(outcome: "Outcome") -> str:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from inline_attention.bench.record import table
     from inline_attention.tasks.segmentation.model import HEADS
     from inline_attention.tasks.segmentation.published import COST_CLASSES, COST_SIZE, SEGMENTERS, count_cost
 
@@ -88,8 +92,7 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> "TrainedSegmenter":
-    """The segmenter, with what the command line says of its inference."""
-    from inline_attention.cli._output import parse_size
+    """The segmenter, with the options that change its inference."""
     from inline_attention.tasks.segmentation.weights import load_segmenter
 
     window = parse_size(args.window, option="--window")
@@ -109,13 +112,6 @@ def _load(args: argparse.Namespace) -> "TrainedSegmenter":
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from inline_attention.cli._output import (
-        STANDARD_OUTPUT,
-        autocast_dtype,
-        check_writable,
-        choose_device,
-        image_progress,
-    )
     from inline_attention.tasks.segmentation.data import open_eval_images
     from inline_attention.tasks.segmentation.evaluation import evaluate
     from inline_attention.tasks.segmentation.pictures import draw_examples
@@ -170,35 +166,9 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    import numpy as np
-    from PIL import Image
+    from inline_attention.tasks.segmentation.prediction import SegmentedFile, segment_files
 
-    from inline_attention.cli._output import autocast_dtype, choose_device, free_name, image_progress
-    from inline_attention.tasks.segmentation.data import open_image_files
-    from inline_attention.tasks.segmentation.evaluation import Predictor
-    from inline_attention.tasks.segmentation.pictures import overlay, save_mask
+    def describe(file: SegmentedFile) -> str:
+        return ", ".join(f"{name} {share:.0%}" for name, share in islice(file.shares.items(), 4) if share >= 0.005)
 
-    device = choose_device(args.device)
-    paths, trained = _dense.open_for_prediction(args, _load)
-    config = trained.data
-    predictor = Predictor(
-        trained.model.to(device), config=config, device=device, amp_dtype=autocast_dtype(args.precision)
-    )
-    written = 0
-    with image_progress("segmenting", total=len(paths)) as on_images:
-        for batch in open_image_files(paths, config=config):
-            for image in batch:
-                (classes,) = predictor([image.pixels], [image.size])
-                found = classes.cpu().numpy().astype(np.uint8)
-                name = free_name(paths, image.sample_id)
-                save_mask(found, args.output / f"{name}.png")
-                pixels = image.pixels.permute(1, 2, 0).numpy()
-                Image.fromarray(overlay(pixels, found)).save(args.output / f"{name}.overlay.jpg", quality=92)
-                shares = np.bincount(found.ravel(), minlength=len(trained.class_names)) / found.size
-                largest = [c for c in np.argsort(-shares)[:4] if shares[c] >= 0.005]
-                listed = ", ".join(f"{trained.class_names[c]} {shares[c]:.0%}" for c in largest)
-                say(f"{paths[image.sample_id]}: {listed}")
-                written += 1
-                on_images(1)
-    say(f"{written} masks and overlays in {args.output}")
-    return 0 if written else 1
+    return _dense.predict(args, _load, segment_files, doing="segmenting", describe=describe, files="masks and overlays")

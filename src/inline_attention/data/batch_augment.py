@@ -19,7 +19,7 @@ class BatchAugment:
 
     The random numbers of an image are a function of (seed, epoch, sample, copy). They come from one table per epoch,
     drawn on the CPU, so that batches are the same on every device and rank. Unlike in the transforms of single images,
-    a crop that does not fit is clipped to the image instead of drawn again, and its borders may lie between pixels.
+    a crop that does not fit is clipped to the image and not drawn again, and its borders may lie between pixels.
     """
 
     def __init__(self, config: DataConfig, *, num_samples: int, seed: int) -> None:

@@ -1,8 +1,8 @@
-"""Batches of uint8 images as worker processes make them, before normalisation."""
+"""Batches from worker processes: uint8 images before normalisation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from inline_attention.data.transforms import ErasedBox
 
 
 class Collated(Protocol):
-    """A batch as workers make it, for any task."""
+    """A batch from a worker process, for any task."""
 
-    skipped: Sequence[SkippedImage]  # unreadable images among those asked for
+    skipped: Sequence[SkippedImage]  # unreadable images among the requested ones
     replaced: int  # images that replace an unreadable one
 
     def __len__(self) -> int: ...
@@ -35,15 +35,15 @@ class Sample(NamedTuple):
     erased: ErasedBox | None = None
 
 
-@dataclass
-class RawBatch:
-    """Pixels before normalisation, and the boxes that random erasing will fill."""
+BatchT = TypeVar("BatchT", bound="UnnormalisedBatch")
 
-    images: Tensor  # (B, C, H, W) uint8; float32 in 0 … 255 if augmented on the device
-    targets: Tensor  # (B,) int64
+
+@dataclass(kw_only=True)
+class UnnormalisedBatch:
+    """A batch as a worker process returns it. Tasks add their targets."""
+
+    images: Tensor  # (B, …) uint8
     sample_ids: Tensor  # (B,) int64
-    boxes: Tensor | None = None  # (B, 4) int64: top, left, height, width; None if nothing is erased
-    noise: Tensor | None = None  # float32, the values of all boxes one after the other
     skipped: Sequence[SkippedImage] = ()
     replaced: int = 0
 
@@ -54,15 +54,26 @@ class RawBatch:
     def on_device(self) -> bool:
         return self.images.is_cuda
 
-    def pin_memory(self) -> "RawBatch":  # called by DataLoader
-        return replace(
-            self,
-            images=self.images.pin_memory(),
-            targets=self.targets.pin_memory(),
-            sample_ids=self.sample_ids.pin_memory(),
-            boxes=None if self.boxes is None else self.boxes.pin_memory(),
-            noise=None if self.noise is None else self.noise.pin_memory(),
-        )
+    def pin_memory(self: BatchT) -> BatchT:  # called by DataLoader
+        return replace(self, **{name: _pinned(value) for name, value in vars(self).items()})
+
+
+def _pinned(value: Any) -> Any:
+    """Pin all tensors, also in lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return value.pin_memory()
+    if isinstance(value, dict):
+        return {name: _pinned(part) for name, part in value.items()}
+    return [_pinned(part) for part in value] if isinstance(value, list) else value
+
+
+@dataclass(kw_only=True)
+class RawBatch(UnnormalisedBatch):
+    """Images (B, C, H, W), and the boxes that random erasing will fill. Augmented on the device, they are float32."""
+
+    targets: Tensor  # (B,) int64
+    boxes: Tensor | None = None  # (B, 4) int64: top, left, height, width; None if nothing is erased
+    noise: Tensor | None = None  # float32, the values of all boxes one after the other
 
 
 def collate(

@@ -1,4 +1,4 @@
-"""Settings of data sets and loaders, in types that YAML has."""
+"""Settings of data sets and loaders, with types that YAML can represent."""
 
 import math
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 EVAL_TRANSFORMS = ("published", "timm", "resize")
-MAX_CLASSES = 1_000_000  # far above any data set; a damaged label must not ask for gigabytes of class names
+MAX_CLASSES = 1_000_000  # far above any data set; a damaged label must not allocate gigabytes of class names
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random")
 
 
@@ -22,12 +22,12 @@ class LoaderConfig:
     batch_size: int = 128  # per rank
     workers: int | None = None  # processes per rank; None: the rank's share of the cores, at most 8
     prefetch: int = 2  # batches that each worker prepares in advance
-    pin_memory: bool | None = None  # None: if there is a CUDA device
+    pin_memory: bool | None = None  # None: with a CUDA device
     in_memory: bool = False  # decode once and keep the pixels, for small data sets
     max_broken: float = 0.01  # stop above this share of unreadable images; a value of 1 or more is a count
 
     def resolved_workers(self, world_size: int) -> int:
-        """The number of worker processes. Results do not depend on it, so the machine may decide."""
+        """The number of worker processes. It may depend on the machine, because results do not depend on it."""
         if self.workers is not None:
             return self.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -92,7 +92,7 @@ class DataConfig(LoaderConfig):
     def size(self) -> tuple[int, int]:
         """(height, width)"""
         if self.img_size is None:
-            raise ValueError("data.img_size is null, and there is no model whose size it could be; give a size")
+            raise ValueError("data.img_size is null, and there is no model to take the size from; give a size")
         height, width = [self.img_size] * 2 if isinstance(self.img_size, int) else self.img_size
         return height, width
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 from PIL import Image
@@ -19,7 +18,7 @@ from inline_attention.data.sources import Source
 from inline_attention.data.transforms import BoxErasing, ErasedBox, Transform, eval_transform, train_transform
 
 T = TypeVar("T")
-MAX_REPLACEMENTS = 100  # attempts in a row; the limit on unreadable images stops a run long before
+MAX_REPLACEMENTS = 100  # attempts in a row; data.max_broken usually stops a run earlier
 
 
 class Augment:
@@ -36,7 +35,7 @@ class Augment:
 
 
 def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image.Image, int]:
-    """The decoded image and its label. Raises UnreadableImage with the reason if there is none."""
+    """The decoded image and its label. Raises UnreadableImage with the reason on failure."""
     try:
         file, label = source.read(index)
     except UnreadableImage:
@@ -59,27 +58,40 @@ def transform_errors() -> Iterator[None]:
 
 
 def read_or_replace(
-    read: Callable[[int], T],
-    sample: int,
+    keys: Iterable[SampleKey],
+    read: Callable[[SampleKey, int], T],
     *,
     path: Callable[[int], str],
     seed: int,
-    epoch: int,
     num_samples: int,
-    skipped: list[SkippedImage],
-) -> tuple[T, int] | None:
-    """Read a sample, or another one if it is unreadable. Returns the result and the index of the sample that was read.
+) -> tuple[list[T], list[SkippedImage], int]:
+    """Make the sample of each key. An unreadable image is replaced by another, so that the batch keeps its size.
 
-    Unreadable samples are appended to `skipped`. None means that no replacement was readable.
+    Args:
+        read: makes a sample from a key and the index of the image, which may not be the key's own. It raises
+            UnreadableImage.
+
+    Returns:
+        The samples, the unreadable images, and the number of samples from another image. A key for which no
+        replacement was readable has no sample.
     """
-    candidate = sample
-    for attempt in range(MAX_REPLACEMENTS):
-        try:
-            return read(candidate), candidate
-        except UnreadableImage as error:
-            skipped.append(SkippedImage(path(candidate), str(error)))
-            candidate = replacement(sample, seed=seed, epoch=epoch, attempt=attempt, num_samples=num_samples)
-    return None
+    samples: list[T] = []
+    skipped: list[SkippedImage] = []
+    replaced = 0
+    for key in keys:
+        candidate = key.sample
+        for attempt in range(MAX_REPLACEMENTS):
+            try:
+                samples.append(read(key, candidate))
+            except UnreadableImage as error:
+                skipped.append(SkippedImage(path(candidate), str(error)))
+                candidate = replacement(
+                    key.sample, seed=seed, epoch=key.epoch, attempt=attempt, num_samples=num_samples
+                )
+            else:
+                replaced += candidate != key.sample
+                break
+    return samples, skipped, replaced
 
 
 def read_each(
@@ -97,31 +109,19 @@ def read_each(
 
 
 class TrainDataset(Dataset[RawBatch]):
-    """Augmented samples. An unreadable sample is replaced by another, so that the batch keeps its size."""
+    """Augmented samples. An unreadable sample is replaced by another."""
 
     def __init__(self, source: Source, *, config: DataConfig, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
         self._augment = Augment(config)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> RawBatch:
-        skipped: list[SkippedImage] = []
+        source = self._source
         with restored_generators():
-            found = [self._sample(key, skipped) for key in keys]
-        samples = [sample for sample in found if sample is not None]
-        replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
+            samples, skipped, replaced = read_or_replace(
+                keys, self._read, path=source.path, seed=self._seed, num_samples=len(source)
+            )
         return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced)
-
-    def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> Sample | None:
-        found = read_or_replace(
-            partial(self._read, key),
-            key.sample,
-            path=self._source.path,
-            seed=self._seed,
-            epoch=key.epoch,
-            num_samples=len(self._source),
-            skipped=skipped,
-        )
-        return None if found is None else found[0]
 
     def _read(self, key: SampleKey, sample: int) -> Sample:
         """Read `sample`, which may replace `key.sample`. The seed of its augmentation is the key's."""

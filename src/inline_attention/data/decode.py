@@ -12,11 +12,11 @@ from PIL import ExifTags, Image, ImageOps
 # The formats whose file name extensions `sources.IMAGE_EXTENSIONS` lists. Pillow would go by the content of a file
 # and also start Ghostscript for an EPS file called photo.jpg.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "PPM")
-# Pillow only warns above this number of pixels, and a file of a few kilobytes can ask for many times more.
+# Pillow only warns above this number of pixels, but a file of a few kilobytes can decode to many times more.
 MAX_PIXELS = 89_478_485
-MAX_BYTES = 2**29  # of an encoded image that an archive inflates
+MAX_BYTES = 2**29  # of an encoded image in a compressed archive
 
-# Pillow's modes for 16-bit greyscale; "I" is what older releases make of a 16-bit PNG.
+# Pillow's modes for 16-bit greyscale. Older releases open a 16-bit PNG as "I".
 _SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 _QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
@@ -67,7 +67,7 @@ def decode_image(file: BinaryIO | Image.Image, *, in_chans: int) -> Image.Image:
     """Decode to mode "L" (`in_chans` 1) or "RGB" (`in_chans` 3), turned upright by the EXIF orientation.
 
     CMYK, palette and YCbCr images are converted. An animation gives its first frame. An alpha channel is dropped, as
-    torchvision and timm do. 16-bit greyscale is scaled to 8 bits, where `Image.convert` would saturate.
+    torchvision and timm do. 16-bit greyscale is scaled to 8 bits, because `Image.convert` would saturate.
     """
     if isinstance(file, Image.Image):
         image = file

@@ -87,7 +87,7 @@ class EvalLoader(Generic[CollatedT, BatchT]):
     """Evaluation batches of any task: every readable image exactly once over all ranks.
 
     Ranks may have different numbers of batches. `max_batches` is the largest number; it is None for streams, whose
-    length is unknown. Unreadable images are left out and listed in `skipped`, which every iteration fills anew.
+    length is unknown. Unreadable images are left out and listed in `skipped`, which every iteration refills.
     `input_shape` is (C, H, W), or empty if images differ in size.
     """
 

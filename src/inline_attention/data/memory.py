@@ -96,7 +96,7 @@ class PixelStore:
 
     def __getitem__(self, rows: np.ndarray) -> RawBatch:
         indices, ids = (self.to_images_device(torch.from_numpy(array)) for array in (rows, self.samples[rows]))
-        return RawBatch(self._images[indices], self._targets[indices], ids)
+        return RawBatch(images=self._images[indices], targets=self._targets[indices], sample_ids=ids)
 
     def to_images_device(self, tensor: Tensor) -> Tensor:
         """Copy a CPU tensor to the device of the images."""

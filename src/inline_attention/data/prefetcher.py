@@ -12,12 +12,12 @@ from inline_attention.data.collate import CollatedT, RawBatch
 from inline_attention.data.config import DataConfig
 from inline_attention.data.transforms import erase_
 
-BatchT = TypeVar("BatchT")  # a batch as the model sees it
+BatchT = TypeVar("BatchT")  # a batch for the model
 
 
 @dataclass
 class Batch:
-    """A batch as the model sees it, on the loader's device."""
+    """A batch for the model, on the loader's device."""
 
     images: Tensor  # (B, C, H, W) float32, normalised
     targets: Tensor  # (B,) int64
@@ -33,7 +33,7 @@ class Prefetcher(ABC, Generic[CollatedT, BatchT]):
 
     @abstractmethod
     def finish(self, raw: CollatedT) -> BatchT:
-        """Transfer without waiting, and compute what is left to do, on `self.device`."""
+        """Transfer without waiting, and do the remaining computation on `self.device`."""
 
     def to(self, device: torch.device) -> None:
         if device == self.device:  # memory is pooled by stream: keep one stream for the loader's lifetime

@@ -18,7 +18,7 @@ KeyT = TypeVar("KeyT")
 
 
 class SampleKey(NamedTuple):
-    """What a training dataset needs to know to make a sample."""
+    """The key from which a training dataset makes a sample."""
 
     epoch: int
     sample: int

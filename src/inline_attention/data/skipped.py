@@ -1,4 +1,4 @@
-"""Unreadable images: they are counted and listed, and too many of them are an error."""
+"""Counts and lists unreadable images. Too many of them are an error."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ class SkippedImage(NamedTuple):
 class SkippedImages:
     """The unreadable images of one split on this rank, each file once.
 
-    `replaced` counts how often another image took the place of one of them in a training batch.
+    `replaced` counts how often another image replaced one of them in a training batch.
     """
 
     def __init__(self, *, limit: int) -> None:

@@ -91,8 +91,8 @@ def check_same_classes(train: Source, val: Source, *, train_split: str, val_spli
 def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
     """The files with these extensions at any depth below a folder, in the order of their folders and names.
 
-    Links are followed. A folder that links lead to a second time is left out and named in the log: without that, a
-    link to a folder above it would never end.
+    Links are followed. A folder that links reach a second time is left out and logged. Otherwise, a link to a parent
+    folder would make the search endless.
     """
     endings = tuple(extensions)
     visited: set[tuple[int, int]] = set()
@@ -114,7 +114,7 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
 
 
 def find_images(names: Iterable[str | Path]) -> list[Path]:
-    """Files as they are named, and the images below folders, in order."""
+    """The named files, and the images below the named folders, in order."""
     paths: list[Path] = []
     for name in map(Path, names):
         if name.is_dir():
@@ -125,7 +125,7 @@ def find_images(names: Iterable[str | Path]) -> list[Path]:
         elif name.is_file():
             paths.append(name)
         else:
-            raise ValueError(f"image {str(name)!r} does not exist or is no regular file")
+            raise ValueError(f"image {str(name)!r} does not exist or is not a regular file")
     return paths
 
 
@@ -137,7 +137,7 @@ def utf8_name(path: str | Path) -> str:
 class PackedStrings(Sequence[str]):
     """Many strings in two arrays, which stay shared among worker processes.
 
-    A list would be copied into every worker: reference counts change each of its objects.
+    A list would be copied into every worker, because reference counts change the memory of its objects.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -315,7 +315,7 @@ def check_tar_end(path: str | Path) -> None:
         is_whole = size % tarfile.BLOCKSIZE == 0 and file.read() == bytes(tarfile.BLOCKSIZE)
     if not is_whole:
         raise ValueError(
-            f"{str(path)!r} has no end-of-archive mark after its {size:,} bytes: it was cut off, or is no tar file. "
+            f"{str(path)!r} has no end-of-archive mark after its {size:,} bytes: it was cut off, or is not a tar file. "
             "Copy it again, or pack it again"
         )
 

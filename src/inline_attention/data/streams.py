@@ -44,7 +44,7 @@ def is_stream(path: str) -> bool:
 
 
 class Item(NamedTuple):
-    """One image of a stream with its label, or the reason why there is none."""
+    """One image of a stream with its label, or the reason why it is unreadable."""
 
     name: str
     image: bytes | Image.Image
@@ -99,7 +99,7 @@ class ShardReader:
                 label = json.loads(sample["json"])[self._alt_label]
             return Item(name, image, int(label))
         except (ValueError, LookupError, TypeError) as error:
-            return Item(name, b"", b"", f"its label is {label!r}, which is no number ({error})")
+            return Item(name, b"", b"", f"its label is {label!r}, which is not a number ({error})")
 
 
 def _shuffled(items: Iterable[Any], buffer: tuple[int, int], rng: random.Random) -> Iterator[Any]:
@@ -158,7 +158,7 @@ class Stream:
         if kind == "wds":
             self.reader = self._divide_shards(timm_reader.split_info, place)
         else:
-            # Not what torch.distributed says: in evaluation `stride` divides the images.
+            # Not the world size of torch.distributed: in evaluation, `stride` divides the images.
             timm_reader.dist_rank, timm_reader.dist_num_replicas = (rank, world_size) if training else (0, 1)
             self.reader = TensorFlowReader(timm_reader, name=config.path)
             self.stride = 1 if training else world_size
@@ -187,7 +187,7 @@ class Stream:
                 target_key=config.target_key,
             )
         except (RuntimeError, LookupError, AssertionError, ValueError, TypeError, AttributeError) as error:
-            described = str(error).partition("\n")[0]  # TensorFlow lists every data set there is below
+            described = str(error).partition("\n")[0]  # the following lines list all known data sets
             if kind == "wds":
                 described += (
                     "; expected a split of FOLDER/_info.json, or a pattern such as 'train-{0000..0099}.tar|128000'"
@@ -243,9 +243,9 @@ def _whole_number(value: object, split: str, config: DataConfig) -> int:
 
 
 class StreamDataset(IterableDataset[RawBatch | ValueError]):
-    """Yields whole batches, with the unreadable images that were met on the way.
+    """Yields whole batches, with the unreadable images among them.
 
-    An error in the data is yielded as a value. Raised in a worker process, it would be printed as a traceback.
+    An error in the data is yielded as a value, because an exception in a worker process prints a traceback.
     """
 
     def __init__(self, stream: Stream, *, model_classes: list[str] | None = None) -> None:

@@ -58,7 +58,7 @@ def _augment_operations(transform: Compose) -> Iterator[auto_augment.AugmentOp]:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **arguments: object) -> Image.Image:
-    """timm's operation, and black at 0 bits, the strongest magnitude, which newer Pillow releases refuse."""
+    """timm's operation, with a black image for 0 bits (the strongest magnitude), which newer Pillow releases refuse."""
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep, **arguments)

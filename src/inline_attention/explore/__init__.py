@@ -1,4 +1,4 @@
-"""A local web page: the attention functions in the plane, on images, and what they cost."""
+"""A local web page: attention functions in the plane and on images, and their cost."""
 
 from .app import App
 from .server import ExploreServer, open_server

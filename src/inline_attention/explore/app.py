@@ -33,7 +33,7 @@ def sample_photos() -> dict[str, Picture]:
 
 
 def plane() -> dict[str, Any]:
-    """The figure that the page starts from: points of both panels, A and b of the second, and what counts as equal."""
+    """The first figure of the page: points of both panels, A and b of the second, and the tolerance of equality."""
     figure = measure_injectivity()
     relu, affine = (dict(queries=panel.queries.tolist(), keys=panel.keys.tolist()) for panel in figure.panels)
     parameters = figure.parameters
@@ -46,7 +46,7 @@ def plane() -> dict[str, Any]:
 
 
 def page_files() -> dict[str, Response]:
-    """Address → file, all of them read once."""
+    """Address → content of the file, read once."""
     folder = resources.files("inline_attention.explore") / "page"
     files = {}
     for file in folder.iterdir():
@@ -57,11 +57,11 @@ def page_files() -> dict[str, Response]:
 
 
 class App:
-    """The state that visitors share: models, pictures, and the gate before computations. All of it is bounded."""
+    """The state that visitors share: models, pictures, and the queue of computations. All of it is bounded."""
 
     def __init__(self, subjects: Sequence[Subject], *, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device {str(device)!r} has no clock here; expected cpu or cuda")
+            raise ValueError(f"device {str(device)!r} cannot be timed; expected cpu or cuda")
         self._subjects = subjects
         self._machine = describe_environment()["cpu" if device.type == "cpu" else f"gpu {device.index or 0}"]
         self._files = page_files()
@@ -92,7 +92,7 @@ class App:
         return handler(request)
 
     def close(self) -> None:
-        """Ends computations, for good."""
+        """End all computations, permanently."""
         self._gate.close()
 
     def _describe_setup(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class App:
 
     def _measure(self, request: Request) -> Response:
         events = self._stopwatch.measure(cost.SIZES)
-        first = next(events)  # raises Busy while the status can still say so
+        first = next(events)  # raises Busy before the status of the response is sent
         return Response.json_lines(itertools.chain([first], events))
 
 

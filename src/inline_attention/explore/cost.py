@@ -1,4 +1,4 @@
-"""What DeiT-T costs with each of the three attentions against resolution: counted, and timed on this machine."""
+"""The cost of DeiT-T with each of the three attentions over resolution, counted and timed on this machine."""
 
 import functools
 import math
@@ -21,8 +21,8 @@ from .subjects import DEIT_TINY
 
 SIZES = (224, 384, 640, 1024)  # those of the paper's figure
 ROUNDS = 5
-SAMPLE_SECONDS = 0.03  # short calls are repeated until they fill it
-MEASURE_SECONDS = 120.0  # then a measurement ends, with what it has
+SAMPLE_SECONDS = 0.03  # short calls are repeated for this long
+MEASURE_SECONDS = 120.0  # limit of a measurement; results so far are kept
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Counts:
     size: int
     tokens: int
     macs: int
-    activation_bytes: int  # what training keeps of one image, without checkpointing
+    activation_bytes: int  # kept for the backward pass of one image, without checkpointing
 
 
 def deit_tiny(kind: str) -> VisionModel:
@@ -61,12 +61,12 @@ class Stopwatch:
         self._measuring = threading.Lock()
 
     def measure(self, sizes: Sequence[int], *, seconds: float = MEASURE_SECONDS) -> Iterator[dict[str, Any]]:
-        """Yields progress, and each timing again with every sample. Closing the iterator ends the measurement.
+        """Yield progress, and the timing of a model after every sample. Closing the iterator ends the measurement.
 
-        The first value comes before anything is measured. `Busy` is raised instead while another measurement runs.
+        The first value comes before anything is measured. If another measurement runs, `Busy` is raised instead.
         """
         if not self._measuring.acquire(blocking=False):
-            raise Busy("somebody else is measuring, and two measurements would disturb each other; try again soon")
+            raise Busy("another measurement is running, and two would disturb each other; try again soon")
         try:
             done, total = 0, len(sizes) * len(DEIT_TINY) * (ROUNDS + 1)
             yield dict(done=done, total=total)
@@ -78,7 +78,7 @@ class Stopwatch:
                     if time.monotonic() > deadline and done < total:
                         raise Busy(f"the time for a measurement, {seconds:.0f} seconds, is over")
             except Busy as error:
-                yield dict(done=done, total=total, stopped=f"Ended early: {error}. The figures so far stay.")
+                yield dict(done=done, total=total, stopped=f"Ended early: {error}. The results so far are kept.")
         finally:
             self._measuring.release()
 

@@ -1,4 +1,4 @@
-"""How many computations run and wait. One runs at a time, because PyTorch uses all cores."""
+"""Limits how many computations run and wait. One runs at a time, because PyTorch uses all cores."""
 
 import threading
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 
 class Busy(Exception):
-    """There are too many requests to compute now. The text is for the user."""
+    """Too many computations are requested. The text is shown to the user."""
 
 
 class Gate:
-    """Lets `running` computations run and `waiting` others wait, for `seconds` at most. Any other raises `Busy`."""
+    """`running` computations run, and `waiting` others wait for at most `seconds`. Any other raises `Busy`."""
 
     def __init__(self, *, running: int = 1, waiting: int, seconds: float = 60.0) -> None:
         self._running, self._seconds = running, seconds
@@ -32,7 +32,7 @@ class Gate:
             self._places.release()
 
     def close(self) -> None:
-        """Waits for what is running and lets nothing more begin.
+        """Wait for running computations, and start no others.
 
         A thread that is inside PyTorch when the interpreter ends would abort the process.
         """

@@ -1,4 +1,4 @@
-"""Attention maps of a picture: what one token of it gives to the others, in a layer and head of a model."""
+"""Attention maps of a picture: the weights of one token on the others, in a layer and head of a model."""
 
 import math
 from collections import OrderedDict
@@ -30,11 +30,11 @@ class AttentionMap:
     head: int | None  # its number; None: the mean of all
     tokens: int  # N of the weights' mean 1/N
     weights: list[float | None]
-    with_local: list[float | None] | None  # the same with the local terms; None where the layer has none
+    with_local: list[float | None] | None  # the same with the local terms; None if the layer has none
 
 
 def prepare(image: Image.Image, subject: Subject, *, device: torch.device) -> Tensor:
-    """The picture as the model takes it: scaled to its size, normalised. (1, channels, H, W)"""
+    """The picture scaled to the model's size and normalised, (1, channels, H, W)"""
     data = subject.data
     mean, std = data.statistics
     scaled = image.convert("L" if data.in_chans == 1 else "RGB").resize(data.size[::-1], Image.Resampling.BICUBIC)
@@ -45,7 +45,7 @@ def prepare(image: Image.Image, subject: Subject, *, device: torch.device) -> Te
 class Maps:
     """Maps of pictures, for one caller at a time.
 
-    The layers looked at last are kept: another query or head of theirs needs no run of a model.
+    The most recent layers are cached, so another query or head of them does not run the model again.
     """
 
     def __init__(self, subjects: Sequence[Subject], *, device: torch.device) -> None:
@@ -56,13 +56,13 @@ class Maps:
     def attention_map(
         self, name: str, image: Image.Image, *, model: int, layer: int, head: int | None, x: float, y: float
     ) -> AttentionMap:
-        """What the token at a point of a picture gives to the others.
+        """The weights of the token at a point of a picture on the others.
 
         Args:
-            name: of the picture, the same for the same image.
-            model, layer: their numbers.
-            head: its number, the last one's where there are fewer (layers differ); None for the mean of all.
-            x, y: where the query is, from 0 to 1 across and down the picture.
+            name: name of the picture, which identifies it.
+            model, layer: their indices.
+            head: its index, limited to the heads of the layer; None for the mean of all.
+            x, y: position of the query, from 0 to 1 across and down the picture.
         """
         attention = self._layer(name, image, model, layer)
         height, width = attention.map_grid

@@ -1,4 +1,4 @@
-"""What a request is, and what it is answered with."""
+"""Requests and responses."""
 
 import io
 import json
@@ -16,7 +16,7 @@ BODY_SECONDS = 60.0
 
 
 class RequestError(Exception):
-    """A request that is refused. The text is for the user."""
+    """A request that is refused. The text is shown to the user."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -26,8 +26,8 @@ class RequestError(Exception):
 class TimedSocket(io.RawIOBase):
     """Reads a socket until a deadline.
 
-    A socket's own timeout starts anew with every byte, so a visitor who sends one byte now and then could keep a
-    connection for ever.
+    The timeout of a socket starts again with every byte. A visitor who sends a byte now and then could keep a
+    connection open forever.
     """
 
     def __init__(self, connection: socket.socket, *, seconds: float) -> None:
@@ -35,7 +35,7 @@ class TimedSocket(io.RawIOBase):
         self.allow(seconds)
 
     def allow(self, seconds: float) -> None:
-        """What is read from now on must come within this time."""
+        """Set the deadline of all reading from now on."""
         self._deadline = time.monotonic() + seconds
 
     def readable(self) -> bool:
@@ -50,7 +50,7 @@ class TimedSocket(io.RawIOBase):
         try:
             return self._connection.recv_into(buffer)
         finally:
-            self._connection.settimeout(before)  # which holds for sending
+            self._connection.settimeout(before)  # the timeout of sending
 
 
 class Request:
@@ -64,7 +64,7 @@ class Request:
         self.has_unread_body = "Transfer-Encoding" in headers or headers.get("Content-Length", "0") != "0"
 
     def read(self, limit: int, *, seconds: float = BODY_SECONDS) -> bytes:
-        """The body. Nothing of it is read where it is larger than `limit` bytes; it must come within `seconds`."""
+        """Read the body within `seconds`. A body of more than `limit` bytes is refused before it is read."""
         if "Transfer-Encoding" in self._headers:
             raise RequestError(HTTPStatus.LENGTH_REQUIRED, "a body needs a Content-Length")
         text = self._headers.get("Content-Length", "0")
@@ -78,7 +78,7 @@ class Request:
         try:
             body = self._stream.read(int(text))
         except TimeoutError as error:
-            message = f"the body did not come in time; expected all of it within {seconds:.0f} seconds"
+            message = f"the body did not arrive in time; expected all of it within {seconds:.0f} seconds"
             raise RequestError(HTTPStatus.REQUEST_TIMEOUT, message) from error
         if missing := int(text) - len(body):
             raise RequestError(HTTPStatus.BAD_REQUEST, f"the last {missing} bytes of the body did not come")
@@ -87,7 +87,7 @@ class Request:
 
     def json(self) -> dict[str, Any]:
         """The body, which must be a JSON object."""
-        # A browser lets a page of another site post text or a form to this address, but not JSON.
+        # Browsers let other sites post text or forms to this address, but not JSON.
         if self._headers.get_content_type() != "application/json":
             raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of type application/json")
         try:
@@ -105,7 +105,7 @@ def _size(count: int) -> str:
 
 @dataclass(frozen=True)
 class Response:
-    """A body, or the parts of one that are sent as they come."""
+    """A response. Its body is one value, or parts that are sent as they are made."""
 
     body: bytes | Iterator[bytes]
     content_type: str

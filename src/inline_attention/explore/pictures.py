@@ -1,4 +1,4 @@
-"""Pictures that visitors bring: decoded within limits, and kept in memory for a while under names nobody can guess."""
+"""Uploaded pictures: decoded within limits, and kept in memory for a while under random names."""
 
 import io
 import secrets
@@ -12,19 +12,19 @@ from PIL import Image, ImageOps
 
 from inline_attention.data.decode import TooManyPixels, UnreadableImage, decode_image, open_image
 
-# Of all that Pillow reads, what cameras, browsers and screenshots write: every other parser is one more to trust.
+# The formats of cameras, browsers and screenshots. Pillow reads more, but every parser adds risk.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 16 * 2**20
 MAX_PIXELS = 40_000_000
-SIDE = 512  # of the square that is kept and shown; the models see it scaled to their size
+SIDE = 512  # of the square that is stored and shown; it is scaled for each model
 
 
 class BadPicture(Exception):
-    """A file that is no picture for this page; the text is for the user."""
+    """A file that cannot be used as a picture. The text is shown to the user."""
 
 
 def decode_picture(data: bytes) -> Image.Image:
-    """The centre square of an image file, RGB, `SIDE` pixels a side. Its size is known before a pixel is decoded."""
+    """The centre square of an image file, RGB, `SIDE` pixels a side. The size is checked before a pixel is decoded."""
     try:
         image = open_image(io.BytesIO(data), formats=FORMATS, max_pixels=MAX_PIXELS)
     except TooManyPixels as error:
@@ -53,9 +53,9 @@ class Picture:
 
 
 class PictureStore:
-    """Pictures by name: those of the page, which stay, and visitors', of which the oldest make room.
+    """Pictures by name: those of the page, which are permanent, and uploads, of which the oldest are removed.
 
-    A visitor's picture is found by a random name alone, so that nobody sees another's.
+    An upload has a random name, so visitors cannot find the pictures of others.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PictureStore:
         return name
 
     def get(self, name: str) -> Picture | None:
-        """None where there is none, or no longer. What is looked at stays longer."""
+        """The picture of that name, or None. A picture that is used stays longer."""
         if name in self._samples:
             return self._samples[name]
         with self._lock:

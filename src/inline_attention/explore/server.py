@@ -1,6 +1,6 @@
-"""The web server: whose requests are answered, how large they may be, and what errors look like.
+"""The web server: access control, limits, and errors.
 
-It is the standard library's, with a thread for each connection and one request a connection. `App` has the answers.
+It is the server of the standard library, with a thread and a single request per connection. `App` computes the answers.
 """
 
 import errno
@@ -22,12 +22,12 @@ from .gate import Busy
 from .messages import HEADER_SECONDS, Request, RequestError, Response, TimedSocket
 
 MAX_CONNECTIONS = 64
-SILENT_SECONDS = 20.0  # a connection over which nothing comes or goes is closed; `messages` bounds what drips in
+SILENT_SECONDS = 20.0  # an idle connection is closed; `messages` limits slow ones
 LINGER_BYTES, LINGER_SECONDS = 64 * 2**20, 5.0
 GONE = (ConnectionError, TimeoutError)  # the visitor has left
 
 HEADERS = {
-    # Nothing from elsewhere, nothing inline, in no other page's frame.
+    # No content from other sites, no inline code, and no embedding in other pages.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,7 +39,7 @@ HEADERS = {
 
 
 def open_server(app: App, *, host: str, port: int) -> "ExploreServer":
-    """Binds the address; the server's `serve_forever` then answers. Port 0 takes a free one."""
+    """Bind the address. `serve_forever` of the server then answers requests. Port 0 chooses a free port."""
     if not 0 <= port <= 65535:
         raise ValueError(f"port {port}; expected 0 (any free one) to 65535")
     try:
@@ -54,9 +54,9 @@ def open_server(app: App, *, host: str, port: int) -> "ExploreServer":
 
 
 class ExploreServer(socketserver.ThreadingTCPServer):
-    daemon_threads = True  # a visitor who is still being answered does not keep the program from ending
+    daemon_threads = True  # open connections do not keep the program alive
     block_on_close = False
-    allow_reuse_address = os.name != "nt"  # on Windows it would let two programs have one port
+    allow_reuse_address = os.name != "nt"  # on Windows it would let two programs share a port
     request_queue_size = 64
 
     def __init__(self, app: App, *, host: str, port: int) -> None:
@@ -79,12 +79,12 @@ class ExploreServer(socketserver.ThreadingTCPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._connections.acquire(timeout=SILENT_SECONDS):  # the others wait in the system's queue meanwhile
+        if not self._connections.acquire(timeout=SILENT_SECONDS):  # further connections wait in the queue of the system
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread could be started that would give the place back
+        except RuntimeError:  # no thread was started that would release the connection
             self._connections.release()
             raise
 
@@ -100,10 +100,10 @@ class ExploreServer(socketserver.ThreadingTCPServer):
 
 
 def names_this_machine(host_header: str | None, *, bound_to: str) -> bool:
-    """Whether a Host header may be one that leads here.
+    """Whether a Host header is a valid name of this server.
 
-    A page of another site can let its own name lead to this machine. To a browser it then has the same origin as this
-    page (DNS rebinding). An address and the machine's own name cannot be made to lead elsewhere.
+    Another site can make its own name resolve to this machine. To a browser, it then has the same origin as this page
+    (DNS rebinding). IP addresses and the name of the machine are safe.
     """
     try:
         host = urlsplit(f"//{host_header or ''}").hostname or ""
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise
         except Exception:
             traceback.print_exc()
-            message = "something went wrong on the server; its terminal shows what"
+            message = "an error occurred on the server; its terminal shows the details"
             response = Response.json({"error": message}, status=HTTPStatus.INTERNAL_SERVER_ERROR)
         self._send(response)
         if request.has_unread_body:
@@ -151,14 +151,14 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def _check_sender(self) -> None:
-        """Raises unless the request comes from this page, or from no page at all."""
+        """Raise an error if the request comes from another page."""
         host = self.headers.get("Host")
         if not names_this_machine(host, bound_to=self.server.host):
             raise RequestError(HTTPStatus.FORBIDDEN, f"{host!r} is not the name of this server: open {self.server.url}")
         origin = self.headers.get("Origin")
         if origin not in (None, f"http://{host}"):
             raise RequestError(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
-        # Browsers send this also where they send no origin. A link on another page may open this one.
+        # Browsers send this even without an origin. A link on another page may open this one.
         if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and self.path != "/":
             raise RequestError(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
 
@@ -173,11 +173,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(response.body)
             return
         self.end_headers()
-        for part in response.body:  # a visitor who has gone ends it here
+        for part in response.body:  # ends with an exception if the visitor has left
             self.wfile.write(part)
 
     def _linger(self) -> None:
-        """Reads the rest of the request, within limits. A browser that cannot finish sending shows no answer."""
+        """Read the rest of the request, within limits. A browser shows no answer until it has sent its request."""
         self.connection.shutdown(socket.SHUT_WR)
         self._source.allow(LINGER_SECONDS)
         left = LINGER_BYTES
@@ -185,10 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(part)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers what the standard library refuses by itself: a malformed request, an unknown method."""
+        """Answer requests that the standard library refuses: malformed ones and unknown methods."""
         status = HTTPStatus(code)
         self.close_connection = True
         self._send(Response.json({"error": message or status.phrase}, status=status))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Prints nothing: the terminal is for errors."""
+        """Print nothing: the terminal is for errors."""

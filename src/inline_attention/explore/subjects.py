@@ -1,4 +1,4 @@
-"""The models that the page looks into: one for each attention, with weights or without."""
+"""The models of the page: one for each attention, trained or random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from inline_attention.models.shipped import shipped_models, shipped_weights
 from inline_attention.models.weights import architecture
 from inline_attention.tasks.classification.classifier import Classifier, load_classifier
 
-# DeiT-T with each of the three attentions: a registered name and what differs from it.
+# DeiT-T with each of the three attentions: a registered name, and arguments that differ from it.
 DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax_deit_tiny", {}),
     "linear": ("inline_deit_tiny", {"attention": "linear"}),
@@ -23,18 +23,18 @@ DEIT_TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Subject:
-    kind: str  # the attention of its first block
-    name: str  # as it is registered
+    kind: str  # attention of the first block
+    name: str  # in the registry
     model: VisionModel
     data: DataConfig  # its image size and normalisation
     weights: str | None  # the file's name; None: random
 
 
 def load_subjects(weights: Sequence[str] = (), *, device: torch.device) -> list[Subject]:
-    """A model for each file, and random ones of the same architecture for those of the three attentions that lack one.
+    """Open a model for each file, and random models of the same architecture for the other attentions.
 
-    Files must be safetensors that say how their model was built, as `inline train` writes them. Where none are named,
-    those that come with the package are taken.
+    Files must be safetensors that describe their model, as `inline train` writes them. Without files, those of the
+    package are used.
     """
     loaded: dict[str, Subject] = {}
     for file in weights or [str(shipped_weights(name)) for name in shipped_models()]:
@@ -63,7 +63,7 @@ def _load(file: str) -> Subject:
 
 
 def _random(kind: str, like: Subject | None) -> Subject:
-    """Seeded, so that the page shows the same every time."""
+    """A random model with a fixed seed, so that the page is always the same."""
     if like is None:
         name, arguments = DEIT_TINY[kind]
     else:

@@ -36,7 +36,7 @@ class WeightsError(ValueError):
 
 @dataclass
 class Checkpoint:
-    """Weights, whether they are averaged (EMA) ones, and what the file says about them.
+    """Weights, whether they are averaged (EMA), and the other content of the file.
 
     `info` is the metadata of a safetensors file. For a training checkpoint it holds the configuration, epoch and
     accuracy.
@@ -51,7 +51,7 @@ def read_checkpoint(path: PathLike, *, ema: bool | None = None) -> StateDict:
     """Returns the weights in a file, on the CPU, under the names that the file gives them.
 
     The content decides how a file is read, not its name. Prefixes of wrappers ("module.", "_orig_mod.") are removed.
-    Tensors are mapped from the file where its format allows that, so that memory is used for what is read.
+    If the format allows it, tensors are memory-mapped, so that only the tensors in use take memory.
 
     Args:
         ema: None takes averaged (EMA) weights if there are any, True requires them, False takes the others.
@@ -60,7 +60,7 @@ def read_checkpoint(path: PathLike, *, ema: bool | None = None) -> StateDict:
 
 
 def open_checkpoint(path: PathLike, *, ema: bool | None = None) -> Checkpoint:
-    """`read_checkpoint`, with what else the file says."""
+    """`read_checkpoint`, with the other content of the file."""
     path = Path(path).expanduser()
     with errors_name(path):
         if _is_safetensors(path):
@@ -71,7 +71,7 @@ def open_checkpoint(path: PathLike, *, ema: bool | None = None) -> Checkpoint:
         content = _load_torch_file(path)
         state_dict, is_ema = select_weights(content, ema=ema)
         for name, tensor in state_dict.items():
-            # A view may repeat the elements of its storage. Copied, it would take more memory than the file has.
+            # A view may repeat elements of its storage. A copy would take more memory than the file.
             if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
                 raise WeightsError(f"is damaged: the tensor {name} is larger than its data")
         return Checkpoint(state_dict, is_ema, {key: content[key] for key in _INFO_KEYS if key in content})
@@ -88,7 +88,7 @@ def read_metadata(path: PathLike) -> dict[str, str]:
 
 
 def select_weights(content: Any, *, ema: bool | None) -> tuple[StateDict, bool]:
-    """Finds the mapping from names to tensors inside what a file holds, and says whether it is an average (EMA)."""
+    """Find the mapping from names to tensors in the content of a file, and whether it is an average (EMA)."""
     if not isinstance(content, Mapping):
         raise WeightsError(f"holds an object of type {type(content).__name__}, not a mapping from names to tensors")
     averaged = next((content[key] for key in _EMA_KEYS if isinstance(content.get(key), Mapping)), None)
@@ -108,7 +108,7 @@ def select_weights(content: Any, *, ema: bool | None) -> tuple[StateDict, bool]:
         raise WeightsError(f"holds more than tensors where weights should be{_listed(others)}")
     if unnamed := [name for name in chosen if not isinstance(name, str)]:
         raise WeightsError(f"holds tensors whose names are not strings{_listed(unnamed)}")
-    # A compiled model may be inside DistributedDataParallel or around it: the prefixes come in both orders.
+    # A compiled model may be inside DistributedDataParallel or around it, so prefixes come in both orders.
     return clean_state_dict(clean_state_dict(dict(chosen))), is_ema
 
 
@@ -118,7 +118,7 @@ def _listed(keys: list[Any]) -> str:
 
 
 def one_line(text: object) -> str:
-    """Text of a file for a message: without line breaks and control characters."""
+    """Text from a file for a message, without line breaks and control characters."""
     return "".join(c if c.isprintable() else "�" for c in " ".join(str(text).split()))
 
 
@@ -132,7 +132,7 @@ def errors_name(subject: object) -> Iterator[None]:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """True for safetensors, False for torch.save. Any other file is an error that says what it is."""
+    """True for safetensors, False for torch.save. Any other file is an error that names its type."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if path.is_dir():
@@ -143,7 +143,7 @@ def _is_safetensors(path: Path) -> bool:
         head = file.read(512)
     if not head:
         raise WeightsError("is empty")
-    # A safetensors file is the length of a JSON header, that header, the data.
+    # A safetensors file has the length of a JSON header, the header, and the data.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000:
         return True
     if head.startswith((_ZIP_SIGNATURE, b"\x80")):  # a zip archive, a pickle
@@ -166,12 +166,11 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         raise WeightsError(f"is damaged or truncated: {error}") from error
 
 
-# Files of torch.save. `torch.load(weights_only=True)` reads them; before it does, `_check_pickle` looks at what they
-# ask for.
+# Files of torch.save. `_check_pickle` checks their instructions, then `torch.load(weights_only=True)` reads them.
 
 _ZIP_SIGNATURE = b"PK\x03\x04"
-# Configurations of training scripts: the official code saves yacs', timm's script argparse's. An OrderedDict takes
-# their place, so neither package is imported and no attribute of theirs is set.
+# Configurations of training scripts: objects of yacs in the official code, of argparse in timm's script. An OrderedDict
+# replaces them, so that neither package is imported and none of their attributes is set.
 _STAND_INS = ("yacs.config.CfgNode", "argparse.Namespace")
 _MAPPINGS = ("collections.OrderedDict", *_STAND_INS)
 _FUNCTIONS = (
@@ -196,11 +195,11 @@ def _load_torch_file(path: Path) -> Any:
                 is_zip = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
             if is_zip:
                 _check_zip(path)
-                if path.suffix == ".safetensors":  # newer releases of torch would read it as what its name says
+                if path.suffix == ".safetensors":  # newer releases of torch go by the name
                     return torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
-                # Mapped, storages lie inside the file whatever the pickle says, and only what is used is read.
+                # Mapped storages are always inside the file, and only tensors in use are read.
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            # Not the open file: asked for more bytes than it has, it would allocate them before it looks.
+            # Not the open file: it would allocate a wrong number of bytes before it notices.
             content = io.BytesIO(path.read_bytes())
             _check_legacy(content)
             content.seek(0)
@@ -250,22 +249,22 @@ def _check_legacy(file: io.BytesIO) -> None:
 
 
 class _Item(NamedTuple):
-    """What the check knows of an object that a pickle would build."""
+    """The facts about an object of a pickle that the check tracks."""
 
-    name: str = ""  # of a class or function
+    name: str = ""  # name of a class or function
     is_mapping: bool = False
-    depth: int = 0  # of nested tuples
+    depth: int = 0  # depth of nested tuples
 
 
 _MARK = _Item("(")
 
 
 def _check_pickle(file: io.BytesIO) -> None:
-    """Refuses a pickle that asks for more than weights, before torch.load runs it.
+    """Refuse a pickle with more than weights, before torch.load runs it.
 
-    torch's own list of allowed names is longer: it has bytearray and the storage classes, which allocate whatever size
-    a file gives. Before 2.10 torch also let a pickle set items of objects that are not mappings. Deeply nested tuples
-    overflow the stack when they are hashed.
+    torch's own list of allowed names is longer. It has bytearray and the storage classes, which allocate any size that
+    a file asks for. Before 2.10, torch also let a pickle set items of objects that are not mappings. Deeply nested
+    tuples overflow the stack when they are hashed.
     """
     stack: list[_Item] = []
     memo: dict[int, _Item] = {}
@@ -295,7 +294,7 @@ def _check_pickle(file: io.BytesIO) -> None:
             result = _Item(argument.replace(" ", ".", 1))
             if result.name not in (*_MAPPINGS, *_FUNCTIONS) and not _OTHER_NAMES.fullmatch(result.name):
                 raise _refuse(f"the name {one_line(result.name)[:200]}")
-        elif name == "STACK_GLOBAL":  # of protocol 4, which torch.save does not use by itself
+        elif name == "STACK_GLOBAL":  # protocol 4, which torch.save does not use by default
             raise _refuse(f"the name {one_line('.'.join(texts[-2:]))[:200]} in pickle protocol 4")
         elif isinstance(argument, str):
             texts = [*texts[-1:], argument]

@@ -1,4 +1,4 @@
-"""Downloads of weights into torch.hub's cache, complete or not at all."""
+"""Downloads weights into torch.hub's cache, completely or not at all."""
 
 import hashlib
 import http.client
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 def local_path(source: str | os.PathLike[str]) -> Path:
-    """Returns where a path or URL is on this machine. An http(s) URL is downloaded first, unless it is in the cache."""
+    """The local path of a path or URL. An http(s) URL is downloaded first, unless it is in the cache."""
     text = os.fspath(source)
     url = urlsplit(text)
     if url.scheme in _SCHEMES:
@@ -45,8 +45,8 @@ def local_path(source: str | os.PathLike[str]) -> Path:
 def _cache_entry(url: str) -> tuple[str, str]:
     """The file's name in the cache, and its SHA-256 if that is known.
 
-    A published file is called after its model. Any other name has a digest of the address, which keeps apart the many
-    files that are called model.safetensors.
+    A published file has the name of its model. Any other name contains a digest of the URL, because many files are
+    called model.safetensors.
     """
     for name, facts in PUBLISHED.items():
         if url == facts.url:
@@ -58,13 +58,13 @@ def _cache_entry(url: str) -> tuple[str, str]:
 def download(url: str, *, filename: str, sha256: str = "", progress: bool = True) -> Path:
     """Downloads weights into the folder `checkpoints` of torch.hub's cache, unless they are there already.
 
-    What arrives is kept only if it is complete and reads as weights. A cached file that does not is replaced.
-    torch.hub's own function keeps a file that a broken connection cut short, and waits without limit.
+    A download is kept only if it is complete and can be read as weights. A cached file that cannot be read is replaced.
+    torch.hub's own function keeps truncated files and has no time limit.
 
     Args:
         url: http or https; redirects to other schemes are refused.
         filename: the name in the cache; a link need not end in one.
-        sha256: the expected digest. Without one the digest of what arrived is logged, to be compared by hand.
+        sha256: the expected digest. Without one, the digest of the download is logged.
         progress: show a progress bar on the standard error stream.
     """
     if filename in ("", "..") or PurePath(filename).name != filename:
@@ -102,8 +102,8 @@ def download(url: str, *, filename: str, sha256: str = "", progress: bool = True
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, moved there when the block ends; removed when it raises."""
-    # A name of its own, not tempfile's: files from there are readable for their owner alone.
+    """A temporary path beside `path`. It is moved there at the end of the block, or removed after an error."""
+    # Not from tempfile, whose files only their owner can read.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield temporary
@@ -139,9 +139,9 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _fetch(url: str, path: Path, *, label: str, progress: bool) -> str:
-    """Writes what a URL sends and returns its SHA-256.
+    """Write the content of a URL and return its SHA-256.
 
-    Every failure of the network is a ConnectionError with the reason; errors of the disk stay what they are.
+    Failures of the network are a ConnectionError with the reason. Errors of the disk are raised unchanged.
     """
     request = urllib.request.Request(url, headers={"User-Agent": f"inline-attention/{__version__}"})
     start = time.monotonic()
@@ -177,7 +177,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
             chunk = response.read1(
                 _CHUNK
-            )  # returns what has arrived: a slow server cannot hold the deadline's check up
+            )  # returns the bytes that are there, so a slow server cannot delay the check of the deadline
         except (OSError, http.client.HTTPException) as error:
             raise ConnectionError(f"the connection was cut: {error or type(error).__name__}") from error
         if not chunk:

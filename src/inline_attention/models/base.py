@@ -1,4 +1,4 @@
-"""The base classes of all families: timm's contract, and what the rest of the library asks a family for."""
+"""The base classes of all families: timm's contract, and the methods that the rest of the library needs."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
 
 
 def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
-    """(height, width) of a side or a pair; `name` is what errors call it."""
+    """(height, width) of a side or a pair. `name` is used in errors."""
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
         raise ValueError(f"{name}={size!r}; expected a positive integer or a pair (height, width) of them")
@@ -43,7 +43,7 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
 
 
 def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """Reshapes a parameter of an official attention module to that of our own module, called `name`.
+    """Reshape a parameter of an official attention module for our own module. `name` is its name there.
 
     The official kernel generator is a grouped 1×1 convolution, with parameters (out, in, 1) and (out,). Learned
     positions are resized to the model's map.
@@ -76,7 +76,7 @@ class VisionModel(nn.Module):
     """
 
     checkpoint_names: ClassVar[str]  # a pattern that only names of this family's weights match, official or own
-    layers_name: ClassVar[str]  # the attribute that holds the layers which `prune_intermediate_layers` cuts
+    layers_name: ClassVar[str]  # the attribute with the layers that `prune_intermediate_layers` removes
     num_classes: int
     in_chans: int
     img_size: Grid
@@ -84,7 +84,7 @@ class VisionModel(nn.Module):
     head_hidden_size: int
     global_pool: str
     feature_info: list[dict[str, Any]]
-    attention: list[list[str]]  # of every block, by stage
+    attention: list[list[str]]  # the attention of every block, by stage
     patch_embed: nn.Module
     norm: nn.Module
     head_drop: nn.Module
@@ -145,7 +145,7 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def source_size(self, img_size: Grid | None) -> Grid:
-        """The input size of weights that may not say it: the given one, the published one, or the model's."""
+        """The input size of weights: `img_size`, or else the published one, or else that of the model."""
         if img_size is not None:
             return img_size
         cfg = getattr(self, "pretrained_cfg", None)  # the registry sets it
@@ -182,7 +182,7 @@ class VisionModel(nn.Module):
         layers = getattr(self, self.layers_name)
         take, last = feature_take_indices(len(layers), indices)
         kept = layers[: last + 1]
-        kept.training = self.training  # of the list alone: its layers may be in another mode
+        kept.training = self.training  # only for the list: its layers may be in another mode
         setattr(self, self.layers_name, kept)
         if prune_norm:
             self.norm = nn.Identity().train(self.training)
@@ -191,7 +191,7 @@ class VisionModel(nn.Module):
         return take
 
     def changes(self) -> dict[str, Any]:
-        """What may have changed since the model was built. `apply_changes` repeats it on a new model."""
+        """Changes since the model was built. `apply_changes` repeats them on a new model."""
         return dict(
             img_size=list(self.img_size),
             num_classes=self.num_classes,
@@ -203,7 +203,7 @@ class VisionModel(nn.Module):
     def apply_changes(
         self, *, img_size: Sequence[int], num_classes: int, global_pool: str, layers: int, norm: bool
     ) -> None:
-        """Makes a newly built model what `changes` describes."""
+        """Apply `changes` to a newly built model."""
         present = len(getattr(self, self.layers_name))
         if not 1 <= layers <= present:
             raise ValueError(f"layers={layers}; expected 1 to {present}, the layers that the model is built with")
@@ -309,8 +309,8 @@ class PyramidModel(VisionModel):
         """Returns the maps of chosen stages (all, the last n, or by index) and, by default, the final features.
 
         `norm` applies the final norm to the last stage's map, the only one it fits. `sizes` (B, 2) are the true heights
-        and widths of images that were padded at the bottom and right: each then gets the maps that it would get alone,
-        at the top left of the returned ones.
+        and widths of images that were padded at the bottom and right. The top left part of each map then equals the map
+        of the image alone.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NHWC'")

@@ -12,7 +12,7 @@ from .weights import kept_weights, num_elements, restore, save_weights
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     checkpoint: Checkpoint
     model: VisionModel
@@ -20,7 +20,7 @@ class Conversion:
 
     @property
     def was_resized(self) -> bool:
-        """Position parameters were resized: the file was made at another input size than the model's."""
+        """Whether position parameters were resized, because the file has another input size than the model."""
         return num_elements(kept_weights(self.checkpoint)) != num_elements(self.model.state_dict())
 
 
@@ -31,7 +31,7 @@ def convert(
     model_name: str | None = None,
     ema: bool | None = None,
 ) -> Conversion:
-    """Reads whatever `load_weights` reads from a file or URL, and writes what `save_weights` writes.
+    """Read a file or URL as `load_weights` does, and write it as `save_weights` does.
 
     Args:
         model_name: a registered model. None finds it by the names and shapes in the file, and is an error if none

@@ -89,7 +89,7 @@ class StripeAttention(SoftmaxAttention):
         heads = q.shape[2:]
         plan = WindowPlan.fit(grid, window, shifted=False)
         stripes = [to_windows(x.unflatten(1, grid).flatten(3), plan) for x in (q, k, v)]
-        present = stripes[0].token_mask  # of the padding that completes stripes
+        present = stripes[0].token_mask  # False for the padding that completes stripes
         if token_mask is not None:
             present = to_windows(token_mask.unflatten(1, grid)[..., None], plan).tokens[..., 0]
         rows = (x.tokens.unflatten(2, heads) for x in stripes)

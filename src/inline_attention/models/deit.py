@@ -191,8 +191,8 @@ class DeiT(VisionModel):
         """Returns the features after chosen blocks (all, the last n, or by index) and, by default, the final ones.
 
         With `return_prefix_tokens` each is a pair (map, prefix tokens). `sizes` (B, 2) are the true heights and widths
-        of images that were padded at the bottom and right: each then gets the features that it would get alone. What
-        the tokens beyond its border hold is not defined.
+        of images that were padded at the bottom and right. The features of each then equal those of the image alone.
+        Tokens beyond its border are undefined.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NLC'")
@@ -254,8 +254,8 @@ default_cfgs = registry.default_cfgs(
 default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_small", input_size=288)
 default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_base", input_size=448)
 
-# The small models whose weights come with the package. Their MLP ratios differ so that all have the same number of
-# parameters with and without the local residual.
+# The small models whose weights come with the package. Their MLP ratios make up for the parameters of the local
+# residual, so that all have the same number of parameters.
 STUDY: dict[str, Any] = dict(img_size=64, num_classes=100, patch_size=4, embed_dim=160, depth=7, num_heads=5)
 default_cfgs |= registry.default_cfgs(
     DeiT,

@@ -18,17 +18,17 @@ def hf_arguments(
 ) -> dict[str, Any]:
     """Arguments of timm's `save_for_hf` and `push_to_hf_hub` for a model of this library.
 
-    With them the folder or repository says everything that builds the model again. timm opens it as "local-dir:FOLDER"
+    The folder or repository then contains everything to rebuild the model. timm opens it as "local-dir:FOLDER"
     or "hf-hub:USER/NAME", transformers as `AutoModelForImageClassification.from_pretrained`, both after
     `import inline_attention`.
 
     Args:
-        class_names: one for each class, which pipelines print.
+        class_names: one name for each class. Pipelines print them.
         preprocessing: replaces entries of the model's `pretrained_cfg`, such as mean, std, interpolation or crop_pct.
     """
     if class_names is not None and len(class_names) != model.num_classes:
         raise ValueError(f"there are {len(class_names)} class names for the {model.num_classes} classes of the model")
-    # transformers passes the number of classes by itself, and the configuration has it in a place of its own.
+    # transformers passes the number of classes separately, and the configuration has its own entry for it.
     options = {key: value for key, value in model.config.items() if key != "num_classes"}
     options |= {"img_size": list(model.img_size), "global_pool": model.global_pool}
     with torch.device("meta"):

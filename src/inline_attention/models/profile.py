@@ -18,7 +18,7 @@ from .base import VisionModel
 
 
 class StageCost(NamedTuple):
-    """What one stage costs, for one image."""
+    """The cost of one stage for one image."""
 
     name: str
     shape: tuple[int, ...]  # of the output for one image, without the batch
@@ -33,7 +33,7 @@ def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCo
     The model must be on the meta device (build it under `torch.device("meta")`), where only shapes are computed.
 
     MACs are half of what `torch.utils.flop_counter` counts for matrix products and convolutions. The 3×3 local residual
-    is elementwise, which that counter does not see; nine MACs per channel and position are added for it. Norms, softmax
+    is elementwise, so that counter ignores it; nine MACs per channel and position are added for it. Norms, softmax
     and activations are not counted.
 
     Activation memory is what autograd keeps for the backward pass without checkpointing, parameters excluded. Softmax
@@ -79,7 +79,7 @@ class _FusedSoftmax(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         options = {key: kwargs[key] for key in ("attn_mask", "scale") if kwargs.get(key) is not None}
-        if "attn_mask" in options:  # Swin's is learned, and this operator has no gradient of it
+        if "attn_mask" in options:  # Swin's mask is learned, but this operator has no gradient for it
             options["attn_mask"] = options["attn_mask"].detach()
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], **options)[0]
 
@@ -98,7 +98,7 @@ def _counted(model: nn.Module) -> Iterator[_Counts]:
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in own:
-            kept[storage._cdata] = storage  # keeps it alive, so that no later storage gets its address
+            kept[storage._cdata] = storage  # keep it alive, so that no later storage reuses its address
         return x
 
     def count_local(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

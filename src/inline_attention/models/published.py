@@ -1,10 +1,10 @@
-"""What was published of each model: ImageNet top-1 and where the weights are. Each family adds its own facts."""
+"""Published facts about each model: ImageNet top-1 and the address of its weights. Each family adds its own."""
 
 from typing import NamedTuple
 
 
 class Published(NamedTuple):
-    """Facts of others; none was measured here."""
+    """Published facts. None was measured here."""
 
     top1: float | None = None
     url: str = ""

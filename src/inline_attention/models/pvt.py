@@ -73,7 +73,7 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
         if token_mask is None or self.reduction == 1:
             return super().global_attention(q, k, v, grid=grid, token_mask=token_mask)
         # The convolution drops an incomplete patch at the border, so a key belongs to the image if the last token of
-        # its patch does. An image smaller than one patch keeps the first key, which is completed with zeros.
+        # its patch does. An image smaller than one patch keeps the first key, whose patch is padded with zeros.
         last = self.reduction - 1
         keys = token_mask.unflatten(1, grid)[:, last :: self.reduction, last :: self.reduction].flatten(1)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)

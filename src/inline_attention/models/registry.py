@@ -1,4 +1,4 @@
-"""How a model is built: timm's builder and registry, with published weights read by our own loader."""
+"""Builds models with timm's builder and registry. Our own loader reads the published weights."""
 
 import difflib
 import fnmatch
@@ -20,18 +20,18 @@ from .shipped import SHIPPED, shipped_weights
 
 ModelT = TypeVar("ModelT", bound=VisionModel)
 
-_FAMILIES: dict[str, type[VisionModel]] = {}  # of every registered name
+_FAMILIES: dict[str, type[VisionModel]] = {}  # registered name → family
 
 
 def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_embed.proj", **kwargs: Any) -> dict:
-    """timm's description of a model: input, preprocessing as published, where its weights are."""
+    """timm's description of a model: input, published preprocessing, and the place of its weights."""
     file = shipped_weights(name)
     return {
         "url": PUBLISHED[name].url if name in PUBLISHED else "",
         "file": None if file is None else str(file),
         "num_classes": 1000,
         "input_size": (3, input_size, input_size),
-        "fixed_input_size": True,  # the builder passes it on as img_size; every model runs at other sizes all the same
+        "fixed_input_size": True,  # makes the builder pass img_size; every model runs at other sizes too
         "pool_size": (input_size // 32, input_size // 32),
         "crop_pct": 0.875,
         "crop_mode": "squash",  # both sides are resized: the published evaluation does not keep the aspect ratio
@@ -68,12 +68,12 @@ def families() -> list[type[VisionModel]]:
 
 
 def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any, **kwargs: Any) -> ModelT:
-    """A model of a registered variant, as timm's `create_model` asks for it.
+    """Build a registered variant for timm's `create_model`.
 
     Published weights are pickles behind links without a file name. They are downloaded and read here, and handed to
     timm's builder, which adapts class count and input channels as its users expect. Weights in the package are the
     `file` of timm's configuration. All other sources of timm (`hf-hub:`, `local-dir:`, a file or state dict in the
-    configuration) work as everywhere in timm.
+    configuration) work as for timm's own models.
     """
 
     def create(**options: Any) -> ModelT:
@@ -87,7 +87,7 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     if pretrained and not (cfg.source or cfg.hf_hub_id or cfg.state_dict or overlay.get("file")):
         if cfg.url:
             overlay["state_dict"] = read_checkpoint(local_path(str(cfg.url)))
-        elif isinstance(kwargs.get("pretrained_cfg"), str | None):  # else the user's own configuration says
+        elif isinstance(kwargs.get("pretrained_cfg"), str | None):  # otherwise the user's own configuration decides
             overlay["file"] = _shipped_file(variant)
     model: Any = build_model_with_cfg(
         create,
@@ -98,7 +98,7 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )
-    # The configuration would keep a second copy of the weights, and save it with the model.
+    # Otherwise the configuration keeps a second copy of the weights, which is saved with the model.
     for module in model.modules():
         if isinstance(found := getattr(module, "pretrained_cfg", None), dict):
             found.pop("state_dict", None)
@@ -116,7 +116,7 @@ def _shipped_file(name: str) -> str:
 
 
 def check_argument_names(build: Callable[..., object], names: Iterable[str]) -> None:
-    """ValueError for a name that `build` has no argument of."""
+    """ValueError for a name that is not an argument of `build`."""
     known = inspect.signature(build).parameters
     for name in names:
         if name not in known:
@@ -124,13 +124,13 @@ def check_argument_names(build: Callable[..., object], names: Iterable[str]) -> 
 
 
 def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """A registered model by name: timm's `create_model`, with the nearest names where there is none such."""
+    """Create a registered model by name, like timm's `create_model`. An error suggests the nearest names."""
     check_name(name)
     return timm.create_model(name, pretrained=pretrained, **kwargs)
 
 
 def check_name(name: str) -> None:
-    """ValueError for a name that timm does not know, with the nearest ones."""
+    """ValueError for a name that timm does not know. It suggests the nearest ones."""
     if ":" not in name and not timm.is_model(name):
         raise ValueError(f"there is no model {name!r}; {_suggestion(name)}")
 
@@ -144,8 +144,8 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     """Names of this library's models: InLine models, then their baselines, then the small ones of the package.
 
     Args:
-        pattern: which, with the wildcards of a shell: "inline_swin*".
-        pretrained: only those with weights, to be downloaded or in the package.
+        pattern: names to list, with shell wildcards: "inline_swin*".
+        pretrained: list only models with weights, either to download or in the package.
     """
     published = sorted(PUBLISHED, key=lambda name: not name.startswith("inline_"))
     known = dict.fromkeys((*published, *SHIPPED, *_FAMILIES))

@@ -1,7 +1,7 @@
-"""Checks what a weights file says about its model. A file is not trusted: it may come from anywhere.
+"""Checks the metadata of a weights file. A file is not trusted, because it may come from anywhere.
 
-Its metadata may name a model of this library and give the arguments of that model's constructor, typed and bounded.
-Nothing in it is ever a path, an address or the name of something to import.
+Its metadata may name a model of this library and give arguments of its constructor, with their types and within bounds.
+No value is used as a path, a URL or the name of a module.
 """
 
 import collections.abc
@@ -22,17 +22,17 @@ from .registry import find_family
 
 LIBRARY, ARCHITECTURE, ARGUMENTS, CHANGES = "library", "architecture", "config", "changes"
 TASK, CLASS_NAMES, PREPROCESSING = "task", "class_names", "preprocessing"
-CLASSIFICATION = "classification"  # the task of a file that names none
+CLASSIFICATION = "classification"  # the default task of a file
 
 _MAX_JSON = 16 << 20  # characters
-_MAX_ITEMS = 1000  # of a list
+_MAX_ITEMS = 1000  # items of a list
 _MAX_TEXT = 200  # characters
 _MAX_NUMBER = 2**16
 _MAX_CLASSES = 2**20
 
 
 class Description(NamedTuple):
-    """What a file says about its model, checked as far as that needs no model."""
+    """The metadata of a file about its model, checked as far as possible without the model."""
 
     task: str
     architecture: str
@@ -43,7 +43,7 @@ class Description(NamedTuple):
 
 
 def read_description(info: Mapping[str, Any]) -> Description | None:
-    """What the metadata of a file of this library say; None for any other file."""
+    """The description in the metadata of a file of this library. None for any other file."""
     if not str(info.get(LIBRARY, "")).startswith("inline_attention") or ARCHITECTURE not in info:
         return None
     class_names = _read_json(info, CLASS_NAMES, None)
@@ -62,9 +62,9 @@ def read_description(info: Mapping[str, Any]) -> Description | None:
 
 
 def check_model(architecture: str, arguments: Mapping[str, Any]) -> type[VisionModel]:
-    """The family of a model that a file asks for. WeightsError unless it is one of ours with arguments of its own.
+    """The family of the model in a file. WeightsError unless it is one of ours with valid arguments.
 
-    This is the one place that decides which models a file may name.
+    This is the only place that decides which models a file may name.
     """
     family = find_family(architecture)
     if family is None:
@@ -79,8 +79,8 @@ def check_model(architecture: str, arguments: Mapping[str, Any]) -> type[VisionM
 def check_foreign_arguments(arguments: Mapping[str, Any]) -> None:
     """WeightsError unless the arguments for a model of timm, which the user named, are plain numbers.
 
-    The constructors of timm are many and their types are not checked. Numbers can make a model of another size, which
-    the comparison of shapes finds; the names that `timm.create_model` itself takes could make it open files.
+    timm has many constructors, and their types are not checked. Numbers can only change the size of a model, which the
+    comparison of shapes detects. Arguments of `timm.create_model` itself are refused: they could make it open files.
     """
     reserved = inspect.signature(timm.create_model).parameters
     for name in arguments:

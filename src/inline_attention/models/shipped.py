@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# One for each attention, in the order in which they are compared.
+# One for each attention, in the order of comparisons.
 SHIPPED = ("softmax_deit_study", "linear_deit_study", "inline_deit_study")
 FOLDER = Path(__file__).parent / "study"
 

@@ -1,4 +1,4 @@
-"""What every model is at its own input size, kept here so that a listing does not build it. A test counts again."""
+"""The counts of every model at its own input size, stored so that a listing builds no model. A test checks them."""
 
 from typing import NamedTuple
 
@@ -54,12 +54,12 @@ SUMMARIES: dict[str, Summary] = {
 
 
 def summarise(name: str) -> Summary:
-    """From the table, or counted for a model that is not in it."""
+    """The counts from the table, or newly counted for a model that is not in it."""
     return SUMMARIES.get(name) or count(name)
 
 
 def count(name: str) -> Summary:
-    """Builds a model on the meta device and counts."""
+    """Build a model on the meta device and count."""
     with torch.device("meta"):
         model = create_model(name)
     assert isinstance(model, VisionModel)

@@ -41,7 +41,7 @@ from . import registry
 from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
 from .published import PUBLISHED, Published, share_link
 
-# Added to the score of two tokens that only a cyclic shift has brought into one window.
+# Added to the score of two tokens that share a window only because of the cyclic shift.
 OTHER_REGION = -100.0
 PUBLISHED_WINDOW = 7  # the side of softmax attention's windows
 
@@ -91,7 +91,7 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         return self.merge(out)
 
     def score_bias(self, window: Grid, regions: Tensor | None) -> Tensor:
-        """What is added to the scores of each pair of tokens → (B·windows or 1, heads, N, N)"""
+        """The term that is added to the scores of each pair of tokens → (B·windows or 1, heads, N, N)"""
         bias = self.position_bias(window)[None]
         if regions is None:
             return bias
@@ -147,7 +147,7 @@ class SwinBlock(Block):
         windows = to_windows(self.norm1(x).unflatten(1, grid), plan, padding)
         sizes = None if padding is None else padding.sizes
         options = {}
-        # Linear attention sums over a whole window and cannot keep regions apart. The published models do not either.
+        # Linear attention sums over a whole window and cannot separate regions. The published models do not either.
         if plan.shift != (0, 0) and isinstance(self.attn, WindowSoftmaxAttention):
             regions = window_regions(plan, x.device, sizes)
             options["regions"] = regions if sizes is not None else regions.repeat(x.shape[0], 1)

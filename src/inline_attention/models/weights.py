@@ -1,7 +1,7 @@
 """Weights in and out of models: official checkpoints, safetensors, downloads.
 
-A file is read without executing anything in it. It is checked against the model as a whole before the first value is
-loaded. Files are written under a temporary name first, so that no half file is left.
+Reading a file executes nothing in it. All of it is checked against the model before the first value is loaded. Files
+are written under a temporary name and then renamed, so that no incomplete file is left.
 """
 
 import json
@@ -49,7 +49,7 @@ __all__ = [
 
 HEAD_NAMES = ("head.weight", "head.bias")
 _MAX_LISTED = 8
-_MISFITS = (ValueError, IndexError, RuntimeError)  # what adapting weights of another model may raise
+_MISFITS = (ValueError, IndexError, RuntimeError)  # errors of adapting the weights of another model
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -58,7 +58,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 def load_model(source: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Returns the model of a weights file, with its weights.
 
-    A file that `save_weights` or `inline train` wrote says which model it is for. An official checkpoint is recognised
+    A file of `save_weights` or `inline train` names its model. An official checkpoint is recognised
     by its names and shapes. For any other file build the model and pass it.
 
     Args:
@@ -79,7 +79,7 @@ def open_model(name: str | None, weights: str | None, *, num_classes: int | None
 
     Args:
         weights: a file or its http(s) URL, "pretrained" for the published weights, or None for random ones.
-        num_classes: of a model without a file; None for its default. A file must have as many classes.
+        num_classes: number of classes of a model without a file; None for its default. A file must have the same.
     """
     if weights is None or weights == "pretrained":
         if name is None:
@@ -123,33 +123,33 @@ def load_weights(
 def restore(
     checkpoint: Checkpoint, *, origin: str, name: str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Builds the model of an open checkpoint and loads it. Every command that opens weights comes through here.
+    """Build the model of an open checkpoint and load it. Every command that opens weights calls this.
 
     Args:
-        origin: what errors call the checkpoint.
-        name: the model, if the user named it; it may be one of timm. None: the checkpoint says, or its shapes do.
-        arguments: of the model, given by the user; they replace the checkpoint's.
+        origin: the name of the checkpoint in errors.
+        name: the model that the user named, perhaps one of timm. None: the checkpoint or its shapes decide.
+        arguments: arguments of the model from the user. They replace those of the checkpoint.
     """
     if name is not None:
         check_name(name)
         base, _, _ = name.partition(".")
         name = base if find_family(base) else name  # without timm's tag of the weights
     with errors_name(origin):
-        said = schema.read_description(checkpoint.info)
-        if said is not None and said.task != schema.CLASSIFICATION:
-            raise WeightsError(f"holds a model for {one_line(said.task)}, not a classifier")
-        if said is not None and name not in (None, said.architecture):
-            raise WeightsError(f"holds weights of {one_line(said.architecture)}, not of {name}")
-        if said is None:
+        description = schema.read_description(checkpoint.info)
+        if description is not None and description.task != schema.CLASSIFICATION:
+            raise WeightsError(f"holds a model for {one_line(description.task)}, not a classifier")
+        if description is not None and name not in (None, description.architecture):
+            raise WeightsError(f"holds weights of {one_line(description.architecture)}, not of {name}")
+        if description is None:
             name = name or identify(checkpoint, filename=Path(origin).name)
             options = _fitting_options(name, checkpoint)
         elif name is not None and find_family(name) is None:  # a model of timm, which the user named
-            schema.check_foreign_arguments(said.arguments)
-            options = dict(said.arguments)
+            schema.check_foreign_arguments(description.arguments)
+            options = dict(description.arguments)
         else:
-            name, options = said.architecture, dict(said.arguments)
+            name, options = description.architecture, dict(description.arguments)
             schema.check_model(name, options)
-    changes = dict(said.changes) if said else {}
+    changes = dict(description.changes) if description else {}
     for key, value in (arguments or {}).items():
         options[key] = value
         if key in changes:
@@ -169,26 +169,26 @@ def restore(
 
 
 def build_fitting(build: Callable[[], ModuleT], checkpoint: Checkpoint, *, origin: str) -> ModuleT:
-    """Builds a model as a checkpoint describes it. Its parameters have no values yet.
+    """Build a model as a checkpoint describes it, without values for its parameters.
 
-    It is built on the meta device and compared with the checkpoint there, so that a file cannot ask for more memory
+    It is built on the meta device and compared with the checkpoint there. A file can therefore not allocate more memory
     than its own weights take.
     """
     with torch.device("meta"), _limited_parameters():
         try:
             model = build()
-        except Exception as error:  # a constructor may raise anything for arguments that nobody would write
+        except Exception as error:  # a constructor may raise anything for absurd arguments
             raise WeightsError(f"{origin} asks for a model that cannot be built: {one_line(error)}") from error
     on_meta = {name: tensor.to("meta") for name, tensor in checkpoint.state_dict.items()}
     state_dict = fit(model, Checkpoint(on_meta, checkpoint.is_ema, checkpoint.info), origin=origin)
     if all(name in state_dict for name, _ in model.named_buffers()):
         return model.to_empty(device="cpu")
-    return build()  # for the buffers that a constructor computes and no file holds
+    return build()  # computes the buffers that no file holds
 
 
 @contextmanager
 def _limited_parameters(limit: int = 5_000) -> Iterator[None]:
-    """Stops a constructor in this thread that makes more parameters: ten million blocks take hours, even on meta."""
+    """Stop a constructor in this thread at this number of parameters. Ten million blocks take hours, even on meta."""
     thread, count = threading.get_ident(), 0
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -206,7 +206,7 @@ def _limited_parameters(limit: int = 5_000) -> Iterator[None]:
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: bool = False) -> None:
-    """`load_weights` of an open checkpoint; errors call it by its origin."""
+    """`load_weights` of an open checkpoint. Errors name its origin."""
     target = unwrap_model(model)
     if any(tensor.is_meta for tensor in target.state_dict().values()):
         raise ValueError("the model is on the meta device, which holds no values: build it on the CPU or a GPU")
@@ -214,7 +214,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Checkpoint, *, origin: str, re
 
 
 def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: bool = False) -> StateDict:
-    """The weights as the model takes them; WeightsError if they do not fit. Works on the meta device, too."""
+    """The weights under the names and shapes of the model, also on the meta device. WeightsError if they do not fit."""
     own, state_dict = target.state_dict(), checkpoint.state_dict
     family = source_family = None
     if isinstance(target, VisionModel):
@@ -222,7 +222,7 @@ def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: b
     if isinstance(target, VisionModel) and source_family in (None, family):
         try:
             state_dict = target.adapt_state_dict(state_dict, img_size=source_size(checkpoint))
-        except _MISFITS as error:  # also for shapes that nothing can be made of
+        except _MISFITS as error:  # also for impossible shapes
             raise WeightsError(f"{origin} does not fit the model: {one_line(error)}") from error
         if reset_head:
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in HEAD_NAMES}
@@ -237,11 +237,11 @@ def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: b
 def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> Path:
     """Writes the weights as safetensors, with the model's architecture and configuration in the metadata.
 
-    `load_model` builds the model again from such a file; `read_metadata` shows what it says.
+    `load_model` rebuilds the model from such a file. `read_metadata` returns the metadata.
     """
     target = unwrap_model(model)
     entries = {"format": "pt", schema.LIBRARY: f"inline_attention {__version__}"}
-    if isinstance(target, VisionModel) and hasattr(target, "config"):  # built by create_model, which can do it again
+    if isinstance(target, VisionModel) and hasattr(target, "config"):  # built by create_model
         entries[schema.ARCHITECTURE] = architecture(target)
         entries[schema.ARGUMENTS] = json.dumps(target.config)
         entries[schema.CHANGES] = json.dumps(target.changes())
@@ -256,7 +256,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: there are no values to write")
         tensor = tensor.detach().cpu().contiguous()
-        # safetensors takes no tensors that share memory: tied weights are written once for each name.
+        # safetensors refuses tensors that share memory. Tied weights are written once for each name.
         if tensor.untyped_storage().data_ptr() in storages:
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
@@ -266,12 +266,12 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
         temporary.touch()
         permissions = temporary.stat().st_mode
         save_file(tensors, temporary, metadata=entries)
-        temporary.chmod(permissions)  # safetensors leaves files that their owner alone may read
+        temporary.chmod(permissions)  # files of safetensors are readable only for their owner
     return path
 
 
 def _open_source(source: Source, *, ema: bool | None) -> tuple[Checkpoint, str]:
-    """The checkpoint, and what errors shall call it."""
+    """The checkpoint, and its name in errors."""
     if isinstance(source, Mapping):
         with errors_name("the mapping"):
             state_dict, is_ema = select_weights(source, ema=ema)
@@ -289,26 +289,26 @@ def architecture(model: VisionModel) -> str:
 
 
 def family_of_weights(names: Iterable[str]) -> str | None:
-    """The family that weights with these names, official or own, belong to; None if that is not clear."""
+    """The family of weights with these names, official or own. None if that is not clear."""
     names = list(names)
     found = [cls for cls in families() if any(re.match(cls.checkpoint_names, name) for name in names)]
     return found[0].__name__ if len(found) == 1 else None
 
 
 def first_conv_name(model: nn.Module) -> str:
-    """The weight whose shape follows the image's channels."""
+    """The weight whose shape depends on the channels of the image."""
     return next(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
 
 
 def source_size(checkpoint: Checkpoint) -> Grid | None:
-    """The image size that weights were made at, if the file says so: our metadata or a training configuration."""
-    said = schema.read_description(checkpoint.info)
+    """The image size of weights, if our metadata or a training configuration in the file has it."""
+    description = schema.read_description(checkpoint.info)
     official = checkpoint.info.get("config")
     args = _training_arguments(checkpoint)
     size: Any = None
     try:
-        if said is not None:
-            size = said.changes.get("img_size", said.arguments.get("img_size"))
+        if description is not None:
+            size = description.changes.get("img_size", description.arguments.get("img_size"))
         elif isinstance(official, Mapping):
             size = official.get("DATA", {}).get("IMG_SIZE")
         elif args.get("img_size") is not None:
@@ -321,18 +321,18 @@ def source_size(checkpoint: Checkpoint) -> Grid | None:
 
 
 def _training_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The command line of timm's training script, which its checkpoints hold."""
+    """The command line of timm's training script in its checkpoints."""
     args = checkpoint.info.get("args")
     return vars(args) if hasattr(args, "__dict__") else {}
 
 
-# Which model a checkpoint without our metadata is of: found by names and shapes.
+# Finding the model of a checkpoint without our metadata, by names and shapes.
 
 
 def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
-    """The one registered model that the weights fit without resizing anything; ValueError if there is none such.
+    """The only registered model that the weights fit without resizing. ValueError if there is none, or several.
 
-    Models that differ only in their input size are told apart by the size in the file's configuration or name.
+    For models that differ only in their input size, the size in the file's configuration or name decides.
     """
     family = family_of_weights(checkpoint.state_dict)
     fitting = [name for name in list_models() if _is_of(name, family) and _fits(name, checkpoint)]
@@ -360,7 +360,7 @@ def _input_side(name: str) -> int:
 
 
 def _adapted_shapes(name: str, checkpoint: Checkpoint) -> tuple[VisionModel, StateDict]:
-    """The model without a head, and the weights as it would take them, both on the meta device."""
+    """The model without a head, and the weights adapted to it, both on the meta device."""
     size = source_size(checkpoint)
     options: dict[str, Any] = {"img_size": size} if size else {}
     with torch.device("meta"):
@@ -380,7 +380,7 @@ def _fits(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _shapes(state_dict: StateDict, model: VisionModel) -> dict[str, torch.Size]:
-    """Shapes that tell models apart: not the head's, not the number of input channels."""
+    """Shapes that distinguish models, without the head and the number of input channels."""
     shapes = {name: tensor.shape for name, tensor in state_dict.items() if name not in HEAD_NAMES}
     conv = first_conv_name(model)
     if conv in shapes:
@@ -389,13 +389,13 @@ def _shapes(state_dict: StateDict, model: VisionModel) -> dict[str, torch.Size]:
 
 
 def _fitting_options(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Arguments that make a model of this library as large as the weights: class count, input channels and size."""
+    """Arguments that fit a model of this library to the weights: class count, input channels and size."""
     if find_family(name) is None:
         return {}
     try:
         model, theirs = _adapted_shapes(name, checkpoint)
     except _MISFITS:
-        return {}  # the load will fail, and say why
+        return {}  # the load will fail with the reason
     head, conv = theirs.get(HEAD_NAMES[0]), theirs.get(first_conv_name(model))
     return {
         "num_classes": 0 if head is None else head.shape[0],
@@ -405,7 +405,7 @@ def _fitting_options(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def kept_weights(checkpoint: Checkpoint) -> StateDict:
-    """The weights without what the models compute themselves."""
+    """The weights without values that the models compute themselves."""
     computed = ("relative_position_index", "attn_mask")
     return {name: tensor for name, tensor in checkpoint.state_dict.items() if not name.endswith(computed)}
 
@@ -415,7 +415,7 @@ def num_elements(state_dict: StateDict) -> int:
 
 
 def _adapt_input_channels(own: StateDict, state_dict: StateDict, *, name: str) -> None:
-    """timm can turn a convolution of 3 input channels into any other; whatever else differs is left for the check."""
+    """Adapt a convolution of 3 input channels to another number, as timm does. The check finds other differences."""
     if name in state_dict:
         channels, weight = own[name].shape[1], state_dict[name]
         if weight.ndim == 4 and weight.shape[1] == 3 != channels:
@@ -454,5 +454,5 @@ def _check_fit(
 
 
 def _kind(tensor: Tensor) -> str:
-    """What must be equal for a tensor to be loaded: its shape, and whether it holds fractions."""
+    """The properties that must match for a tensor to be loaded: its shape, and whether it is floating-point."""
     return f"{tuple(tensor.shape)}{'' if tensor.is_floating_point() else ' integers'}"

@@ -1,1 +1,1 @@
-"""What can be trained: one folder for each task, with its configuration, data, model, losses and evaluation."""
+"""The tasks. Each folder has the configuration, data, model, losses and evaluation of one."""

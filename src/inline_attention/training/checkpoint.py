@@ -109,8 +109,8 @@ class Checkpoints:
     ranks: Ranks
     about: Mapping[str, str]
     notify: Callable[[str], None]
-    saved_updates: int | None = None  # of the newest checkpoint
-    failing: set[str] = field(default_factory=set)  # what could not be saved the last time
+    saved_updates: int | None = None  # updates of the newest checkpoint
+    failing: set[str] = field(default_factory=set)  # parts that could not be saved the last time
 
     def save(
         self, progress: Progress, *, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None = None
@@ -184,7 +184,7 @@ class Checkpoints:
                 other.rename(_unused(other.with_name(f"aside-{other.name}")))
 
     def _make_folder(self) -> None:
-        # Not its parents: a run folder that was deleted during the run must not come back as a fragment.
+        # Without parents: a run folder that was deleted during the run must not reappear in part.
         self.folder.mkdir(exist_ok=True)
 
     def _weights_file(self, weights: dict[str, Tensor]) -> bytes:

@@ -1,7 +1,7 @@
 """The settings that all tasks share, with their types and defaults, and how recipes change them.
 
-Each task has a subclass of `LoopConfig` with its own model and data. A recipe is a YAML file with what differs from the
-task's defaults.
+Each task has a subclass of `LoopConfig` with its own model and data. A recipe is a YAML file with the settings that
+differ from the task's defaults.
 """
 
 import dataclasses
@@ -235,7 +235,7 @@ def recipe_names(folder: str) -> list[str]:
 
 
 def describe_recipe(name: str, folder: str) -> str:
-    """The first line of a recipe, a comment that says what it trains."""
+    """The first line of a recipe, a comment about the model and its data."""
     with (_PACKAGE / folder / f"{name}.yaml").open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip()
 
@@ -254,7 +254,7 @@ def load_recipe(
     """
     if recipe.endswith((".yaml", ".yml")):
         if not Path(recipe).is_file():
-            raise ValueError(f"recipe file {recipe} does not exist; --list-recipes names those of the package")
+            raise ValueError(f"recipe file {recipe} does not exist; --list-recipes lists those of the package")
         text, name = Path(recipe).read_text(encoding="utf-8", errors="replace"), Path(recipe).stem
     else:
         names = recipe_names(folder)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from inline_attention.environment import choose_device
 from inline_attention.optimize import optimize
 
 Value = TypeVar("Value")
@@ -87,26 +88,21 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of this rank. `auto` prefers CUDA, then MPS, then the CPU. ValueError: it is not available."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(kind for kind, present in available.items() if present)
-    if not available[name]:
-        present = ", ".join(kind for kind, present in available.items() if present)
-        raise ValueError(f"device {name} is not available here; available: {present}")
-    if name == "cuda":
-        number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if number >= count:
-            raise ValueError(f"rank {number} of this machine has no GPU: there are {count}; lower --nproc-per-node")
-        return torch.device("cuda", number)
-    return torch.device(name)
+def rank_device(name: str) -> torch.device:
+    """The device of this rank. With CUDA, it is the GPU numbered LOCAL_RANK. ValueError if there is none."""
+    device = choose_device(name)
+    if device.type != "cuda":
+        return device
+    number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if number >= count:
+        raise ValueError(f"rank {number} of this machine has no GPU: there are {count}; lower --nproc-per-node")
+    return torch.device("cuda", number)
 
 
 @contextmanager
 def join_ranks(device_name: str) -> Iterator[Ranks]:
     """Join the process group of torchrun's environment variables, and leave it at the end. Without them: one rank."""
-    device = choose_device(device_name)
+    device = rank_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
@@ -140,7 +136,7 @@ def fresh_store(store: dist.Store, *, rank: int, world_size: int) -> dist.Store:
         for other in sorted(waiting):
             if store.check([f"joined/{name}/{other}"]):
                 waiting.remove(other)
-            elif store.check([f"asking/{other}"]):  # may be of a dead process; its successor asks again
+            elif store.check([f"asking/{other}"]):  # perhaps of a dead process, whose successor asks again
                 store.set(f"answer/{store.get(f'asking/{other}').decode()}", name)
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(waiting)} of {world_size} did not join")
@@ -180,7 +176,7 @@ def parallelize(
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in model.modules() if param_dtype is not None else ():
         if isinstance(module, _BatchNorm):
-            fully_shard(module)  # PyTorch wants its parameters in the type of its statistics, which are buffers
+            fully_shard(module)  # its parameters must have the type of its statistics, which are buffers
     for module in (*blocks(model), model):
         fully_shard(module, mp_policy=precision)
     return model

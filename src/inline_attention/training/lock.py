@@ -1,4 +1,4 @@
-"""A file lock between processes. The kernel releases it when its process ends, even if that is killed."""
+"""A file lock between processes. The kernel releases it when its process ends, also when it is killed."""
 
 import errno
 import os

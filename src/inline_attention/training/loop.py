@@ -39,7 +39,7 @@ class Outcome:
 
     folder: Path
     summary: dict[str, Any]
-    signal: int = 0  # the signal that stopped the run, which has saved its state; 0: the run is complete
+    signal: int = 0  # the signal that stopped the run after saving; 0: the run is complete
     is_first_rank: bool = True
 
 
@@ -217,7 +217,7 @@ class Trainer:
     # Between updates
 
     def is_due(self, every_epochs: int) -> bool:
-        """Whether an action that is done every so many epochs, and at the end, is done after this epoch."""
+        """Whether an action with this interval in epochs is due after this epoch. It is always due at the end."""
         done = self.progress.epoch + 1
         return done % every_epochs == 0 or done == self.total_epochs
 
@@ -280,7 +280,7 @@ class Trainer:
                 "bad_steps": self.progress.bad_steps,
             },
             eta_seconds=self.updates_left * seconds / updates,
-            # At the end of an epoch the line of the evaluation shows the same figures.
+            # At the end of an epoch, the line of the evaluation shows the same figures.
             show=self.progress.step < self.steps_in_epoch or not self.is_due(self.config.log.eval_epochs),
         )
         if reading.first_bad is not None and self.config.run.on_nan == "stop":
@@ -303,7 +303,7 @@ class Trainer:
         self.checkpoints.save(self.progress, model=self.model, optimizer=self.optimizer, average=self.average)
         self.start_clock()
 
-    # Resuming, and what a run says about itself
+    # Resuming, and messages about the run
 
     def resume(self, plan: Plan) -> None:
         """Continue from the checkpoint that the plan names, or from the newest; without any, from the beginning."""

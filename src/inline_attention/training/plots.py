@@ -1,4 +1,4 @@
-"""Figures of a run. Imports matplotlib, which is optional: import this module where a figure is drawn."""
+"""Figures of a run. This module imports matplotlib, which is optional: import it only to draw."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float]
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG file; one that is there is replaced at once."""
+    """Write a PNG file. An existing file is replaced atomically."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     write_atomically(path, picture.getvalue())

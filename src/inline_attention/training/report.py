@@ -56,7 +56,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.total_updates = total_updates
         if not self.active:
             return
-        if done_updates < total_updates:  # job scripts take a summary as the sign of a complete run
+        if done_updates < total_updates:  # to job scripts, a summary means a complete run
             self._try(SUMMARY, lambda: (self.folder / SUMMARY).unlink(missing_ok=True))
         self._try(METRICS, partial(self._set_aside_records_after, done_updates))
         if self.config.log.tensorboard:
@@ -179,7 +179,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             line = (json.dumps(record) + "\n").encode()
             with open(self.folder / METRICS, "ab", buffering=0) as file:
                 end = file.tell()
-                if file.write(line) < len(line):  # the disk is full: part of the line was written
+                if file.write(line) < len(line):  # the disk is full, and only part of the line was written
                     file.truncate(end)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -230,7 +230,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 class _Bar(Progress):
-    """A progress bar with the figures below it: a terminal of 80 columns has no room for them beside it."""
+    """A progress bar with the figures below it, since 80 columns are too few to show both side by side."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -269,7 +269,7 @@ def _clock(seconds: float) -> str:
 
 
 def wandb_id(folder: Path) -> str:
-    """The id of a run at Weights & Biases, kept in its folder: exp1/seed0 and exp2/seed0 are two runs."""
+    """The id of a run at Weights & Biases. It is stored in the folder, because folders of two runs may share a name."""
     path = folder / WANDB_ID
     if not path.exists():
         # Version 0.1 used the folder's name, and left the files of wandb in the folder.

@@ -60,7 +60,7 @@ def plan_run(
         if output is None:
             raise ValueError("--resume auto continues the run in --output: give --output DIR too")
         source, checkpoint = Path(output), None
-        if not (source / CONFIG).exists():  # the first start of a job that is restarted with the same command
+        if not (source / CONFIG).exists():  # the first start: a job uses the same command for all starts
             if recipe is None:
                 raise ValueError(f"--resume auto: {output} holds no run to continue; to begin one there, name a recipe")
             config = _new_config(recipe, task=task, overrides=overrides, flags=flags)

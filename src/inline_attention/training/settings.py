@@ -1,7 +1,7 @@
-"""Dataclasses from YAML and from `section.key=value`: typed, nothing unknown accepted. Knows no particular setting.
+"""Dataclasses from YAML and from `section.key=value`, with checked types and no unknown keys.
 
-The declared type of a setting decides what its text means, not YAML's guess: a folder called 0123 or 12:30 keeps its
-name. YAML's own rules hold where no type is declared, as in `model.kwargs`.
+The declared type of a setting decides how its text is read: a folder called 0123 or 12:30 keeps its name. YAML's own
+rules apply if no type is declared, as in `model.kwargs`.
 """
 
 import ast
@@ -44,12 +44,12 @@ _TextLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 
 
 def parse_yaml(text: str) -> Any:
-    """Mappings and lists of `Text` and strings; yaml.YAMLError for what is not YAML."""
+    """Mappings and lists of `Text` and strings. yaml.YAMLError if the text is not YAML."""
     return yaml.load(text, Loader=_TextLoader)
 
 
 def update(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """A copy of `settings` (a dataclass of dataclasses) with the nested `values` in it, as the declared types.
+    """A copy of `settings` (a dataclass of dataclasses) with the nested `values`, converted to the declared types.
 
     An unknown key is a ValueError that names the nearest known one.
     """
@@ -123,7 +123,7 @@ def to_mapping(settings: Any) -> dict[str, Any]:
 
 
 def comments(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Key → the comment behind the field in its class, "" where there is none."""
+    """Key → the comment after the field in its class, or ""."""
     found: dict[str, str] = {}
     for base in reversed(type(settings).__mro__):
         if dataclasses.is_dataclass(base):
@@ -224,7 +224,7 @@ def _number(value: Any, hint: type, *, name: str) -> int | float:
         raise _wrong(name, value, hint)
     if hint is int and not isinstance(value, float):
         with contextlib.suppress(ValueError):
-            return int(value)  # exactly, where a float would round
+            return int(value)  # exact; a float would round
     try:
         number = float(value)
     except (ValueError, OverflowError):
@@ -246,7 +246,7 @@ def _structure(text: Text) -> Any:
 
 
 def _unquoted(text: Text) -> str:
-    """Quotes that survived the shell are YAML's, as in data.path="'a: b'"."""
+    """Remove quotes that the shell has kept, as YAML does: data.path="'a: b'"."""
     if text[:1] in ("'", '"'):
         with contextlib.suppress(yaml.YAMLError):
             value = parse_yaml(text)
@@ -256,7 +256,7 @@ def _unquoted(text: Text) -> str:
 
 
 def _untyped(value: Any) -> Any:
-    """Where no type is declared, YAML's guess."""
+    """The value by YAML's own rules, for settings without a declared type."""
     if isinstance(value, Text):
         try:
             return yaml.safe_load(value)
@@ -295,7 +295,7 @@ def _wrong(name: str, value: Any, hint: Any) -> ValueError:
 
 
 def _shown(value: Any) -> str:
-    """As the user wrote it."""
+    """The value as the user wrote it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     return str(value) if isinstance(value, Text) else repr(value)

@@ -40,9 +40,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
 def _blocked_in_children() -> Iterator[None]:
     """Processes started inside the block, such as data loader workers, block the signals.
 
-    A scheduler or a terminal signals every process of a job. If that stopped the workers, the current update could not
-    be finished. A child inherits the signal mask of the thread that starts it. So the main thread blocks the signals,
-    and an idle thread receives them; Python runs the handlers in the main thread nevertheless.
+    A scheduler or a terminal signals every process of a job. If workers stopped, the current update could not finish. A
+    child inherits the signal mask of the thread that starts it. So the main thread blocks the signals, and an idle
+    thread receives them. Python still runs the handlers in the main thread.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows, where a signal reaches a single process
         yield

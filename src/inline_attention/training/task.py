@@ -1,4 +1,4 @@
-"""The interface between the loop and a task: data, model, losses and evaluation. And helpers that tasks share."""
+"""The interface between the loop and a task: data, model, losses and evaluation. Also helpers that tasks share."""
 
 import json
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ class TrainingBatch(Protocol):
 class TrainSplit(Protocol):
     """Training batches as a function of (seed, epoch, step), such as `inline_attention.data.TrainLoader`."""
 
-    batch_size: int  # of a rank; below data.batch_size where there are too few images for one batch
+    batch_size: int  # of a rank; smaller than data.batch_size if there are too few images
     steps_per_epoch: int  # the same on every rank
     waiting_seconds: float  # time spent waiting for batches since the split was opened
     exact_resume: bool  # False: a resumed epoch starts again at its first sample
@@ -80,11 +80,11 @@ Writer = Callable[[Path], None]
 
 
 class Task(ABC):
-    """What is trained. There is one instance per run and rank; the loop calls its methods in the order below."""
+    """A training task. Each rank has one instance per run; the loop calls its methods in the order below."""
 
     recipes: ClassVar[str]  # folder of its recipes in the package
     default_recipe: ClassVar[str | None]  # None: the user must name a recipe
-    data_hint: ClassVar[str]  # error message of a run without data: how to name the data
+    data_hint: ClassVar[str]  # error message for a run without data
     headline: ClassVar[Headline]
     summary_figures: ClassVar[tuple[str, ...]]  # figures of the last evaluation that summary.json contains
     fixed_shapes: ClassVar[bool]  # one input shape in training and one in evaluation, as CUDA graphs need

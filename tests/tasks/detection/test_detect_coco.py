@@ -107,7 +107,7 @@ def annotation(**changes: Any) -> dict[str, Any]:
         (annotation(segmentation=[]), "no segmentation; expected polygons or run lengths"),
         (
             annotation(segmentation={"size": [96, 64], "counts": [96 * 64]}),
-            r"its mask is for \[96, 64\] \(height, width\), but 0000.png is said to be \[64, 96\]",
+            r"its mask is for \[96, 64\] \(height, width\), but the image 0000.png is listed with \[64, 96\]",
         ),
         (
             annotation(segmentation={"size": [64, 96], "counts": [5, 7]}),

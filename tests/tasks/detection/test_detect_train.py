@@ -174,7 +174,7 @@ def test_the_command_says_what_is_wrong(
 
     save_file({"x": torch.zeros(1)}, other)
     assert main(["detect", "eval", f"--weights={other}", f"--data={shapes}"]) == 2
-    assert "is no weights file of `inline detect train`" in capsys.readouterr().err
+    assert "is not a weights file of `inline detect train`" in capsys.readouterr().err
     draw_shapes(tmp_path, split="val", images=1)
     annotations = tmp_path / "annotations" / "instances_val.json"
     annotations.write_text(annotations.read_text().replace('"disc"', '"ring"'))

@@ -68,7 +68,7 @@ def test_a_classifier_goes_below_new_heads(tmp_path: Path) -> None:
     path = save_weights(classifier, tmp_path / "classifier.safetensors")
     model = MODELS.build(DetectorConfig(**{**vars(CONFIG), "weights": str(path)}), num_classes=3)
     assert torch.equal(model.backbone.model.patch_embed.proj.weight, classifier.patch_embed.proj.weight)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="is no weights file of `inline detect train`"):
+    with pytest.raises(ValueError, match="is not a weights file of `inline detect train`"):
         load_detector(str(path))
 
 

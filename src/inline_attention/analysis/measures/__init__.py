@@ -11,7 +11,7 @@ def analysis_names() -> tuple[str, ...]:
 
 
 def analysis_class(name: str) -> type[Analysis]:
-    """The class that a file of this folder defines."""
+    """The analysis class in a file of this folder."""
     if name not in analysis_names():
         raise ValueError(f"there is no analysis {name!r}; expected one of {', '.join(analysis_names())}")
     module = importlib.import_module(f"{__name__}.{name}")

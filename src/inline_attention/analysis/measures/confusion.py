@@ -18,15 +18,15 @@ from inline_attention.analysis.record import LayerAttention
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# τ of ρ's size would find pairs that are near in both respects, which every attention has.
+# With τ as large as ρ, pairs that are near in both respects would count. Every attention has such pairs.
 TAUS, RHOS = (0.03, 0.1, 0.3), (0.3, 1.0)
 MAX_BYTES = 256 * 2**20
 MEDIAN_TOKENS = 512
-# Weights are computed in float32. Rows closer than this share of a row's norm differ by rounding alone.
+# Weights are computed in float32. Rows that are closer than this share of a row's norm differ only by rounding.
 ROUNDING = 1e-6
-# What a row costs while two blocks of it are compared: scores, mask and result in float32, and the result in float64.
+# Bytes of a row while two blocks are compared: scores, mask and result in float32, and the result in float64.
 _BYTES_PER_WEIGHT = 2 * (4 * 4 + 8)
-# What a pair of tokens costs: its distances, a masked copy and the copy that is sorted for the median; then masks.
+# Bytes of a pair of tokens: its distances, a masked copy, the copy that is sorted for the median, and masks.
 _BYTES_PER_DISTANCE = 6 * 4
 _BlockPair = tuple[slice, slice, Tensor, Tensor]  # rows i, rows j, their distances (…, i, j), norms of rows i (…, i)
 
@@ -35,9 +35,9 @@ _BlockPair = tuple[slice, slice, Tensor, Tensor]  # rows i, rows j, their distan
 class ConfusionResult:
     """Confused pairs of queries of one image, head and layer.
 
-    A pair is confused where its rows are closer than τ times the median distance of two rows, while its queries are
-    further apart than ρ times the median distance of two queries. Both distances are relative, so attention that is
-    nearly uniform does not count as confused. The counts are given for every τ and ρ.
+    A pair is confused if its rows are closer than τ times the median distance of two rows, while its queries are
+    further apart than ρ times the median distance of two queries. Both distances are relative, so nearly uniform
+    attention does not count as confused. There is a count for every τ and ρ.
     """
 
     layers: list[str]
@@ -52,12 +52,12 @@ class ConfusionResult:
 
     @property
     def tau(self) -> float:
-        """The largest, at which images and layers are compared."""
+        """The largest threshold, at which images and layers are compared."""
         return max(self.taus)
 
     @property
     def rho(self) -> float:
-        """The largest, at which images and layers are compared."""
+        """The largest threshold, at which images and layers are compared."""
         return max(self.rhos)
 
     def count_by_image(self) -> np.ndarray:
@@ -164,7 +164,7 @@ def confused_pairs(
     rhos: Sequence[float] = RHOS,
     max_bytes: int = MAX_BYTES,
 ) -> tuple[Tensor, int]:
-    """Of one layer: confused pairs (S, heads, taus, rhos), and how many pairs a head has in all samples together."""
+    """Confused pairs (S, heads, taus, rhos) of one layer, and the number of pairs of a head over all samples."""
     samples, tokens, heads, _ = record.q.shape
     present = record.token_mask
     if present is None:
@@ -198,7 +198,7 @@ def _confused(
     for i, j, distances, norm in _row_distances(record, samples, size=size, step=step):
         some[:, :, i, j], norms[:, :, i] = distances, norm
     norm_median = norms.masked_fill(~seen[:, None, ::step], torch.nan).nanmedian(-1).values
-    # Where all rows are equal their median distance is nothing but rounding.
+    # If all rows are equal, their median distance is only rounding.
     floor = ROUNDING * norm_median
     row_median = _median(some, seen[:, ::step])
     query_median = _median(torch.cdist(q[:, :, ::step], q[:, :, ::step]), seen[:, ::step])
@@ -264,7 +264,7 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Confusion(LayerAnalysis):
     """How often do different queries of an image get the same row? A pair of queries of one head and layer is confused
-    where its rows are closer than τ times the median distance of two rows, while its queries are further apart than ρ
+    if its rows are closer than τ times the median distance of two rows, while its queries are further apart than ρ
     times the median distance of two queries. τ well below ρ means confusion; with τ = ρ a pair is merely close in both
     respects.
     """
@@ -306,7 +306,7 @@ class Confusion(LayerAnalysis):
         return header, lines
 
     def draw(self, results: Mapping[str, ConfusionResult]) -> "Figure":
-        """Confused pairs against the thresholds; how many an image has, and in which layers they are."""
+        """Confused pairs by threshold, by image and by layer."""
         from inline_attention.analysis import figures
 
         figure = figures.new_figure(15, 4.4)
@@ -341,7 +341,7 @@ class Confusion(LayerAnalysis):
         by_layer.legend(fontsize=8)
         figures.add_caption(
             figure,
-            "A pair of queries is confused where its rows are closer than τ times the median distance of two rows, "
+            "A pair of queries is confused if its rows are closer than τ times the median distance of two rows, "
             "while its queries are further apart than ρ times the median distance of two queries. "
             + figures.images_and_divergence(results),
         )

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 KINDS = ("softmax", "linear", "inline")
 EQUAL_TOLERANCE = 1e-6
-PLANE = "plane"  # what the figure is called where other analyses have the labels of models
+PLANE = "plane"  # label of the result, since there is no model
 QUERY_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 TITLES = {"softmax": "softmax", "linear": "linear", "inline": "InLine"}
 
-# The published coordinates are not known; these are read off the published axes and made collinear.
+# The coordinates were not published. These are read off the published figure and made collinear.
 KEYS = ((0.60, 1.85), (1.00, 1.00), (1.90, 0.64), (1.82, 0.30))
 DIRECTION, LENGTHS = (0.40, 0.72), (1.0, 1.7, 2.35, 2.85)
 # φ(x) = ReLU(A·x + b) of the second panel.
@@ -30,10 +30,10 @@ AFFINE_WEIGHT, AFFINE_BIAS = ((1.2, -0.4), (-0.3, 0.9)), (0.5, 0.2)
 
 @dataclass(frozen=True)
 class Rows:
-    """What one attention gives four queries."""
+    """The rows of four queries in one attention."""
 
     weights: np.ndarray  # (queries, keys)
-    smallest_difference: float  # of two rows, the largest entry of it; 0: two queries get the same row
+    smallest_difference: float  # over pairs of rows, the largest entry of the difference; 0: two rows are equal
     largest_difference: float
     verdict: str  # "all equal", "all different" or "some equal"
 
@@ -50,7 +50,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class InjectivityResult:
-    """The panels of the figure, and what they were made with."""
+    """The panels of the figure, and their parameters."""
 
     panels: list[Panel]
     tolerance: float
@@ -60,8 +60,8 @@ class InjectivityResult:
 def measure_injectivity(*, tolerance: float = EQUAL_TOLERANCE) -> InjectivityResult:
     """Both panels: queries that φ makes collinear, for φ = ReLU and for φ = ReLU(A·x + b).
 
-    Softmax compares the queries and keys as they are, linear and InLine attention after φ. Rows that differ by less
-    than `tolerance` in every entry are called equal.
+    Softmax compares queries and keys directly, linear and InLine attention after φ. Rows are equal if no entry differs
+    by `tolerance` or more.
     """
     ray = torch.tensor(LENGTHS, dtype=torch.float64)[:, None] * torch.tensor(DIRECTION, dtype=torch.float64)
     keys = torch.tensor(KEYS, dtype=torch.float64)
@@ -164,7 +164,7 @@ class Injectivity(Analysis):
         return ("feature_map", "attention", "query", "k1", "k2", "k3", "k4", "verdict"), lines
 
     def draw(self, results: Mapping[str, InjectivityResult]) -> "Figure":
-        """A line for each φ: the plane, and the rows that each attention gives the four queries."""
+        """A line of panels for each φ: the plane, and the rows of the four queries in each attention."""
         from inline_attention.analysis import figures
 
         result = results[PLANE]

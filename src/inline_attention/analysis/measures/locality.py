@@ -29,8 +29,8 @@ class LocalityResult:
     kinds: list[str]
     by_head: list[np.ndarray]  # for each layer (heads,)
     chance: np.ndarray  # (layers,) side² / N
-    uniform: np.ndarray  # (layers,) what weights of 1/N would give: a border has fewer neighbours
-    skipped: dict[str, str]  # layers for which it is not defined, and why
+    uniform: np.ndarray  # (layers,) the value for weights of 1/N, lower because of the borders
+    skipped: dict[str, str]  # layer without a definition → reason
     side: int
     images: int
     rows: int
@@ -93,8 +93,8 @@ class _Sums:
             self.divergence.add(weights)
             at = around[rows]
             index = at.clamp(min=0).expand(*weights.shape[:2], -1, -1)
-            given = (weights.gather(3, index) * (at >= 0)).sum(-1)  # (S, heads, rows); zero for prefix tokens
-            layer.total += given.sum((0, 2)).cpu().double()
+            near_weight = (weights.gather(3, index) * (at >= 0)).sum(-1)  # (S, heads, rows); zero for prefix tokens
+            layer.total += near_weight.sum((0, 2)).cpu().double()
         near = (present[:, around.clamp(min=0)] & (around >= 0)).sum(-1)  # (S, N)
         on_map = present[:, prefix:]
         queries = int(on_map.sum())
@@ -113,7 +113,7 @@ def measure_locality(
 ) -> LocalityResult:
     """Attention to the side×side neighbourhood of the query, over batches of images.
 
-    Defined where tokens of a map, or of a window of it, attend to themselves; other layers are skipped and named.
+    It is defined for layers whose tokens form a map, or a window of one, and attend to themselves. Others are skipped.
     """
     if side < 1 or side % 2 == 0:
         raise ValueError(f"side={side}; expected an odd number")
@@ -144,7 +144,7 @@ def measure_locality(
 
 @dataclass(frozen=True, kw_only=True)
 class Locality(LayerAnalysis):
-    """How local is attention without being told to be? The mean, over the queries on the map, of the weights on the
+    """How local is attention by itself? The mean, over the queries on the map, of the weights on the
     neighbourhood of the query, itself included. Chance is the neighbourhood's share of the tokens: 9/N for 3×3. Local
     terms such as InLine's 3×3 residual are left out.
     """
@@ -189,7 +189,7 @@ class Locality(LayerAnalysis):
         figures.add_caption(
             figure,
             f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N; "
-            "dash-dotted: what weights of 1/N give, as borders have fewer neighbours. Local terms left out. "
+            "dash-dotted: weights of 1/N, lower at borders. Without local terms. "
             + figures.images_and_divergence(results),
         )
         return figures.with_grid(figure)

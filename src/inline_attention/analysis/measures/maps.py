@@ -1,4 +1,4 @@
-"""Figures 3 and 4 of the paper: what one query attends to, layer by layer, on the token map."""
+"""Figures 3 and 4 of the paper: the attention of one query on the token map, layer by layer."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class LayerMap:
 
 @dataclass(frozen=True)
 class MapsResult:
-    """What one query of one image attends to, layer by layer."""
+    """The attention of one query of one image, layer by layer."""
 
     query: tuple[float, float]  # from the top and the left, 0 to 1
     layers: list[LayerMap]
@@ -45,12 +45,12 @@ def attention_maps(
     layers: Sequence[str | int] | None = None,
     picture: np.ndarray | None = None,
 ) -> MapsResult:
-    """Weights of the query at a place of the image (C, H, W), over all of it.
+    """The weights of the query at a position of the image (C, H, W), over the whole image.
 
     Args:
         query: (from the top, from the left), each in 0 … 1.
-        layers: names or places; None for all.
-        picture: the image as it is to be shown, kept with the result.
+        layers: names or indices; None for all.
+        picture: the image to draw, stored with the result.
     """
     if not all(0 <= place <= 1 for place in query):
         raise ValueError(f"query {query[0]}, {query[1]}; expected two numbers from 0 (top, left) to 1 (bottom, right)")
@@ -73,7 +73,7 @@ class Maps(LayerAnalysis):
     images: ClassVar[int] = 2
     drawn_layers: ClassVar[int] = 4  # evenly spaced; the JSON file has all of them
 
-    query: tuple[float, float] = option(CENTRE, "place from the top and the left, 0 to 1", type=float, nargs=2)
+    query: tuple[float, float] = option(CENTRE, "position from the top and the left, 0 to 1", type=float, nargs=2)
     head: int | None = option(None, "one head (default: the mean of all)", type=int)
 
     def count(self, images: int) -> int:
@@ -108,7 +108,7 @@ class Maps(LayerAnalysis):
         return ("model", "layer", "attention", "head", "smallest_weight", "largest_weight", "sum_on_map"), lines
 
     def draw(self, results: Mapping[str, list[MapsResult]]) -> "Figure":
-        """For each image and model a line of maps, and with local terms a second one."""
+        """A line of maps for each image and model, and a second line with local terms."""
         from inline_attention.analysis import figures
 
         # The models below each other, image by image.

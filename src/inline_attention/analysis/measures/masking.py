@@ -1,4 +1,4 @@
-"""Table 2 of the paper: what a model still predicts when every query loses its neighbours, or as many random tokens."""
+"""Table 2 of the paper: predictions when every query loses its neighbours, or as many random tokens."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ SIDES = (3, 5, 7)
 
 class Condition(NamedTuple):
     what: Literal["none", "local", "random"]
-    tokens: int  # masked for each query on the map: side², fewer at a border, local and random alike
+    tokens: int  # masked for each query on the map: side², fewer at a border, for both kinds of mask
     local_terms: Literal["zeroed", "kept", "none"]  # taps on masked tokens; "none": the model has no local terms
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Condition(NamedTuple):
 @dataclass(frozen=True)
 class Outcome:
     condition: Condition
-    agreement: float  # share of images with the prediction of the model itself
+    agreement: float  # share of images with the prediction of the unmasked model
     top1: float | None  # share of images with the right prediction; None without labels
     logit_change: float  # mean over images of ‖change of logits‖ / ‖logits‖
 
@@ -41,12 +41,12 @@ class Outcome:
 class MaskingResult:
     """Each query on the map loses the window around it, itself included, or as many random tokens.
 
-    Everything is computed as if those tokens were absent for that query. Prefix tokens are never masked, and as
-    queries they see everything.
+    Everything is computed as if those tokens were absent for that query. Prefix tokens are never masked, and nothing is
+    masked for them as queries.
     """
 
     outcomes: list[Outcome]
-    top1: float | None  # of the model itself
+    top1: float | None  # of the unmasked model
     images: int
     masked_layers: dict[int, list[str]]  # by the number of tokens: the layers whose map is larger than that
     skipped: dict[str, str]  # layers that are never masked, and why
@@ -110,7 +110,7 @@ class _Tally:
 
 @dataclass
 class _Masker:
-    """Replaces each layer's output by what it is under a condition."""
+    """Replaces the output of each layer by its output under a condition."""
 
     condition: Condition
     side: int
@@ -128,7 +128,7 @@ class _Masker:
             self.skipped[record.name] = "its keys are a reduced map"
             return None
         count = self.side**2
-        if count >= record.grid[0] * record.grid[1]:  # nothing would be left to see
+        if count >= record.grid[0] * record.grid[1]:  # no token would be left
             return None
         names = self.masked.setdefault(count, [])
         if record.name not in names:
@@ -151,10 +151,10 @@ def measure_masking(
     """Predictions under masks, over batches of images and their labels, if there are any.
 
     Args:
-        sides: of the windows, odd. Random masks hide as many tokens of each query as its window has.
-        seed: of the random tokens, which are drawn anew for every query, layer and batch.
+        sides: sides of the windows, odd. Random masks hide as many tokens of each query as its window has.
+        seed: seed of the random tokens, which differ for every query, layer and batch.
 
-    Layers whose map is no larger than a window are left alone; a window that fits no layer has no outcome.
+    Layers whose map is not larger than a window are not masked. A window that fits no layer has no outcome.
     """
     if any(side < 1 or side % 2 == 0 for side in sides):
         raise ValueError(f"sides={tuple(sides)}; expected odd numbers")
@@ -165,11 +165,11 @@ def measure_masking(
     for number, (batch, targets) in enumerate(batches):
         has_local = False
 
-        def look(record: LayerAttention) -> None:
+        def find_local_terms(record: LayerAttention) -> None:
             nonlocal has_local
             has_local = has_local or bool(record.local)
 
-        plain = observe(model, batch, look)
+        plain = observe(model, batch, find_local_terms)
         if not maskers:
             maskers = [_Masker(condition, side, seed) for condition, side in _conditions(sides, has_local)]
             tallies = [_Tally() for _ in maskers]
@@ -186,7 +186,7 @@ def measure_masking(
     outcomes = [
         Outcome(m.condition, t.agree / images, t.correct / images if labelled else None, t.change / images)
         for m, t in zip(maskers, tallies, strict=True)
-        if m.masked or m.condition.what == "none"  # a window that no map is larger than masked nothing
+        if m.masked or m.condition.what == "none"  # leave out windows that masked nothing
     ]
     masked, skipped = ({k: v for m in maskers for k, v in getattr(m, name).items()} for name in ("masked", "skipped"))
     top1 = unmasked.correct / images if labelled else None
@@ -206,7 +206,7 @@ class Masking(Analysis):
     computed as if they were absent for that query. The taps of local terms on masked tokens are zeroed, or kept.
     """
 
-    least_images = 100  # an image is a point of accuracy
+    least_images = 100  # so that one image is at most one point of accuracy
 
     sides: tuple[int, ...] = option(SIDES, "sides of the windows", type=int, nargs="+")
     seed: int = option(0, "of the random tokens", type=int)

@@ -77,7 +77,7 @@ def measure_rank(
 ) -> RankResult:
     """Ranks of every attention matrix over batches of images.
 
-    Memory: the singular values of one matrix at a time where it is large, N² numbers a few times over.
+    Large matrices are decomposed one at a time, which takes memory for a few times N² numbers.
     """
     found: dict[str, _Layer] = {}
     divergence = Divergence()

@@ -150,7 +150,7 @@ async function measure() {
     }
     say(outcome);
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped; the figures so far stay.");
+    if (error.name === "AbortError") say("Stopped; the results so far are kept.");
     else say(error.message, { error: true });
   } finally {
     running = null;

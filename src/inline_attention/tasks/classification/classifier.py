@@ -25,7 +25,7 @@ assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 @dataclass
 class Classifier:
-    """A model with what is needed to show it images and to read its answers."""
+    """A model, the names of its classes, and the preparation of its images."""
 
     model: nn.Module
     class_names: list[str] | None  # None: the file does not name them, and they are not ImageNet's
@@ -40,16 +40,16 @@ def load_classifier(
     eval_transform: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Classifier:
-    """Builds the model of a weights file (a path, a URL, or "pretrained") and loads it. None: an untrained model.
+    """Build the model of a weights file (a path, a URL, or "pretrained") and load it. None: an untrained model.
 
-    A file of this library says which model it is for, with which arguments that was built, which classes it knows and
-    how its images were prepared. An official checkpoint is recognised by its shapes. `name` is needed for any other
+    A file of this library names its model, the arguments of the model, its classes and the preparation of its images.
+    An official checkpoint is recognised by its shapes. `name` is needed for any other
     file; it may be a model of timm. `img_size`, `eval_transform` and `arguments` of the model replace the file's.
     """
     if weights == "pretrained" and name is not None and (shipped := shipped_weights(name)):
         weights = str(shipped)  # a file of the package, which names its classes
     options = dict(arguments or {})
-    said = None
+    description = None
     if weights is None or weights == "pretrained":
         if name is None:
             raise ValueError("there is neither a model nor a weights file: give the name of one")
@@ -62,15 +62,15 @@ def load_classifier(
         if img_size is not None and name is not None and find_family(name) is None:
             options["img_size"] = list(img_size)
         model = restore(checkpoint, origin=str(path), name=name, arguments=options)
-        said = read_description(checkpoint.info)
+        description = read_description(checkpoint.info)
         if img_size is not None and isinstance(model, VisionModel):
             model.set_input_size(img_size)
     origin = weights or str(name)
     in_chans = model.in_chans if isinstance(model, VisionModel) else options.get("in_chans", 3)
     with errors_name(origin):
-        data = _preparation(model, said.preprocessing if said else {}, in_chans=in_chans)
+        data = _preparation(model, description.preprocessing if description else {}, in_chans=in_chans)
         data = replace(data, img_size=_input_size(model, options), in_chans=in_chans)
-        class_names = _class_names(model, said.class_names if said else None)
+        class_names = _class_names(model, description.class_names if description else None)
     if eval_transform is not None:
         data = replace(data, eval_transform=eval_transform)
     return Classifier(model, class_names, data)
@@ -82,7 +82,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def _pretrained_cfg(model: nn.Module) -> dict[str, Any]:
-    """timm's description of the published model, which its builder leaves in every model."""
+    """timm's description of the published model. timm's builder stores it in every model."""
     return model.pretrained_cfg  # type: ignore[return-value]
 
 
@@ -93,13 +93,13 @@ def _input_size(model: nn.Module, arguments: Mapping[str, Any]) -> list[int]:
 
 
 def preprocessing(config: DataConfig) -> str:
-    """What a weights file should say about the images it was evaluated with, under the key "preprocessing"."""
+    """The value of "preprocessing" in the metadata of a weights file: how its images are prepared."""
     return json.dumps({key: getattr(config, key) for key in _PREPARATION})
 
 
 def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> DataConfig:
     if saved:
-        known = {key: saved[key] for key in _PREPARATION if key in saved}  # older files say more
+        known = {key: saved[key] for key in _PREPARATION if key in saved}  # older files have more keys
         check_values(annotations_of(DataConfig, _PREPARATION), known)
         config = DataConfig(**known, in_chans=in_chans)
         config.validate()

@@ -14,7 +14,7 @@ RECIPES = "tasks/classification/recipes"
 class ModelConfig(BackboneConfig):
     """A registered model as a classifier."""
 
-    reset_head: bool = False  # keep the head random, for other classes than those of `weights`
+    reset_head: bool = False  # keep the head random, if your classes are not those of `weights`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +41,7 @@ class TrainConfig(LoopConfig):
 
     recipe: str = "quickstart"
     model: ModelConfig = field(default_factory=ModelConfig)
-    # A path must be given; the size is the model's own.
+    # The user must give a path. The size is that of the model.
     data: DataConfig = field(default_factory=lambda: DataConfig(path="", img_size=None))
     optim: ClassifierOptimConfig = field(default_factory=ClassifierOptimConfig)
 

@@ -137,7 +137,7 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
         for _ in range(loader.max_batches):
             yield next(batches, empty)
         return
-    while True:  # the length of a stream is not known: ranks agree before each batch
+    while True:  # the length of a stream is unknown, so ranks agree before each batch
         batch = next(batches, None)
         any_left = torch.tensor(batch is not None, dtype=torch.int64, device=device)
         dist.all_reduce(any_left, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The confusion matrix as a figure. Imports matplotlib, which is optional: import this module where it is drawn."""
+"""The confusion matrix as a figure. This module imports matplotlib, which is optional: import it only to draw."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def draw_confusion(counts: torch.Tensor, class_names: Sequence[str], path: Path)
     axes.set(xlabel="predicted", ylabel="true", title=f"{int(counts.sum())} validation images")
     axes.set_xticks(range(classes), names, parse_math=False)  # a name may hold dollar signs
     axes.set_yticks(range(classes), names, parse_math=False)
-    figure.draw_without_rendering()  # only now is the width of the names known
+    figure.draw_without_rendering()  # computes the width of the names
     labels = axes.get_xticklabels()
     boxes = [label.get_window_extent() for label in labels]
     if any(right.x0 - left.x1 < 4 for left, right in itertools.pairwise(boxes)):  # pixels

@@ -11,16 +11,16 @@ from inline_attention.tasks.classification.classifier import Classifier
 
 
 class Guess(NamedTuple):
-    """One class, and how probable the model finds it."""
+    """One class and its probability."""
 
     label: int
-    name: str  # the class as the weights file has it; the label where it names none
+    name: str  # from the weights file; the label if the file names no classes
     description: str  # "tench, Tinca tinca" for a WordNet number such as n01440764; "" otherwise
     probability: float
 
 
 class Prediction(NamedTuple):
-    """What a model sees in one image."""
+    """The most probable classes of one image."""
 
     sample: int  # the image's number in the loader
     guesses: list[Guess]  # the most probable first
@@ -35,7 +35,7 @@ def predict(
     topk: int,
     amp_dtype: torch.dtype | None = None,
 ) -> Iterator[Prediction]:
-    """The `topk` most probable classes of every image that can be read (all of them where there are fewer)."""
+    """Yield the `topk` most probable classes of every readable image, or all classes if there are fewer."""
     loader.to(device)
     model: Any = classifier.model.to(device).eval()  # timm's contract
     names = classifier.class_names or [str(label) for label in range(model.num_classes)]

@@ -24,7 +24,7 @@ from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
 
 CONFUSION = "confusion.png"
-MAX_DRAWN_CLASSES = 50  # cells of larger matrices are too small to see
+MAX_DRAWN_CLASSES = 50  # the cells of larger matrices would be too small
 
 
 class Classification(Task):
@@ -116,7 +116,7 @@ class Classification(Task):
 def own_size(name: str) -> int | list[int]:
     """The input size of a registered model: its side, or [height, width]."""
     described = timm.models.get_pretrained_cfg(name)
-    if described is None:  # there is no such model, which building it reports
+    if described is None:  # building the model will report the unknown name
         return 224
     height, width = described.input_size[1:]
     return height if height == width else [height, width]

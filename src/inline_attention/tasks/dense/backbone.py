@@ -37,7 +37,7 @@ class Backbone(nn.Module):
                     f"a backbone with a single map must have patches of {PATCH} pixels, which four strides are made "
                     f"of; this one has {strides[0]}"
                 )
-            model.prune_intermediate_layers(1)  # the norm was trained on this map, so it stays
+            model.prune_intermediate_layers(1)  # keep the norm, which was trained on this map
             self.pyramid = SimplePyramid(dims[-1])
             self.channels = self.pyramid.channels
         else:
@@ -51,9 +51,9 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
         """Images (B, 3, H, W) → four maps (B, C_i, ⌈H/s⌉, ⌈W/s⌉) at the strides s = 4, 8, 16, 32
 
-        sizes: (B, 2) integers, the true (height, width) of images that are padded at the bottom and right; None where
-        no image is. Each image's own part of a map, ⌈height/s⌉ by ⌈width/s⌉, is then what the image would give alone,
-        and the rest is zero.
+        sizes: (B, 2) integers, the true (height, width) of images that are padded at the bottom and right. None: no
+        image is padded. Each image's own part of a map, ⌈height/s⌉ by ⌈width/s⌉, equals the map of the image alone.
+        The rest is zero.
         """
         options: dict[str, Any] = dict(intermediates_only=True) | ({} if sizes is None else dict(sizes=sizes))
         if self.pyramid is not None:
@@ -75,9 +75,9 @@ class Backbone(nn.Module):
         ]
 
     def group_matcher(self, *, prefix: str, coarse: bool = False) -> dict[str, Any]:
-        """Timm's layer groups of the model, for a module that holds this backbone as `prefix`.
+        """timm's layer groups of the model, for a module that holds this backbone as `prefix`.
 
-        Parameters that no pattern matches, those of the heads, are the last group.
+        Parameters of the heads match no pattern and form the last group.
         """
         start = "^" + re.escape(f"{prefix}.model.")
 
@@ -154,10 +154,8 @@ def create_backbone(
         kwargs: further arguments of the model.
     """
     if name not in list_models():
-        create_model(name)  # an unknown name is an error here, which suggests the nearest one
-        raise ValueError(
-            f"{name} is not a model of this library (`inline models` lists them), which a backbone must be"
-        )
+        create_model(name)  # raises for an unknown name and suggests the nearest one
+        raise ValueError(f"{name} is not a model of this library; a backbone must be one (`inline models` lists them)")
     arguments = {**({} if drop_path is None else {"drop_path_rate": drop_path}), **(kwargs or {})}
     model = create_model(name, pretrained=weights == "pretrained", **arguments)
     if weights not in (None, "pretrained"):

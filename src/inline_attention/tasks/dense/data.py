@@ -1,4 +1,4 @@
-"""What the loaders of segmentation and detection share."""
+"""Loaders for segmentation and detection."""
 
 from typing import Any
 

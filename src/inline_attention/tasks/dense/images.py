@@ -1,10 +1,10 @@
-"""Pixels as a model sees them."""
+"""Normalisation of pixels."""
 
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-MEAN, STD = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # of pixels in 0..1
+MEAN, STD = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # for pixels in 0 … 1
 
 
 class Normalise:

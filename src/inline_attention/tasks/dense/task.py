@@ -1,4 +1,4 @@
-"""The task of a model with a backbone under heads: how it is built and described."""
+"""The base of segmentation and detection as tasks: building and describing a model."""
 
 from typing import Any, ClassVar
 

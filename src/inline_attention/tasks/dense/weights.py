@@ -1,7 +1,7 @@
 """Whole models, backbone and heads: built from a configuration, loaded from weights files."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ DataT = TypeVar("DataT", bound=LoaderConfig)
 
 @dataclass(frozen=True)
 class TrainedModel(Generic[ModelT, DataT]):
-    """A model from a weights file, in evaluation mode, with what the file says about it."""
+    """A model from a weights file, in evaluation mode, with the metadata of the file."""
 
     model: ModelT
     title: str
@@ -45,28 +45,46 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
     Args:
         task: name of the task in the metadata of a file.
         command: the command that writes such files, for messages.
-        create: builds a model from its configuration, its number of classes and the weights of its backbone.
-        title: name of a model in reports.
+        create: builds a model, such as `create_segmenter`.
+        heads: the heads by name; the first entry of each is its title.
         model: default configuration of a model.
         data: default configuration of the data.
-        arguments: settings of the model that a file stores, beside the backbone's.
+        arguments: settings of the head that a file stores.
+        unstored: further settings of the head, which matter in training only.
         preparation: settings of the data that a file stores.
         check: further checks of a model's configuration from a file; raises ValueError.
     """
 
     task: str
     command: str
-    create: Callable[[ConfigT, int, str | None], ModelT]
-    title: Callable[[ConfigT], str]
+    create: Callable[..., ModelT]
+    heads: Mapping[str, tuple[Any, ...]]
     model: ConfigT
     data: DataT
     arguments: tuple[str, ...]
     preparation: tuple[str, ...]
+    unstored: tuple[str, ...] = ()
     check: Callable[[ConfigT], None] = lambda config: None
+
+    def title(self, config: ConfigT) -> str:
+        """The name of a model in reports."""
+        return f"{config.name} + {self.heads[config.head][0]}"
+
+    def _create(self, config: ConfigT, num_classes: int, weights: str | None) -> ModelT:
+        """weights: those of the backbone."""
+        return self.create(
+            config.name,
+            config.head,
+            num_classes=num_classes,
+            weights=weights,
+            drop_path=config.drop_path,
+            kwargs=config.kwargs,
+            **{name: getattr(config, name) for name in (*self.arguments, *self.unstored)},
+        )
 
     def arguments_of(self, model: ConfigT) -> dict[str, Any]:
         """The settings that a weights file stores under "config", to build the model again"""
-        return {name: getattr(model, name) for name in ("kwargs", *self.arguments)}
+        return {name: getattr(model, name) for name in ("kwargs", "head", *self.arguments)}
 
     def preparation_of(self, data: DataT) -> str:
         """The settings that a weights file stores under "preprocessing", as JSON"""
@@ -78,7 +96,7 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
         if weights is not None and weights != "pretrained":
             weights = weights_source(weights)
             whole = task_file(weights, self.task)
-        model = self.create(config, num_classes, None if whole is not None else weights)
+        model = self._create(config, num_classes, None if whole is not None else weights)
         if whole is not None:
             load_whole(model, whole, backbone_only=config.reset_head)
         return model
@@ -87,54 +105,55 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
         """A model from a weights file (or its URL) that the command wrote; WeightsError for anything else."""
         file = task_file(weights, self.task)
         if file is None:
-            raise ValueError(f"{weights!r} is no weights file of `{self.command}`")
+            raise ValueError(f"{weights!r} is not a weights file of `{self.command}`")
         with errors_name(file.path):
-            config, data = self._read(file.said)
-        class_names = file.said.class_names
+            config, data = self._read(file.description)
+        class_names = file.description.class_names
         if not class_names:
             raise WeightsError(f"{file.path} does not name its classes")
         origin = str(file.path)
-        model = build_fitting(lambda: self.create(config, len(class_names), None), file.checkpoint, origin=origin)
+        model = build_fitting(lambda: self._create(config, len(class_names), None), file.checkpoint, origin=origin)
         model.load_state_dict(fit(model, file.checkpoint, origin=origin))
         return TrainedModel(model.eval(), self.title(config), class_names, data)
 
-    def _read(self, said: Description) -> tuple[ConfigT, DataT]:
-        """The configurations that a file describes. WeightsError for a setting that it must not change."""
-        given = dict(said.arguments)
+    def _read(self, description: Description) -> tuple[ConfigT, DataT]:
+        """The configurations in the metadata of a file. WeightsError for a setting that a file must not change."""
+        arguments = dict(description.arguments)
         for name in ("kwargs", "head_kwargs"):
-            if not isinstance(given.get(name, {}), dict):
+            if not isinstance(arguments.get(name, {}), dict):
                 raise WeightsError(f"gives {name} that are not a mapping")
-        check_model(said.architecture, given.pop("kwargs", {}))
-        plain = {name: value for name, value in given.items() if name != "head_kwargs" or name not in self.arguments}
-        check_values(annotations_of(type(self.model), self.arguments), plain)
-        prepared = {key: said.preprocessing[key] for key in self.preparation if key in said.preprocessing}
+        check_model(description.architecture, arguments.pop("kwargs", {}))
+        if "head_kwargs" in self.arguments:  # `check` knows their types
+            arguments.pop("head_kwargs", None)
+        check_values(annotations_of(type(self.model), ("head", *self.arguments)), arguments)
+        prepared = {key: description.preprocessing[key] for key in self.preparation if key in description.preprocessing}
         check_values(annotations_of(type(self.data), self.preparation), prepared)
         data = replace(self.data, **prepared)
         data.validate()
-        model = replace(self.model, name=said.architecture, **said.arguments)
+        model = replace(self.model, name=description.architecture, **description.arguments)
         self.check(model)
         return model, data
 
 
 class TaskFile(NamedTuple):
-    """A file of a whole model, open."""
+    """An open file of a whole model."""
 
     path: Path
     checkpoint: Checkpoint
-    said: Description
+    description: Description
 
 
 def task_file(source: str, task: str) -> TaskFile | None:
-    """Opens a file (downloaded first, if `source` is a URL); None if it does not hold a whole model of that task."""
+    """Open a file, or download it if `source` is a URL. None if it does not hold a whole model of that task."""
     path = local_path(source)
     checkpoint = open_checkpoint(path)
     with errors_name(path):
-        said = read_description(checkpoint.info)
-    return TaskFile(path, checkpoint, said) if said is not None and said.task == task else None
+        description = read_description(checkpoint.info)
+    return TaskFile(path, checkpoint, description) if description is not None and description.task == task else None
 
 
 def load_whole(model: nn.Module, file: TaskFile, *, backbone_only: bool = False) -> None:
-    """Loads a file of such a model, or its `backbone` alone. An error leaves the model as it was."""
+    """Load the file of a whole model, or only its `backbone`. An error leaves the model unchanged."""
     found = file.checkpoint.state_dict
     target = model
     if backbone_only:

@@ -28,7 +28,7 @@ class ImageResult:
 
 @dataclass(frozen=True)
 class ApResult:
-    """In per cent; None where there is no object to find"""
+    """Average precision in per cent. None: there is no object to find"""
 
     box: dict[str, float | None]  # by `METRICS`
     mask: dict[str, float | None]
@@ -68,7 +68,7 @@ def _ground_truth(data: CocoData, images: Sequence[AnnotatedImage]) -> Any:
             x0, y0, x1, y1 = instance.box
             annotations.append(
                 {
-                    "id": len(annotations) + 1,  # pycocotools takes a match with id 0 for no match
+                    "id": len(annotations) + 1,  # id 0 would mean "no match" to pycocotools
                     "image_id": image.id,
                     "category_id": data.category_ids[instance.label - 1],
                     "bbox": [x0, y0, x1 - x0, y1 - y0],
@@ -108,7 +108,7 @@ def _evaluate(
     truth: Any, detections: list[dict[str, Any]], kind: str, image_ids: list[int]
 ) -> tuple[dict[str, float | None], list[float | None]]:
     """(the twelve figures, AP of each class)"""
-    if kind == "mask":  # with a box, pycocotools would take sizes from it
+    if kind == "mask":  # otherwise pycocotools would use the size of the box
         detections = [{key: value for key, value in entry.items() if key != "bbox"} for entry in detections]
     with contextlib.redirect_stdout(io.StringIO()):
         # loadRes refuses an empty list.

@@ -17,8 +17,8 @@ Size = tuple[int, int]  # (height, width)
 class PyramidAlign(nn.Module):
     """RoIAlign on the level that fits each box's size (FPN's equation 1).
 
-    torchvision's MultiScaleRoIAlign guesses the strides from the first batch, which fails for small padded images, and
-    it shifts regions by half a pixel.
+    torchvision's MultiScaleRoIAlign shifts regions by half a pixel. It also guesses the strides from the first batch,
+    which fails for small padded images.
     """
 
     def __init__(self, output_size: int) -> None:

@@ -17,10 +17,10 @@ from inline_attention.tasks.detection.boxes import Size
 
 _logger = logging.getLogger(__name__)
 
-# Limits far above any real annotation. pycocotools allocates what a file asks for and does not check it.
+# Limits far above any real annotation. pycocotools allocates whatever a file asks for.
 MAX_MASK_BYTES = 2**32  # all masks of an image, decoded
 MAX_OUTLINE = 1_000_000  # length of the polygons of one object, in pixels
-_MAX_ID = 2**63  # what an int64 holds
+_MAX_ID = 2**63  # limit of int64
 _LARGEST = 1e12  # magnitude of a coordinate or an area; NaN and infinity are not below it
 
 Rle = dict[str, Any]  # pycocotools' compressed run lengths: size [height, width], counts as bytes
@@ -33,8 +33,8 @@ class Instance:
     label: int  # 1 for the first class: 0 is the background
     box: tuple[float, float, float, float]  # x0, y0, x1, y1, inside the image
     segmentation: Segmentation
-    area: float | None  # of the mask; COCO's small, medium and large go by it. None: count the pixels
-    crowd: bool  # a region of many objects: not learnt from, and detections inside it are not counted
+    area: float | None  # of the mask, for COCO's small, medium and large. None: count the pixels
+    crowd: bool  # a region of many objects. It is not learnt from, and detections inside it are not counted
 
 
 @dataclass
@@ -241,7 +241,7 @@ def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation
         if value.get("size") != list(image.size):
             raise ValueError(
                 f"{where}: its mask is for {_excerpt(value.get('size'))} (height, width), "
-                f"but {image.path.name} is said to be {list(image.size)}"
+                f"but the image {image.path.name} is listed with {list(image.size)}"
             )
         counts = value.get("counts")
         runs = _uncompressed(counts) if isinstance(counts, str) else counts

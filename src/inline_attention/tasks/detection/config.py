@@ -1,4 +1,4 @@
-"""The settings of a detection run. The defaults are the published 1× schedule; a recipe holds what differs."""
+"""The settings of a detection run. The defaults are the published 1× schedule; recipes change them."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,8 +15,8 @@ class DetectorConfig(HeadedConfig):
     name: str = "inline_pvt_tiny"
     drop_path: float | None = 0.1
     head: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
-    channels: int = 256  # of the pyramid and of the heads
-    regions: int = 512  # that a head learns from in each image; fewer take less memory
+    channels: int = 256  # channels of the pyramid and the heads
+    regions: int = 512  # regions of each image that a head learns from; fewer take less memory
 
 
 @dataclass
@@ -26,7 +26,7 @@ class DetectionDataConfig(LoaderConfig):
     train_split: str = "train2017"
     val_split: str = "val2017"
     batch_size: int = 2  # per rank
-    short_side: int = 800  # of evaluation
+    short_side: int = 800  # short side of images in evaluation
     train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image
     max_side: int = 1333  # an image whose long side would exceed this is made smaller
     hflip: float = 0.5
@@ -60,7 +60,7 @@ class DetectionConfig(LoopConfig):
             drop_at=(8, 11),
             warmup_epochs=0,
             warmup_steps=500,
-            warmup_lr=1e-7,  # ours: where the warm-up begins is not published
+            warmup_lr=1e-7,  # our choice: the published recipes do not give it
             min_lr=0.0,
         )
     )

@@ -1,7 +1,7 @@
 """Batches of images with boxes and masks, from COCO files.
 
 The size and the flip of an image are a function of (seed, epoch, sample). Images of different sizes are padded to one
-canvas. A batch carries their true sizes, with which a model computes the same as for each image alone.
+canvas. A batch carries their true sizes, so that the model computes the same result as for each image alone.
 """
 
 import random
@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
+from inline_attention.data.collate import UnnormalisedBatch
 from inline_attention.data.dataset import read_each, read_or_replace
 from inline_attention.data.decode import UnreadableImage, image_size, read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
-from inline_attention.data.sampler import EqualBatchSampler, epoch_order, fit_batch_size
+from inline_attention.data.sampler import EqualBatchSampler, SampleKey, epoch_order, fit_batch_size
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.tasks.dense.data import eval_batches, open_train_loader
@@ -46,11 +47,6 @@ class View(NamedTuple):
     flipped: bool = False
 
 
-class TrainKey(NamedTuple):
-    epoch: int
-    sample: int
-
-
 class Sample(NamedTuple):
     pixels: Tensor  # (3, h, w) uint8
     target: Target
@@ -58,40 +54,20 @@ class Sample(NamedTuple):
     key: int
 
 
-@dataclass
-class RawDetectionBatch:
-    """A batch as a worker process returns it"""
+@dataclass(kw_only=True)
+class RawDetectionBatch(UnnormalisedBatch):
+    """Images (B, 3, H, W), padded below and on the right"""
 
-    images: Tensor  # (B, 3, H, W) uint8, padded below and on the right
     sizes: list[Size]
     targets: list[Target]
-    sample_ids: Tensor  # (B,) int64
     keys: Tensor  # (B,) int64
-    skipped: Sequence[SkippedImage] = ()
-    replaced: int = 0
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    @property
-    def on_device(self) -> bool:
-        return self.images.is_cuda
-
-    def pin_memory(self) -> "RawDetectionBatch":  # called by DataLoader
-        return replace(
-            self,
-            images=self.images.pin_memory(),
-            targets=[{name: value.pin_memory() for name, value in target.items()} for target in self.targets],
-            sample_ids=self.sample_ids.pin_memory(),
-            keys=self.keys.pin_memory(),
-        )
 
 
 @dataclass
 class DetectionBatch:
     """A batch on the loader's device, as a detector takes it"""
 
-    images: Tensor  # (B, 3, H, W) float32, normalised; the padding holds anything
+    images: Tensor  # (B, 3, H, W) float32, normalised; padding is undefined
     sizes: list[Size]  # of the images without padding
     targets: list[Target]  # boxes (n, 4), labels (n,) from 1 on, masks (n, height, width) uint8; empty in evaluation
     sample_ids: Tensor  # (B,) int64
@@ -170,30 +146,21 @@ class TrainDataset(Dataset[RawDetectionBatch]):
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int) -> None:
         self._images, self._config, self._seed = images, config, seed
 
-    def __getitems__(self, keys: Sequence[TrainKey]) -> RawDetectionBatch:
-        skipped: list[SkippedImage] = []
-        found = [self._sample(key, skipped) for key in keys]
-        samples = [sample for sample in found if sample is not None]
-        replaced = sum(s is not None and s.sample_id != key.sample for s, key in zip(found, keys, strict=True))
+    def __getitems__(self, keys: Sequence[SampleKey]) -> RawDetectionBatch:
+        samples, skipped, replaced = read_or_replace(
+            keys, self._read, path=self._path, seed=self._seed, num_samples=len(self._images)
+        )
         return collate(samples, skipped=skipped, replaced=replaced)
 
-    def _sample(self, key: TrainKey, skipped: list[SkippedImage]) -> Sample | None:
-        found = read_or_replace(
-            lambda sample: load(self._images[sample]),
-            key.sample,
-            path=lambda sample: str(self._images[sample].path),
-            seed=self._seed,
-            epoch=key.epoch,
-            num_samples=len(self._images),
-            skipped=skipped,
-        )
-        if found is None:
-            return None
-        image, sample = found
-        annotated = self._images[sample]
+    def _path(self, index: int) -> str:
+        return str(self._images[index].path)
+
+    def _read(self, key: SampleKey, index: int) -> Sample:
+        annotated = self._images[index]
+        image = load(annotated)
         view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
         pixels, target = show(image, annotated, view)
-        return Sample(pixels, target, sample, derive_seed("regions", self._seed, key.epoch, key.sample))
+        return Sample(pixels, target, index, derive_seed("regions", self._seed, key.epoch, key.sample))
 
 
 class EvalDataset(Dataset[RawDetectionBatch]):
@@ -213,7 +180,7 @@ class EvalDataset(Dataset[RawDetectionBatch]):
         return Sample(resized(image, size), {}, index, 0)
 
 
-class GroupedBatchSampler(EqualBatchSampler[TrainKey]):
+class GroupedBatchSampler(EqualBatchSampler[SampleKey]):
     """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
 
     The images that are left over at the end of an epoch may form a mixed batch, so grouping loses no batch.
@@ -229,9 +196,9 @@ class GroupedBatchSampler(EqualBatchSampler[TrainKey]):
         self._global_batch = self.batch_size * world_size
         self.steps = len(images) // self._global_batch
 
-    def batches(self, epoch: int, start_step: int) -> Iterator[list[TrainKey]]:
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[SampleKey]]:
         for samples in list(self._global_batches(epoch))[start_step:]:
-            yield [TrainKey(epoch, sample) for sample in samples[self._mine]]
+            yield [SampleKey(epoch, sample, 0) for sample in samples[self._mine]]
 
     def _global_batches(self, epoch: int) -> Iterator[list[int]]:
         waiting: dict[bool, list[int]] = {True: [], False: []}

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DetectionResult:
-    """Over all ranks."""
+    """The result over all ranks."""
 
     precision: ApResult
     skipped: int  # images that could not be read

@@ -22,7 +22,7 @@ from inline_attention.tasks.detection.roi_heads import (
 )
 from inline_attention.tasks.detection.rpn import Losses, RegionProposals, Targets
 
-# name → (for people, stages)
+# name → (title, stages)
 HEADS: dict[str, tuple[str, tuple[StageSettings, ...]]] = {
     "mask_rcnn": ("Mask R-CNN", MASK_RCNN),
     "cascade_mask_rcnn": ("Cascade Mask R-CNN", CASCADE),
@@ -38,7 +38,7 @@ class Pyramid(FeaturePyramidNetwork):
     def forward(self, x: dict[str, Tensor], sizes: Tensor | None = None) -> dict[str, Tensor]:
         """Maps at the strides 4 to 32, fine to coarse → as many of `channels` channels and one at stride 64
 
-        sizes (B, 2): of padded images; the maps are zero beyond them, before and behind each convolution.
+        sizes (B, 2): of padded images. Maps are zero beyond them, before and after each convolution.
         """
         if sizes is None:
             return super().forward(x)
@@ -56,7 +56,7 @@ class Pyramid(FeaturePyramidNetwork):
         return OrderedDict(zip(names, maps, strict=True))
 
 
-@torch.compiler.disable  # a graph would be made for the sizes of one batch
+@torch.compiler.disable  # a graph would be specialised to the sizes of one batch
 def padded_sizes(images: Tensor, sizes: Sequence[Size]) -> Tensor | None:
     """The sizes on the device of the images (B, 3, H, W); None where no image is padded."""
     canvas = (images.shape[2], images.shape[3])

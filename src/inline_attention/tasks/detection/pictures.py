@@ -21,7 +21,7 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
     pen = ImageDraw.Draw(picture)
     height = max(10, min(picture.size) // 40)
     font = ImageFont.load_default(height)
-    for n in reversed(shown):  # the surest on top
+    for n in reversed(shown):  # the highest score on top
         colour = class_colour(int(result.labels[n]))
         x0, y0, x1, y1 = (float(side) for side in result.boxes[n])
         pen.rectangle((x0, y0, x1, y1), outline=colour, width=max(1, height // 8))

@@ -26,7 +26,7 @@ COST_SIZE = (800, 1280)
 COST_CLASSES = 80
 COST_BOXES, COST_MASKS = 1000, 100  # regions through every box head, and through every mask head
 
-# By the recipe that trains it.
+# recipe → published model
 DETECTORS = {
     "mask_rcnn_softmax_pvt_tiny_1x": PublishedDetector("softmax_pvt_tiny", "mask_rcnn", None, 240, 36.7, 35.1),
     "mask_rcnn_softmax_pvt_small_1x": PublishedDetector("softmax_pvt_small", "mask_rcnn", None, 305, 40.4, 37.8),
@@ -66,8 +66,7 @@ class DetectorCost(NamedTuple):
 
 
 def count_cost(backbone: str, head: str, *, img_size: Size = COST_SIZE) -> DetectorCost:
-    """As published costs are counted: `COST_BOXES` regions through every box head, `COST_MASKS`
-    through every mask head."""
+    """Count as published costs do: `COST_BOXES` regions in every box head and `COST_MASKS` in every mask head."""
     with torch.device("meta"):
         model = create_detector(backbone, head, num_classes=COST_CLASSES).eval()
         image = torch.empty(1, 3, *img_size)

@@ -23,16 +23,16 @@ from inline_attention.tasks.detection.boxes import (
 )
 from inline_attention.tasks.detection.rpn import Losses, Targets
 
-BOX_SIDE, MASK_SIDE = 7, 14  # of the regions that the heads see; a predicted mask has twice the side
+BOX_SIDE, MASK_SIDE = 7, 14  # sides of the heads' inputs; a predicted mask has twice the side
 GIOU_WEIGHT = 10.0
-MIN_SCORE, NMS_IOU, MAX_DETECTIONS = 0.05, 0.5, 100  # of what is found in an image
+MIN_SCORE, NMS_IOU, MAX_DETECTIONS = 0.05, 0.5, 100  # of the detections in an image
 NORM_GROUPS = 32
 Maps = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class StageSettings:
-    iou: float  # a region belongs to an object from this overlap on
+    iou: float  # smallest overlap at which a region belongs to an object
     box_weights: tuple[float, float, float, float]  # of the box coder: x, y, width, height
     loss_weight: float = 1.0
 
@@ -73,7 +73,7 @@ class Stage(nn.Module):
         self.settings, self.cascaded = settings, cascaded
         hidden, outputs, convs = 4 * channels, num_classes + 1, [channels] * 4
         if cascaded:
-            # Over groups of channels, not over the batch: it depends neither on other images nor on ranks.
+            # A group norm depends neither on other images nor on ranks, unlike a batch norm.
             norm = partial(nn.GroupNorm, NORM_GROUPS)
             self.box_head = FastRCNNConvFCHead((channels, BOX_SIDE, BOX_SIDE), convs, [hidden], norm_layer=norm)
         else:
@@ -162,7 +162,7 @@ class RoIHeads(nn.Module):
         """`stages`, with their type"""
         return [stage for stage in self.stages if isinstance(stage, Stage)]
 
-    @torch.compiler.disable  # shapes depend on what is found
+    @torch.compiler.disable  # shapes depend on the number of detections
     def losses(
         self, maps: Maps, proposals: Sequence[Tensor], sizes: Sequence[Size], targets: Targets, keys: Tensor
     ) -> Losses:
@@ -206,7 +206,7 @@ class RoIHeads(nn.Module):
         return [Detections(*image, masks=part) for image, part in zip(selected, masks, strict=True)]
 
     def _select(self, boxes: Tensor, scores: Tensor, size: Size) -> tuple[Tensor, Tensor, Tensor]:
-        """boxes (n, classes + 1, 4), scores (n, classes + 1) → boxes, scores, labels of what is found"""
+        """boxes (n, classes + 1, 4), scores (n, classes + 1) → boxes, scores, labels of the detections"""
         boxes = clip_boxes_to_image(boxes, size)
         rows, labels = (scores[:, 1:] > MIN_SCORE).nonzero().unbind(1)
         labels = labels + 1

@@ -18,7 +18,7 @@ Targets = Sequence[
 ]  # for each image: boxes (n, 4), labels (n,) from 1 on, masks (n, height, width) uint8
 Losses = dict[str, Tensor]
 
-_STRIDES = (*STRIDES, 64)  # one level more than regions are cut out of
+_STRIDES = (*STRIDES, 64)  # one level more than the box heads use
 _SIZES = tuple((8 * stride,) for stride in _STRIDES)
 _RATIOS = ((0.5, 1.0, 2.0),) * len(_STRIDES)
 
@@ -41,7 +41,7 @@ class RegionProposals(RegionProposalNetwork):
         )
         self.fg_bg_sampler = KeyedSampler(256, positive_share=0.5, place=0)
 
-    @torch.compiler.disable  # shapes depend on what is found
+    @torch.compiler.disable  # shapes depend on the number of proposals
     def forward(
         self, maps: Sequence[Tensor], sizes: Sequence[Size], targets: Targets | None = None, keys: Tensor | None = None
     ) -> tuple[list[Tensor], Losses]:
@@ -91,7 +91,7 @@ class RegionProposals(RegionProposalNetwork):
     def _losses(
         self, scores: Tensor, deltas: Tensor, anchors: Tensor, *, target: dict[str, Tensor], key: Tensor
     ) -> Losses:
-        """Of one image: scores (anchors,), deltas (anchors, 4), anchors (anchors, 4)"""
+        """The proposals of one image: scores (anchors,), deltas (anchors, 4), anchors (anchors, 4)"""
         (labels,), (matched,) = self.assign_targets_to_anchors([anchors], [target])
         positive, negative = self.fg_bg_sampler(labels, key)
         chosen = torch.cat([positive, negative])

@@ -7,28 +7,16 @@ from inline_attention.tasks.detection.model import HEADS, Detector, create_detec
 TrainedDetector = TrainedModel[Detector, DetectionDataConfig]
 
 
-def _create(config: DetectorConfig, num_classes: int, weights: str | None) -> Detector:
-    return create_detector(
-        config.name,
-        config.head,
-        num_classes=num_classes,
-        weights=weights,
-        drop_path=config.drop_path,
-        kwargs=config.kwargs,
-        channels=config.channels,
-        regions=config.regions,
-    )
-
-
 MODELS: TaskModels[Detector, DetectorConfig, DetectionDataConfig] = TaskModels(
     task="detection",
     command="inline detect train",
-    create=_create,
-    title=lambda config: f"{config.name} + {HEADS[config.head][0]}",
+    create=create_detector,
+    heads=HEADS,
     model=DetectorConfig(),
     data=DetectionDataConfig(),
-    arguments=("head", "channels"),
+    arguments=("channels",),
     preparation=("short_side", "max_side", "val_split"),
+    unstored=("regions",),
 )
 
 

@@ -16,8 +16,8 @@ class SegmenterConfig(HeadedConfig):
 
     name: str = "inline_swin_tiny"
     head: Literal["upernet", "fpn"] = "upernet"
-    head_kwargs: dict[str, Any] = field(default_factory=dict)  # such as dim
-    auxiliary_weight: float = 0.4  # of the auxiliary head's loss, where the head has one
+    head_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the head, such as dim
+    auxiliary_weight: float = 0.4  # weight of the auxiliary head's loss, if there is one
 
 
 @dataclass
@@ -29,22 +29,22 @@ class SegmentDataConfig(LoaderConfig):
     """
 
     layout: Layout = "folders"
-    classes: str | list[str] | None = None  # names, or a file of them, a line each; None: classes.txt in the folder
-    ignore_index: int = 255  # the number of pixels that are not counted
+    classes: str | list[str] | None = None  # names, or a file with a name per line; None: classes.txt in the folder
+    ignore_index: int = 255  # class number of ignored pixels
 
     batch_size: int = 16
-    crop: int | list[int] = 512  # what a training image is cut to: side, or [height, width]
-    short_side: int | None = 512  # images are resized to this, in evaluation too; null: not resized
+    crop: int | list[int] = 512  # size of training crops: side, or [height, width]
+    short_side: int | None = 512  # images are resized to this, also in evaluation; null: not resized
     max_long_side: int = 2048  # limit of the other side
     scale: list[float] = field(default_factory=lambda: [0.5, 2.0])  # range of a further random factor in training
     max_class_share: float = 0.75  # a crop with more of one class is drawn again, up to ten times
     hflip: float = 0.5
     photometric: bool = True  # brightness, contrast, saturation and hue, each with probability 1/2
 
-    eval_batch_size: int = 1  # images of one size that are evaluated at once
-    window: int | list[int] | None = None  # evaluate in windows of this size; null: the whole image at once
-    window_stride: float = 2 / 3  # of the window's side, from one window to the next
-    eval_scales: list[float] = field(default_factory=lambda: [1.0])  # factors of the size above, averaged over
+    eval_batch_size: int = 1  # number of images of the same size that are evaluated together
+    window: int | list[int] | None = None  # evaluate in windows of this size; null: evaluate the whole image
+    window_stride: float = 2 / 3  # distance of two windows, as a share of the window's side
+    eval_scales: list[float] = field(default_factory=lambda: [1.0])  # average over images scaled by these factors
     eval_flip: bool = False  # average over the image and its mirror image
 
     @property
@@ -69,7 +69,7 @@ class SegmentDataConfig(LoaderConfig):
         check("max_long_side", self.max_long_side >= (self.short_side or 1), "no less than data.short_side")
         bounds = self.scale
         check("scale", len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
-        check("max_class_share", 0 < self.max_class_share <= 1, "above 0, at most 1 (1: any crop will do)")
+        check("max_class_share", 0 < self.max_class_share <= 1, "above 0, at most 1 (1: any crop is accepted)")
         check("hflip", 0 <= self.hflip <= 1, "a probability")
         check("eval_batch_size", self.eval_batch_size >= 1, "at least 1")
         check("window_stride", 0 < self.window_stride <= 1, "above 0, at most 1")

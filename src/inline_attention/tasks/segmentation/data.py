@@ -1,7 +1,7 @@
 """Loaders of images and masks: crops in batches for training, whole images for evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from inline_attention.data.collate import UnnormalisedBatch
 from inline_attention.data.dataset import read_each, read_or_replace
 from inline_attention.data.decode import UnreadableImage, read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
@@ -28,73 +29,57 @@ from inline_attention.tasks.segmentation.transforms import TrainTransform, targe
 class SegmentBatch:
     """A batch on the loader's device, as a segmenter takes it in training"""
 
-    images: Tensor  # (B, 3, H, W) float32, normalised; the padding holds anything
+    images: Tensor  # (B, 3, H, W) float32, normalised; padding is undefined
     masks: Tensor  # (B, H, W) int64, IGNORED for a pixel that is not counted
     sample_ids: Tensor  # (B,) int64
     sizes: Tensor | None = None  # (B, 2) int64, (height, width) without padding; None if no image is padded
 
 
-@dataclass
-class RawCrops:
-    images: Tensor  # (B, H, W, 3) uint8
+@dataclass(kw_only=True)
+class RawCrops(UnnormalisedBatch):
+    """Images (B, H, W, 3)"""
+
     masks: Tensor  # (B, H, W) uint8
-    sample_ids: Tensor  # (B,) int64
     sizes: Tensor  # (B, 2) int64, (height, width) without padding
-    skipped: Sequence[SkippedImage] = ()
-    replaced: int = 0
-    on_device: bool = False
-
-    def __len__(self) -> int:
-        return len(self.sample_ids)
-
-    def pin_memory(self) -> "RawCrops":  # called by DataLoader
-        pinned = {name: getattr(self, name).pin_memory() for name in ("images", "masks", "sample_ids", "sizes")}
-        return replace(self, **pinned)
 
 
 class CropDataset(Dataset[RawCrops]):
-    """Training crops; an unreadable image is replaced by another, so that the batch keeps its shape."""
+    """Training crops. An unreadable image is replaced by another."""
 
     def __init__(self, source: "MaskSource | DecodedSource", *, config: SegmentDataConfig, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
         self._transform = TrainTransform(config)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> RawCrops:
-        skipped: list[SkippedImage] = []
+        source = self._source
         with restored_generators():
-            of_keys = [self._sample(key, skipped) for key in keys]
-        found = [sample for sample in of_keys if sample is not None]
+            samples, skipped, replaced = read_or_replace(
+                keys, self._read, path=source.path, seed=self._seed, num_samples=len(source)
+            )
         rows, columns = self._config.crop_size
-        images = torch.zeros((len(found), rows, columns, 3), dtype=torch.uint8)
-        masks = torch.full((len(found), rows, columns), IGNORED, dtype=torch.uint8)
-        sizes = [mask.shape for _, mask, _ in found]
-        for n, ((pixels, mask, _), (height, width)) in enumerate(zip(found, sizes, strict=True)):
+        images = torch.zeros((len(samples), rows, columns, 3), dtype=torch.uint8)
+        masks = torch.full((len(samples), rows, columns), IGNORED, dtype=torch.uint8)
+        sizes = [mask.shape for _, mask, _ in samples]
+        for n, ((pixels, mask, _), (height, width)) in enumerate(zip(samples, sizes, strict=True)):
             images[n, :height, :width] = torch.from_numpy(pixels)
             masks[n, :height, :width] = torch.from_numpy(mask)
-        ids = torch.tensor([index for _, _, index in found], dtype=torch.int64)
-        own = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
-        replaced = sum(s is not None and s[2] != key.sample for s, key in zip(of_keys, keys, strict=True))
-        return RawCrops(images, masks, ids, own, skipped, replaced)
-
-    def _sample(self, key: SampleKey, skipped: list[SkippedImage]) -> tuple[np.ndarray, np.ndarray, int] | None:
-        found = read_or_replace(
-            self._source.read,
-            key.sample,
-            path=self._source.path,
-            seed=self._seed,
-            epoch=key.epoch,
-            num_samples=len(self._source),
+        return RawCrops(
+            images=images,
+            masks=masks,
+            sample_ids=torch.tensor([index for _, _, index in samples], dtype=torch.int64),
+            sizes=torch.tensor(sizes, dtype=torch.int64).view(-1, 2),
             skipped=skipped,
+            replaced=replaced,
         )
-        if found is None:
-            return None
-        (pixels, mask), sample = found
+
+    def _read(self, key: SampleKey, index: int) -> tuple[np.ndarray, np.ndarray, int]:
+        pixels, mask = self._source.read(index)
         seed_generators(derive_seed("augment", self._seed, *key))
-        return *self._transform(pixels, mask), sample
+        return *self._transform(pixels, mask), index
 
 
 class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
-    """Transfer and normalise. Bytes cross the bus, not floats."""
+    """Transfers bytes rather than floats, then normalises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +159,7 @@ def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, conf
 
 
 class EvalPrefetcher(Prefetcher[RawEval, list[EvalImage]]):
-    """Images differ in size: the predictor transfers them."""
+    """Passes images on. They differ in size, so the predictor transfers them."""
 
     def finish(self, raw: RawEval) -> list[EvalImage]:
         return raw.images

@@ -71,7 +71,7 @@ def evaluate(
 
 
 class Predictor:
-    """Pixels (3, h, w) uint8 and the sizes wanted → classes of each, on the device."""
+    """Pixels (3, h, w) uint8 and output sizes → classes of each image, on the device."""
 
     def __init__(
         self, model: Segmenter, *, config: SegmentDataConfig, device: torch.device, amp_dtype: torch.dtype | None

@@ -3,9 +3,9 @@
 UperNet: "Unified Perceptual Parsing for Scene Understanding", arXiv 1807.10221.
 Semantic FPN: "Panoptic Feature Pyramid Networks", arXiv 1901.02446.
 
-In a batch of padded images, `sizes` (B, 2) are the true (height, width) of each. Maps are zero beyond an image's
-border, so that convolutions see there what they see beyond the border of an image alone; pooling and resizing keep to
-the image's own part of a map, and so do the statistics of batch norm.
+In a batch of padded images, `sizes` (B, 2) are the true (height, width) of each. Maps are zero beyond the border of an
+image, as if the image were alone. Pooling, resizing and the statistics of batch norm use only the image's own part of a
+map.
 """
 
 import math
@@ -21,7 +21,7 @@ from inline_attention.ops.reference import accumulation_dtype, without_autocast
 from inline_attention.tasks.dense.backbone import STRIDES
 from inline_attention.tasks.segmentation.norm import BatchNorm
 
-Own = Tensor | None  # (B, 2): rows and columns of each image's own part of a map; None where no image is padded
+Own = Tensor | None  # (B, 2): rows and columns of each image's own part of a map; None: no image is padded
 
 
 def own_levels(sizes: Tensor | None, strides: Sequence[int] = STRIDES) -> list[Own]:
@@ -90,7 +90,10 @@ def pool_cells(x: Tensor, cells: int, *, own: Own = None) -> Tensor:
     weights = []
     for axis in range(2):
         length = own[:, axis, None]
-        begin, end = cell * length // cells, ((cell + 1) * length + cells - 1) // cells  # (B, cells), as torch has them
+        begin, end = (
+            cell * length // cells,
+            ((cell + 1) * length + cells - 1) // cells,
+        )  # (B, cells), as in torch
         position = torch.arange(x.shape[2 + axis], device=x.device)
         inside = (position >= begin[..., None]) & (position < end[..., None])
         weights.append(inside / (end - begin)[..., None].to(accumulation_dtype(x.dtype)))
@@ -98,7 +101,7 @@ def pool_cells(x: Tensor, cells: int, *, own: Own = None) -> Tensor:
 
 
 def _resampled(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """(B, C, H, W) → (B, C, h, w) by the weights (B, h, H) and (B, w, W), in their precision whatever autocast says"""
+    """(B, C, H, W) → (B, C, h, w) by the weights (B, h, H) and (B, w, W), in their precision, also under autocast"""
     with without_autocast(x.device):
         return torch.einsum("bih,bchw,bjw->bcij", rows, x.to(rows.dtype), columns).to(x.dtype)
 

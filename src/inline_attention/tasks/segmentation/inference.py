@@ -1,4 +1,4 @@
-"""Segments images of any size: at once or in windows, averaged over scales and mirror images."""
+"""Segments images of any size, as a whole or in windows, averaged over scales and mirror images."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Segment = Callable[[Tensor], Tensor]  # (B, 3, h, w) → logits (B, classes, h, 
 class Inference:
     """How an image is segmented. Probabilities are averaged over scales and mirror images."""
 
-    window: tuple[int, int] | None = None  # (height, width); None: the whole image at once
+    window: tuple[int, int] | None = None  # (height, width); None: the whole image
     window_stride: float = 2 / 3  # of the window's side
     scales: tuple[float, ...] = (1.0,)
     flip: bool = False

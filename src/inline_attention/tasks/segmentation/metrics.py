@@ -33,21 +33,21 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Scores:
-    """In per cent. A class that is neither in the masks nor predicted has no IoU (NaN) and is left out of the mean. A
-    class that is not in the masks has no accuracy, and is left out of that mean."""
+    """Scores in per cent. A class that is neither in the masks nor predicted has no IoU (NaN) and is not in the mean.
+    A class that is not in the masks has no accuracy and is not in that mean."""
 
     miou: float
     macc: float
     pixel_accuracy: float
     iou: Tensor  # (classes,) float64
-    accuracy: Tensor  # (classes,) float64: of the pixels of a class, those found
+    accuracy: Tensor  # (classes,) float64: share of the pixels of a class that are found
     pixels: Tensor  # (classes,) int64, in the masks
 
     @classmethod
     def of(cls, counts: Tensor) -> "Scores":
         """counts (classes, classes) int64: true, predicted"""
         if counts.sum() == 0:
-            raise ValueError("nothing to evaluate: no pixel of the masks counts")
+            raise ValueError("nothing to evaluate: all pixels of the masks are ignored")
         right, true, predicted = (t.double() for t in (counts.diagonal(), counts.sum(1), counts.sum(0)))
         iou, accuracy = 100 * right / (true + predicted - right), 100 * right / true  # 0 / 0 is NaN
         return cls(

@@ -9,7 +9,7 @@ from inline_attention.models.registry import check_argument_names
 from inline_attention.tasks.dense.backbone import STRIDES, Backbone, HeadedModel, create_backbone
 from inline_attention.tasks.segmentation.heads import FCNHead, SemanticFPN, UperNet, own_levels, to_pixels
 
-# name → (for people, builder, channels of the auxiliary head or None)
+# name → (title, builder, channels of the auxiliary head or None)
 HEADS: dict[str, tuple[str, Callable[..., nn.Module], int | None]] = {
     "upernet": ("UperNet", UperNet, 256),
     "fpn": ("Semantic FPN", SemanticFPN, None),
@@ -18,10 +18,10 @@ AUXILIARY_STRIDE = 16
 
 
 class Logits(NamedTuple):
-    """What a segmenter returns for images (B, 3, H, W)."""
+    """The output of a segmenter for images (B, 3, H, W)."""
 
     main: Tensor  # (B, classes, H / 4, W / 4)
-    auxiliary: Tensor | None  # (B, classes, H / 16, W / 16) in training, where the head has an auxiliary one
+    auxiliary: Tensor | None  # (B, classes, H / 16, W / 16), in training with an auxiliary head
 
 
 class Segmenter(HeadedModel):
@@ -35,8 +35,8 @@ class Segmenter(HeadedModel):
     def forward(self, images: Tensor, sizes: Tensor | None = None) -> Logits:
         """Images (B, 3, H, W) → logits at a quarter of their size
 
-        sizes: (B, 2) integers, the true (height, width) of images that are padded at the bottom and right; None where
-        no image is. The logits of each image's own part are those that the image would get alone.
+        sizes: (B, 2) integers, the true (height, width) of images that are padded at the bottom and right; None: no
+        image is padded. The logits of each image's own part equal those of the image alone.
         """
         maps = self.backbone(images, sizes)
         auxiliary = None

@@ -11,7 +11,7 @@ from inline_attention.training.distributed import is_distributed
 class BatchNorm(nn.BatchNorm2d):
     """Batch norm with statistics over the batches of all ranks, without the padding of images.
 
-    torch's SyncBatchNorm does not run on CPUs. This one does, so that two ranks train like one there, too.
+    torch's SyncBatchNorm does not run on CPUs. With this one, two ranks train like one on CPUs too.
     """
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:

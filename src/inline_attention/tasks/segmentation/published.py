@@ -40,12 +40,12 @@ SEGMENTERS = {
 
 
 class SegmenterCost(NamedTuple):
-    params: int  # of everything that is trained, the auxiliary head too
-    macs: int  # of one image in evaluation, without it
+    params: int  # of the whole model, with the auxiliary head
+    macs: int  # of one image in evaluation, without the auxiliary head
 
 
 def count_cost(backbone: str, head: str) -> SegmenterCost:
-    """As published costs are counted: of one image of `COST_SIZE`, with `COST_CLASSES`."""
+    """Count as published costs do: one image of `COST_SIZE`, with `COST_CLASSES`."""
     with torch.device("meta"):
         model = create_segmenter(backbone, head, num_classes=COST_CLASSES).eval()
         image = torch.empty(1, 3, *COST_SIZE)

@@ -11,7 +11,7 @@ from inline_attention.data.decode import UnreadableImage, load_upright, open_fil
 from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files, list_some
 from inline_attention.tasks.segmentation.config import Layout, SegmentDataConfig
 
-IGNORED = 255  # in every mask that a source returns, whatever number the files use; at most 255 classes are possible
+IGNORED = 255  # in every mask that a source returns, whatever number the files use; classes are 0 to 254
 
 # Cityscapes evaluates 19 of its label numbers. Pixels of the others are not counted.
 _CITYSCAPES = {
@@ -90,7 +90,7 @@ def open_split(config: SegmentDataConfig, split: str) -> MaskSource:
     for index in np.unique(np.linspace(0, len(source) - 1, num=8, dtype=int)):
         try:
             source.read(int(index))
-        except UnreadableImage:  # the loader counts it
+        except UnreadableImage:  # the loader will count it
             continue
     return source
 
@@ -153,7 +153,7 @@ def _classes(config: SegmentDataConfig, root: Path) -> tuple[list[str], np.ndarr
         labels[config.ignore_index] = IGNORED
         return names, labels
     names = _class_names(config, root)
-    first = 1 if config.layout == "ade20k" else 0  # ADE20K's 0 is "other", and counts for nothing
+    first = 1 if config.layout == "ade20k" else 0  # ADE20K's 0 is "other" and is ignored
     labels[:first] = IGNORED
     labels[first : first + len(names)] = range(len(names))
     labels[config.ignore_index] = IGNORED
@@ -163,7 +163,7 @@ def _classes(config: SegmentDataConfig, root: Path) -> tuple[list[str], np.ndarr
 def _class_names(config: SegmentDataConfig, root: Path) -> list[str]:
     names = config.classes if isinstance(config.classes, list) else _listed_names(config, root)
     if config.layout == "folders" and config.ignore_index == len(names) - 1:
-        names = names[:-1]  # lists often name the ignored number, too
+        names = names[:-1]  # lists often include the ignored class
     if not 1 <= len(names) <= IGNORED:
         raise ValueError(f"{len(names)} classes in data.classes; expected 1 to {IGNORED}")
     if config.layout == "folders" and config.ignore_index < len(names):
@@ -178,7 +178,7 @@ _CLASSES, _ADE20K_CLASSES = "classes.txt", "objectInfo150.txt"
 
 
 def lists_classes(config: SegmentDataConfig) -> bool:
-    """Whether the data come with the names of their classes"""
+    """Whether the data set has a list of its classes"""
     root = Path(config.path)
     return (
         config.layout == "cityscapes"

@@ -8,26 +8,14 @@ from inline_attention.tasks.segmentation.model import HEADS, Segmenter, create_s
 TrainedSegmenter = TrainedModel[Segmenter, SegmentDataConfig]
 
 
-def _create(config: SegmenterConfig, num_classes: int, weights: str | None) -> Segmenter:
-    return create_segmenter(
-        config.name,
-        config.head,
-        num_classes=num_classes,
-        weights=weights,
-        drop_path=config.drop_path,
-        kwargs=config.kwargs,
-        head_kwargs=config.head_kwargs,
-    )
-
-
 MODELS: TaskModels[Segmenter, SegmenterConfig, SegmentDataConfig] = TaskModels(
     task="segmentation",
     command="inline segment train",
-    create=_create,
-    title=lambda config: f"{config.name} + {HEADS[config.head][0]}",
+    create=create_segmenter,
+    heads=HEADS,
     model=SegmenterConfig(),
     data=SegmentDataConfig(),
-    arguments=("head", "head_kwargs"),
+    arguments=("head_kwargs",),
     preparation=(
         *("short_side", "max_long_side", "window", "window_stride", "eval_scales", "eval_flip"),
         *("layout", "val_split", "ignore_index"),

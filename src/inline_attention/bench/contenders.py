@@ -1,0 +1,287 @@
+"""The models that are compared: InLine models in several forms, and the softmax models that they are measured against.
+
+A model is either a classifier, named as in the registry or by its weights file, or a dense model. The name of a dense
+model is HEAD-BACKBONE, such as upernet-swin_tiny. Its backbone is InLine or softmax, depending on the contender.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.layers import InLineAttention
+from inline_attention.models import create_model, list_models
+from inline_attention.models.weights import open_model
+from inline_attention.ops import Backend, Grid
+from inline_attention.ops.projections import unstack
+from inline_attention.tasks.detection import published as detectors
+from inline_attention.tasks.detection.model import HEADS as DETECTION_HEADS
+from inline_attention.tasks.detection.model import create_detector
+from inline_attention.tasks.segmentation import published as segmenters
+from inline_attention.tasks.segmentation.losses import pixel_loss
+from inline_attention.tasks.segmentation.model import HEADS, Segmenter, create_segmenter
+
+from .op import textbook_attention
+from .record import check_contenders
+
+Size = int | tuple[int, int]  # a side, or (height, width)
+Loss = Callable[[nn.Module], Tensor]
+
+# The softmax model nearest to each of ours, from timm if it has one.
+COUNTERPARTS = {
+    "inline_deit_tiny": "deit_tiny_patch16_224",
+    "inline_deit_small": "deit_small_patch16_224",
+    "inline_deit_base": "deit_base_patch16_224",
+    "inline_pvt_tiny": "pvt_v2_b1",
+    "inline_pvt_small": "pvt_v2_b2",
+    "inline_swin_tiny": "swin_tiny_patch4_window7_224",
+    "inline_swin_small": "swin_small_patch4_window7_224",
+    "inline_swin_base": "swin_base_patch4_window7_224",
+    "inline_cswin_tiny": "softmax_cswin_tiny",
+    "inline_cswin_small": "softmax_cswin_small",
+    "inline_cswin_base": "softmax_cswin_base",
+}
+
+
+@dataclass(frozen=True)
+class DenseHead:
+    """A head for any backbone, and the training loss that is timed."""
+
+    title: str
+    size: tuple[int, int]  # (height, width) of the published cost
+    build: Callable[[str], nn.Module]  # backbone's name → model
+    loss: Callable[[nn.Module, Tensor], Tensor]  # images (B, 3, H, W) → ()
+
+
+def _segmentation_loss(model: nn.Module, images: Tensor) -> Tensor:
+    assert isinstance(model, Segmenter)
+    masks = torch.randint(model.num_classes, (len(images), *images.shape[2:]), device=images.device)
+    logits = model(images)
+    loss = pixel_loss(logits.main, masks)
+    return loss if logits.auxiliary is None else loss + 0.4 * pixel_loss(logits.auxiliary, masks)
+
+
+def _build_detector(backbone: str, *, head: str) -> nn.Module:
+    """A detector that finds an object of the first class in every region.
+
+    With random weights alone it would find nothing, and its mask heads would have no work.
+    """
+    model = create_detector(backbone, head, num_classes=detectors.COST_CLASSES)
+    for stage in model.heads.in_order():
+        nn.init.constant_(stage.box_predictor.cls_score.bias[1:2], 5.0)
+    return model
+
+
+def _detection_loss(model: nn.Module, images: Tensor) -> Tensor:
+    """The loss on seven objects an image, as COCO has on average: filled squares of 32 to 320 pixels, side by side."""
+    height, width = images.shape[2:]
+    sides = torch.linspace(32, 320, 7, device=images.device).clamp(max=min(height, width))
+    corners = torch.linspace(0, width, 8, device=images.device)[:7].clamp(max=width - sides)
+    boxes = torch.stack([corners, torch.zeros_like(sides), corners + sides, sides], dim=1)
+    columns = torch.arange(width, device=images.device)
+    rows = torch.arange(height, device=images.device)
+    inside = (columns >= boxes[:, :1]) & (columns < boxes[:, 2:3])
+    masks = (rows < boxes[:, 3:]).unsqueeze(2) & inside.unsqueeze(1)
+    target = {"boxes": boxes, "labels": torch.arange(1, 8, device=images.device), "masks": masks.to(torch.uint8)}
+    losses = model(images, None, [target] * len(images), torch.arange(len(images), device=images.device))
+    return sum(losses.values(), start=images.new_zeros(()))
+
+
+DENSE_HEADS: dict[str, DenseHead] = {
+    name: DenseHead(
+        title,
+        segmenters.COST_SIZE,
+        build=partial(create_segmenter, head=name, num_classes=segmenters.COST_CLASSES),
+        loss=_segmentation_loss,
+    )
+    for name, (title, _, _) in HEADS.items()
+} | {
+    name: DenseHead(
+        title,
+        detectors.COST_SIZE,
+        build=partial(_build_detector, head=name),
+        loss=_detection_loss,
+    )
+    for name, (title, _) in DETECTION_HEADS.items()
+}
+
+
+class FreeAttention(nn.Module):
+    """q + k + v instead of attention. It moves the bytes that any attention must move, and computes almost nothing."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.qkv = attention.get_submodule("qkv")
+        self.proj = attention.get_submodule("proj")
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(B, N, C) → (B, N, C)"""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.proj(q + k + v)
+
+
+class TextbookAttention(InLineAttention):
+    """InLine attention as the paper's matrix products, the residual as a grouped convolution. φ is the identity."""
+
+    def attend(
+        self,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+    ) -> Tensor:
+        assert self.feature_map == "identity"
+        assert token_mask is None  # windows are not padded at the size that a model was built for
+        assert local_weight is not None
+        prefix = self.num_prefix_tokens
+        return textbook_attention(*unstack(projections), local_weight=local_weight, grid=grid, num_prefix_tokens=prefix)
+
+
+def set_backend(model: nn.Module, backend: Backend) -> nn.Module:
+    """Fix the backend of all InLine attention, so that a benchmark does not depend on the choice of "auto"."""
+    for module in model.modules():
+        if isinstance(module, InLineAttention):
+            module.backend = backend
+    return model
+
+
+def split_dense(name: str) -> tuple[DenseHead, str] | None:
+    """The head of a dense model and its backbone, without "inline_" or "softmax_". None for any other name."""
+    head, _, backbone = name.partition("-")
+    if head not in DENSE_HEADS or any(f"{kind}_{backbone}" not in list_models() for kind in ("inline", "softmax")):
+        return None
+    return DENSE_HEADS[head], backbone
+
+
+def is_dense(name: str) -> bool:
+    return split_dense(name) is not None
+
+
+def classification_loss(images: Tensor) -> Loss:
+    """The loss of a classifier on the images (B, C, H, W)."""
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)  # every classifier has a class 0
+    return lambda model: F.cross_entropy(model(images), labels)
+
+
+def training_loss(name: str, images: Tensor) -> Loss:
+    """The loss of a model's training step on the images (B, C, H, W)."""
+    dense = split_dense(name)
+    return classification_loss(images) if dense is None else lambda model: dense[0].loss(model, images)
+
+
+def build_model(name: str, img_size: Size) -> nn.Module:
+    """A registered model, the model of a weights file, or a dense model with an InLine backbone."""
+    if dense := split_dense(name):
+        head, backbone = dense
+        return head.build(f"inline_{backbone}")
+    if not Path(name).is_file():
+        return create_model(name, img_size=img_size)
+    model = open_model(None, name)
+    model.set_input_size(img_size)
+    return model
+
+
+def build_fused(name: str, img_size: Size) -> nn.Module:
+    return set_backend(build_model(name, img_size), "triton")
+
+
+def build_reference(name: str, img_size: Size) -> nn.Module:
+    return set_backend(build_model(name, img_size), "reference")
+
+
+def build_textbook(name: str, img_size: Size) -> nn.Module:
+    model = build_reference(name, img_size)
+    for module in model.modules():
+        if isinstance(module, InLineAttention):
+            module.__class__ = TextbookAttention  # the same parameters, another computation
+    return model
+
+
+def build_peer(name: str, img_size: Size) -> nn.Module:
+    if name not in COUNTERPARTS:
+        raise ValueError(f"{name} has no counterpart; models with one: {', '.join(COUNTERPARTS)}")
+    peer = COUNTERPARTS[name]
+    # Nothing in PVT v2 depends on the input size, and it has no such argument.
+    return create_model(peer) if peer.startswith("pvt_v2") else create_model(peer, img_size=img_size)
+
+
+def build_peer_sdpa(name: str, img_size: Size) -> nn.Module:
+    """The peer with SDPA everywhere. By default timm does not use it in Swin's windows, whose bias is a mask."""
+    before = timm.layers.use_fused_attn(), timm.layers.use_fused_attn(experimental=True)
+    timm.layers.set_fused_attn(True, experimental=True)
+    try:
+        return build_peer(name, img_size)
+    finally:
+        timm.layers.set_fused_attn(*before)
+
+
+def build_free(name: str, img_size: Size) -> nn.Module:
+    model = build_peer(name, img_size)
+    for module in list(model.modules()):
+        for child_name, child in module.named_children():
+            if isinstance(getattr(child, "qkv", None), nn.Linear):
+                setattr(module, child_name, FreeAttention(child))
+    if not any(isinstance(module, FreeAttention) for module in model.modules()):
+        raise ValueError(f"{COUNTERPARTS[name]} has no attention with one qkv projection to replace")
+    return model
+
+
+def build_softmax(name: str, img_size: Size) -> nn.Module:
+    """A dense model with a softmax backbone."""
+    dense = split_dense(name)
+    assert dense is not None
+    head, backbone = dense
+    return head.build(f"softmax_{backbone}")
+
+
+@dataclass(frozen=True)
+class Contender:
+    title: str
+    build: Callable[[str, Size], nn.Module]
+
+
+CONTENDERS = {
+    "fused": Contender("InLine, fused", build_fused),
+    "reference": Contender("InLine, reference", build_reference),
+    "textbook": Contender("InLine, textbook", build_textbook),
+    "peer": Contender("counterpart", build_peer),
+    "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa),
+    "free": Contender("counterpart, free attention", build_free),
+    "softmax": Contender("softmax", build_softmax),
+}
+PEERS = ("peer", "peer_sdpa", "softmax")  # all ratios are over the fastest of them
+OF_DENSE_MODELS = ("fused", "reference", "softmax")
+OF_CLASSIFIERS = tuple(name for name in CONTENDERS if name != "softmax")
+
+
+def default_contenders(device: torch.device, *, dense: bool = False) -> list[str]:
+    everywhere = ["reference", "softmax"] if dense else ["reference", "textbook", "peer", "free"]
+    return ["fused", *everywhere] if device.type == "cuda" else everywhere
+
+
+def check_classifiers(models: Sequence[str], contenders: Sequence[str]) -> None:
+    """ValueError for a model that does not exist, or a contender that one of the models does not have."""
+    if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
+        raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
+    check_contenders(contenders, OF_CLASSIFIERS)
+    without = [name for name in models if name not in COUNTERPARTS]
+    if without and {*PEERS, "free"} & set(contenders):
+        raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference,textbook")
+
+
+def check_dense_models(models: Sequence[str], contenders: Sequence[str]) -> None:
+    """ValueError for a dense model or a contender that does not exist."""
+    for name in models:
+        if not is_dense(name):
+            raise ValueError(
+                f"there is no dense model {name!r}; expected HEAD-BACKBONE such as fpn-pvt_tiny or upernet-swin_tiny, "
+                f"with a head of {', '.join(DENSE_HEADS)}"
+            )
+    check_contenders(contenders, OF_DENSE_MODELS)

@@ -200,7 +200,7 @@ def test_two_calls_share_a_grid(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "study", "train", "--groups", "check", "--rows", *ROWS,
                "--out", str(tmp_path), "--device", "cpu", "--set", *SHORT]  # fmt: skip
     calls = [subprocess.Popen(command) for _ in range(2)]
-    assert [call.wait(300) for call in calls] == [0, 0]
+    assert [call.wait() for call in calls] == [0, 0]
     sessions = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
     made = [name for session in sessions for name in session["finished"]]
     assert len(made) == len(set(made)) == 4
@@ -244,11 +244,10 @@ def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:
                "--out", str(tmp_path), "--device", "cpu", "--set", "schedule.epochs=40"]  # fmt: skip
     process = subprocess.Popen(command)
     metrics = tmp_path / run.name / "metrics.jsonl"
-    limit = time.monotonic() + 60
-    while not metrics.exists() and time.monotonic() < limit:
+    while process.poll() is None and not metrics.exists():  # however long a busy machine takes to start it
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 130
+    assert process.wait() == 130
     assert not is_finished(tmp_path / run.name)
     assert not has_failed(tmp_path / run.name)
     assert list((tmp_path / run.name / "checkpoints").glob("step-*"))

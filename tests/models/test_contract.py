@@ -25,9 +25,6 @@ IMAGE_SIZES = [(224, 224), (160, 288), (225, 319)]
 every_model = pytest.mark.parametrize("name", NAMES)
 every_distinct_model = pytest.mark.parametrize("name", DISTINCT)
 one_per_family = pytest.mark.parametrize("name", ONE_PER_FAMILY)
-first_family_fast = pytest.mark.parametrize(
-    "name", [ONE_PER_FAMILY[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_PER_FAMILY[1:])]
-)
 both_attentions_per_family = pytest.mark.parametrize("name", [name for name in DISTINCT if name.endswith("_tiny")])
 
 
@@ -268,7 +265,9 @@ def test_compile(name: str) -> None:
     torch.testing.assert_close({n.removeprefix("_orig_mod."): g for n, g in compiled_grads.items()}, grads)
 
 
-@first_family_fast
+@pytest.mark.parametrize(
+    "name", ["inline_deit_tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_PER_FAMILY[1:])]
+)
 def test_compiled_graphs_serve_other_sizes(name: str) -> None:
     """Padding or none, one graph: sizes change from batch to batch, and compiling takes its time."""
     torch.compiler.reset()
@@ -282,7 +281,8 @@ def test_compiled_graphs_serve_other_sizes(name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
-@first_family_fast
+@pytest.mark.slow  # runs a C++ compiler
+@one_per_family
 def test_compile_with_inductor(name: str) -> None:
     torch.compiler.reset()
     model = create_shallow(name)

@@ -32,11 +32,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # One thread a worker: the tests' tensors are small, and oversubscribed threads fight.
+# Work stealing keeps the tests of a file on one worker, where they share what their fixtures have made.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
 # Interrupted, it goes on where it stopped. ARGS='--share 0.05' makes a short one, ARGS=--record the figures of docs/.
 soak: $(STAMP)

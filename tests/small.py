@@ -15,6 +15,13 @@ _SHRUNK: dict[str, dict[str, Any]] = {
     "cswin": dict(embed_dim=8, depths=(1, 1, 2, 1), num_heads=(2, 2, 2, 4), stripes=(1, 2, 2, 2)),
 }
 FAMILIES = tuple(_SHRUNK)
+# Two or three stages where a family has four: every kind of block, and what is between stages. For tests that compile.
+_SHALLOW: dict[str, dict[str, Any]] = {
+    "deit": dict(depth=1),
+    "pvt": dict(embed_dims=(8, 16), depths=(1, 1), num_heads=(1, 2), mlp_ratios=(2, 2), reductions=(2, 1)),
+    "swin": dict(depths=(1, 2), num_heads=(1, 2)),  # windows are shifted in the second block of a stage
+    "cswin": dict(depths=(1, 1, 1), num_heads=(2, 2, 2), stripes=(1, 2, 2)),  # no stripes in the last stage
+}
 # Shrunk, models of one family and one attention are the same; these are all the different ones.
 DISTINCT = (
     *(f"{kind}_{family}_tiny" for family in FAMILIES for kind in ("inline", "softmax")),
@@ -42,6 +49,11 @@ def create_small(name: str, *, seed: int = 0, **kwargs: Any) -> Any:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
+
+
+def create_shallow(name: str) -> Any:
+    mixed = {"inline_swin_tiny": dict(attention="IS"), "inline_cswin_tiny": dict(attention="ISS")}
+    return create_small(name, **_SHALLOW[family_of(name)], **mixed.get(name, {}))
 
 
 def image(height: int = SIZE, width: int | None = None, *, batch: int = 2, channels: int = 3) -> torch.Tensor:

@@ -1,29 +1,24 @@
 """Files that run without this library, with any number of images of any size."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from small import FAMILIES, create_small, image
+from small import FAMILIES, create_shallow, create_small, image
 
 import inline_attention
 from inline_attention import export
 from inline_attention.export import Check, export_model
 
-# One block a stage, two in the last: its windows are shifted in the second.
-SHALLOW: dict[str, dict[str, Any]] = {"deit": dict(depth=1)}
-ONNX_MODELS = [
-    *(f"inline_{family}_tiny" for family in FAMILIES),
-    *(pytest.param(f"softmax_{family}_tiny", marks=pytest.mark.slow) for family in FAMILIES),
-]
+ALL = [f"{kind}_{family}_tiny" for kind in ("inline", "softmax") for family in FAMILIES]
 
 
-def create_shallow(name: str) -> Any:
-    return create_small(name, **SHALLOW.get(name.split("_")[1], dict(depths=(1, 1, 1, 2))))
+def slow_unless(fast: str) -> list:
+    """Tracing dynamic sizes takes ten seconds a model, and writing ONNX as long again."""
+    return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 
 
-@pytest.mark.parametrize("name", ONNX_MODELS)
+@pytest.mark.parametrize("name", slow_unless("inline_deit_tiny"))
 def test_onnx_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
     model = create_shallow(name)
     exported = export_model(model, tmp_path / "m.onnx", format="onnx", dynamic_batch=True, dynamic_size=True)
@@ -37,7 +32,7 @@ def test_onnx_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(run(x), model(x), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["inline_deit_tiny", pytest.param("inline_swin_tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_unless("inline_swin_tiny"))  # has windows, shifted too
 def test_pt2_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
     model = create_shallow(name)
     exported = export_model(model, tmp_path / "m.pt2", format="pt2", dynamic_batch=True, dynamic_size=True)
@@ -67,7 +62,7 @@ def test_smallest_sizes() -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    model = create_shallow("inline_swin_tiny")
+    model = create_small("inline_swin_tiny")
     with pytest.raises(ValueError, match="format='tflite'; expected one of onnx, pt2"):
         export_model(model, tmp_path / "m", format="tflite")
     with pytest.raises(ValueError, match="with dynamic sizes begins at 65"):

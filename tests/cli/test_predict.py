@@ -1,7 +1,6 @@
 import csv
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -53,18 +52,17 @@ def test_folder(weights: Path, images: Path, tmp_path: Path, workers: int, capsy
     assert "bad.png: empty file" in caplog.text
 
 
-def test_names_that_are_not_utf8(weights: Path, images: Path, tmp_path: Path) -> None:
-    """All results are written, in a process with a strict UTF-8 output."""
+def test_names_that_are_not_utf8(
+    weights: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All results are written, to an output that is strictly UTF-8."""
+    assert (sys.stdout.encoding.lower(), sys.stdout.errors) == ("utf-8", "strict")
     folder = os.fsencode(images)
     os.rename(folder + b"/a.png", folder + b"/caf\xe9.png")
     os.rename(folder + b"/bad.png", folder + b"/bad\xff.png")
     outputs = ("--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv")
-    program = "import sys; from inline_attention.cli import main; sys.exit(main(sys.argv[1:]))"
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    arguments = [sys.executable, "-c", program, *command(weights, images, *outputs)]
-    finished = subprocess.run(arguments, capture_output=True, env=environment, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert b"caf\\udce9.png" in finished.stdout
+    assert main(command(weights, images, *outputs)) == 0
+    assert r"caf\udce9.png" in capsys.readouterr().out
     result = json.loads((tmp_path / "out.json").read_text())
     assert len(result["predictions"]) == 3
     assert [Path(image["path"]).name for image in result["skipped_images"]] == ["bad\\udcff.png"]

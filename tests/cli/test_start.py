@@ -83,7 +83,7 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is no signal to one process there")
-@pytest.mark.parametrize("moment", ["torch._utils", "inline_attention.layers"])
+@pytest.mark.parametrize("moment", ["torch._utils", pytest.param("inline_attention.layers", marks=pytest.mark.slow)])
 def test_ctrl_c_while_libraries_load(moment: str) -> None:
     """`-X importtime` reports each module that has been imported: the signal is sent at a known moment."""
     listening = (

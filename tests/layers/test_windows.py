@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from window_oracle import members
 
 from inline_attention.layers.embed import PatchEmbed, resize_map
 from inline_attention.layers.windows import WindowPlan, to_windows, window_regions
@@ -13,24 +14,6 @@ SIZES = [(4, 4), (5, 7), (1, 6), (7, 3)]
 WINDOWS = [None, (2, 2), (3, 2), (4, 4), (9, 9), (1, 5)]
 
 any_cut = pytest.mark.parametrize(("size", "window", "shifted"), list(itertools.product(SIZES, WINDOWS, [False, True])))
-
-
-def members(size: tuple[int, int], window: tuple[int, int] | None, shifted: bool) -> list[list[list[tuple | None]]]:
-    """The positions of the map in each window, row by row; None for padding."""
-    sides, steps, padded = [], [], []
-    for length, side in zip(size, window or size, strict=True):
-        side = min(side, length)
-        sides.append(side)
-        steps.append(side // 2 if shifted and side < length else 0)
-        padded.append(-(-length // side) * side)
-    found = []
-    for top, left in itertools.product(range(0, padded[0], sides[0]), range(0, padded[1], sides[1])):
-        rows = []
-        for i, j in itertools.product(range(sides[0]), range(sides[1])):
-            y, x = (top + i + steps[0]) % padded[0], (left + j + steps[1]) % padded[1]
-            rows.append((y, x) if y < size[0] and x < size[1] else None)
-        found.append(rows)
-    return found
 
 
 @any_cut

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small import FAMILIES, create_small, image
 from torch import Tensor
+from window_oracle import members
 
 from inline_attention import InLineAttention, SoftmaxAttention
 from inline_attention.layers import ATTENTIONS
@@ -127,21 +128,6 @@ def test_local_residual(family: str) -> None:
 # Windows
 
 
-def window_positions(size: tuple[int, int], window: tuple[int, int], shifted: bool) -> list[list[tuple[int, int]]]:
-    """The positions of the map in each window of a padded, cyclically shifted map; padding left out."""
-    sides = [min(w, s) for w, s in zip(window, size, strict=True)]
-    padded = [-(-s // w) * w for w, s in zip(sides, size, strict=True)]
-    steps = [w // 2 if shifted and w < s else 0 for w, s in zip(sides, size, strict=True)]
-    found = []
-    for top, left in itertools.product(range(0, padded[0], sides[0]), range(0, padded[1], sides[1])):
-        places = [
-            ((top + i + steps[0]) % padded[0], (left + j + steps[1]) % padded[1])
-            for i, j in itertools.product(range(sides[0]), range(sides[1]))
-        ]
-        found.append([(y, x) for y, x in places if y < size[0] and x < size[1]])
-    return found
-
-
 def attended(block: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
     with torch.no_grad():
         return block.attention_branch(x.flatten(1, 2), size).unflatten(1, size)
@@ -160,7 +146,8 @@ def test_inline_windows_leave_padding_out(shifted: bool, size: tuple[int, int]) 
     block = inline_block(shifted=shifted, local_residual=False)
     x = torch.randn(2, *size, 8, dtype=torch.float64)
     out, normed = attended(block, x, size), block.norm1(x)
-    for places in window_positions(size, (3, 4), shifted):
+    for window in members(size, (3, 4), shifted):
+        places = [place for place in window if place is not None]
         rows = torch.stack([normed[:, i, j] for i, j in places], dim=1)
         with torch.no_grad():
             expected = block.attn(rows, (1, len(places)))

@@ -8,12 +8,11 @@ import math
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
-from small import DISTINCT, FAMILIES, create_small, image, shrunk
+from small import DISTINCT, FAMILIES, create_shallow, create_small, image, shrunk
 from timm.models import group_parameters, save_for_hf
 
 import inline_attention
@@ -26,6 +25,7 @@ IMAGE_SIZES = [(224, 224), (160, 288), (225, 319)]
 every_model = pytest.mark.parametrize("name", NAMES)
 every_distinct_model = pytest.mark.parametrize("name", DISTINCT)
 one_per_family = pytest.mark.parametrize("name", ONE_PER_FAMILY)
+both_attentions_per_family = pytest.mark.parametrize("name", [name for name in DISTINCT if name.endswith("_tiny")])
 
 
 def train_step(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -252,11 +252,11 @@ def test_gradient_checkpointing_saves_memory() -> None:
     assert sizes[1] < sizes[0] / 2
 
 
-@every_distinct_model
+@both_attentions_per_family
 def test_compile(name: str) -> None:
     """One graph, forward and backward, with the gradients of the eager model."""
     torch.compiler.reset()
-    model = create_small(name).train()
+    model = create_shallow(name).train()
     x = image(65, 64)
     expected, grads = model(x), train_step(model, x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -271,7 +271,7 @@ def test_compile(name: str) -> None:
 def test_compiled_graphs_serve_other_sizes(name: str) -> None:
     """Padding or none, one graph: sizes change from batch to batch, and compiling takes its time."""
     torch.compiler.reset()
-    model = create_small(name)
+    model = create_shallow(name)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch.no_grad():
         compiled(image(96, 160))
@@ -281,19 +281,19 @@ def test_compiled_graphs_serve_other_sizes(name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.slow  # runs a C++ compiler
 @one_per_family
 def test_compile_with_inductor(name: str) -> None:
     torch.compiler.reset()
-    shallow: dict[str, Any] = dict(depth=1) if "deit" in name else dict(depths=(1, 1, 1, 1))
-    model = create_small(name, **shallow)
+    model = create_shallow(name)
     x = image(65, 64)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), atol=1e-4, rtol=1e-4)
 
 
-@every_distinct_model
+@both_attentions_per_family
 def test_export(name: str) -> None:
-    model = create_small(name)
+    model = create_shallow(name)
     x = image(65, 64)
     with torch.no_grad():
         program = torch.export.export(model, (x,))

@@ -468,7 +468,7 @@ def _attention(
             sizes = [(1, 1)] if grids is None else list(grids)
         else:
             sizes = [(1, length) for length in lengths] if grids is None else list(grids)
-            rows = [(start, n, *size) for start, n, size in zip(bounds, lengths, sizes, strict=False)]
+            rows = [(start, n, *size) for start, n, size in zip(bounds[:-1], lengths, sizes, strict=True)]
             sequences = _to_device(rows, q.device)
             if local_weight is None:
                 sizes = [(1, max(lengths))]

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 import inline_attention
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str, cwd: Path, **env: str) -> str:

@@ -77,13 +77,13 @@ SHORTER: dict[str, list[str]] = {
 
 # (pattern, why a command is not run)
 NOT_RUN = {
-    r"torchrun ": "needs several processes; tests/training/test_distributed.py starts them",
+    r"torchrun ": "needs several processes; tests/integration/test_distributed.py starts them",
     r"make |python -m pip |pip|pip-compile |git ": "sets up an installation",
-    r"python -c .*runpy": "timm's training script is not part of its package; tests/training/test_timm_script.py",
+    r"python -c .*runpy": "not part of timm's package; tests/tasks/classification/test_timm_script.py",
     r"inline .*(--weights pretrained|model.weights=pretrained)(?!.*_study)(?<!_study)": "downloads published weights",
     r"inline train study/": "one of the study's runs, on a GPU",
     r"inline bench kernels": "needs a GPU",
-    r"python -m study": "takes long or needs the trained grid; tests/study makes a small one",
+    r"python -m study": "takes long or needs the trained grid; tests/integration/test_runs.py makes a small one",
     r"inline .*\|": "a synopsis, with alternatives in it",
     r"inline explore": "serves until Ctrl-C; test_explore_starts below",
 }

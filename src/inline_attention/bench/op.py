@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inline_attention.ops import inline_attention, inline_attention_projected
+from inline_attention.ops import (
+    inline_attention,
+    inline_attention_projected,
+    linear_attention_projected,
+    tangent_attention_projected,
+)
 from inline_attention.printing import table
 
 from .record import check_contenders
@@ -71,6 +76,7 @@ class Inputs:
     k: Tensor
     v: Tensor
     local_weight: Tensor  # (B, heads, d, 9)
+    anchor: Tensor  # (B, 1, heads, d)
     grad_out: Tensor  # (B, N, heads, d)
 
     @classmethod
@@ -82,8 +88,9 @@ class Inputs:
         qkv = normal(case.batch, case.tokens, 3, *heads)
         q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
         local_weight = (normal(case.batch, *heads, 9) / 3).requires_grad_()
+        anchor = (normal(case.batch, 1, *heads) / 5).requires_grad_()
         grad_out = normal(case.batch, case.tokens, *heads)
-        return cls(case, qkv.detach().requires_grad_(), q, k, v, local_weight, grad_out)
+        return cls(case, qkv.detach().requires_grad_(), q, k, v, local_weight, anchor, grad_out)
 
 
 def _options(x: Inputs) -> dict:
@@ -94,33 +101,88 @@ def fused(x: Inputs) -> Tensor:
     return inline_attention_projected(x.qkv, backend="triton", **_options(x))
 
 
+def linear(x: Inputs) -> Tensor:
+    return linear_attention_projected(x.qkv, backend="triton", **_options(x))
+
+
+def linear_plain(x: Inputs) -> Tensor:
+    return linear_attention_projected(x.qkv, backend="triton")
+
+
+def mala(x: Inputs) -> Tensor:
+    kind = dict(normalization="magnitude", feature_map="elu_plus_one")
+    return linear_attention_projected(x.qkv, backend="triton", **kind, **_options(x))
+
+
+def tangent(x: Inputs) -> Tensor:
+    """As the layer calls it, which knows the mean query from the mean token."""
+    return tangent_attention_projected(x.qkv, anchor=x.anchor, backend="triton", **_options(x))
+
+
 def reference(x: Inputs) -> Tensor:
     return inline_attention(x.q, x.k, x.v, backend="reference", **_options(x))
+
+
+def convolve(rows: Tensor, v: Tensor, *, local_weight: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> Tensor:
+    """rows (B, N, heads, d) plus the local residual of v, as a convolution with as many groups as there are channels in
+    the batch"""
+    batch, tokens, heads, head_dim = v.shape
+    v_map = v[:, num_prefix_tokens:].unflatten(1, grid).flatten(3).permute(0, 3, 1, 2)  # (B, C, height, width)
+    channels = batch * heads * head_dim
+    taps = local_weight.reshape(channels, 1, 3, 3)
+    local = F.conv2d(v_map.reshape(1, channels, *grid), taps, padding=1, groups=channels)
+    local = local.reshape(batch, heads, head_dim, -1).permute(0, 3, 1, 2)
+    prefix, rest = rows.split([num_prefix_tokens, tokens - num_prefix_tokens], dim=1)
+    return torch.cat([prefix, rest + local], dim=1)
 
 
 def textbook_attention(
     q: Tensor, k: Tensor, v: Tensor, *, local_weight: Tensor, grid: tuple[int, int], num_prefix_tokens: int
 ) -> Tensor:
-    """InLine attention as the paper writes it, in the inputs' dtype: matrix products, and the local residual as a
-    convolution with a group for each channel of the batch. (B, N, heads, d) → the same"""
-    batch, tokens, heads, head_dim = q.shape
-    scale = head_dim**-0.5
-    v_map = v[:, num_prefix_tokens:].unflatten(1, grid).flatten(3).permute(0, 3, 1, 2)  # (B, C, height, width)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, N, d)
-    k_mean, v_mean = (x.mean(2, keepdim=True) for x in (k, v))
-    state = (k.mT * (scale / tokens)) @ v
-    out = q @ state + (1 - scale * (q @ k_mean.mT)) * v_mean
-    rows = out.transpose(1, 2).reshape(batch, tokens, heads * head_dim)
-    channels = batch * heads * head_dim
-    taps = local_weight.reshape(channels, 1, 3, 3)
-    local = F.conv2d(v_map.reshape(1, channels, *grid), taps, padding=1, groups=channels)
-    local = local.reshape(batch, heads * head_dim, -1).transpose(1, 2)
-    prefix, rest = rows.split([num_prefix_tokens, tokens - num_prefix_tokens], dim=1)
-    return torch.cat([prefix, rest + local], dim=1).unflatten(2, (heads, head_dim))
+    """InLine attention as the paper writes it, in the inputs' dtype: products of matrices, and the local residual as a
+    convolution. (B, N, heads, d) → the same"""
+    tokens, scale = q.shape[1], q.shape[-1] ** -0.5
+    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, N, d)
+    k_mean, v_mean = (x.mean(2, keepdim=True) for x in (k_, v_))
+    state = (k_.mT * (scale / tokens)) @ v_
+    out = q_ @ state + (1 - scale * (q_ @ k_mean.mT)) * v_mean
+    return convolve(out.transpose(1, 2), v, local_weight=local_weight, grid=grid, num_prefix_tokens=num_prefix_tokens)
 
 
 def textbook(x: Inputs) -> Tensor:
     return textbook_attention(x.q, x.k, x.v, **_options(x))
+
+
+def linear_textbook(x: Inputs) -> Tensor:
+    q, k, v = (y.transpose(1, 2) for y in (F.relu(x.q), F.relu(x.k), x.v))
+    out = q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT + 1e-6)
+    return convolve(out.transpose(1, 2), x.v, **_options(x))
+
+
+def mala_textbook(x: Inputs) -> Tensor:
+    share = x.case.head_dim**-0.5 / x.case.tokens
+    q, k, v = (y.transpose(1, 2) for y in (F.elu(x.q) + 1, F.elu(x.k) + 1, x.v))
+    z = share * (q @ k.sum(2, keepdim=True).mT)
+    out = (1 + 1 / z) * (q @ (k.mT * share @ v)) - z * v.mean(2, keepdim=True)
+    return convolve(out.transpose(1, 2), x.v, **_options(x))
+
+
+def tangent_textbook(x: Inputs) -> Tensor:
+    scale = x.case.head_dim**-0.5
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+    anchor = x.anchor.transpose(1, 2).to(q.dtype)
+    share = (scale * (anchor @ k.mT)).softmax(-1)  # (B, heads, 1, N)
+    k_mean, v_mean = share @ k, share @ v
+    out = (q - anchor) @ ((k - k_mean).mT * share @ (v - v_mean) * scale) + v_mean
+    return convolve(out.transpose(1, 2), x.v, **_options(x))
+
+
+def flash_bla(x: Inputs) -> Tensor:
+    """The package flash-bidirectional-linear-attention, if it is installed. φ is applied before its kernels."""
+    from flash_bla.ops.linear_attn.fused import linear_attention
+
+    q, k, v = (y.transpose(1, 2) for y in (F.relu(x.q), F.relu(x.k), x.v))
+    return linear_attention(q, k, v).transpose(1, 2)
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,13 +211,31 @@ def _separate(x: Inputs) -> tuple[Tensor, ...]:
     return x.q, x.k, x.v, x.local_weight
 
 
+def _projected(x: Inputs) -> tuple[Tensor, ...]:
+    return x.qkv, x.local_weight
+
+
+def _plain(x: Inputs) -> tuple[Tensor, ...]:
+    return x.q, x.k, x.v
+
+
 CONTENDERS = {
-    "fused": Contender("InLine, fused", fused, lambda x: (x.qkv, x.local_weight)),
+    "fused": Contender("InLine, fused", fused, _projected),
     "reference": Contender("InLine, reference", reference, _separate),
     "textbook": Contender("InLine, textbook", textbook, _separate),
-    "softmax": Contender("softmax (SDPA)", softmax, lambda x: (x.q, x.k, x.v)),
-    "softmax_wide": Contender("softmax, half the heads", softmax_wide, lambda x: (x.q, x.k, x.v)),
+    "softmax": Contender("softmax (SDPA)", softmax, _plain),
+    "softmax_wide": Contender("softmax, half the heads", softmax_wide, _plain),
+    "linear": Contender("linear, fused", linear, _projected),
+    "linear_textbook": Contender("linear, textbook", linear_textbook, _separate),
+    "mala": Contender("MALA, fused", mala, _projected),
+    "mala_textbook": Contender("MALA, textbook", mala_textbook, _separate),
+    "tangent": Contender("tangent, fused", tangent, lambda x: (*_projected(x), x.anchor)),
+    "tangent_textbook": Contender("tangent, textbook", tangent_textbook, lambda x: (*_separate(x), x.anchor)),
+    "linear_plain": Contender("linear without residual, fused", linear_plain, lambda x: (x.qkv,)),
+    "flash_bla": Contender("linear without residual, flash_bla", flash_bla, _plain),
 }
+DEFAULT = ("fused", "reference", "textbook", "softmax", "softmax_wide")
+ON_GPU_ONLY = ("fused", "linear", "mala", "tangent", "linear_plain", "flash_bla")
 
 
 @dataclass(frozen=True)
@@ -173,7 +253,7 @@ class OpResult:
 
 
 def choose_contenders(names: Sequence[str] | None, device: torch.device) -> list[str]:
-    names = list(names or (CONTENDERS if device.type == "cuda" else [name for name in CONTENDERS if name != "fused"]))
+    names = list(names or [name for name in DEFAULT if device.type == "cuda" or name not in ON_GPU_ONLY])
     check_contenders(names, CONTENDERS)
     return names
 

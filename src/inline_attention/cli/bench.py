@@ -37,7 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     op = kinds.add_parser("op", parents=[timed], help="the operation alone")
     op.add_argument("--case", nargs="+", metavar="CASE", help="BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, as 256,14+1,6x32")
-    _add_contenders(op, "fused, reference, textbook, softmax, softmax_wide")
+    _add_contenders(
+        op, "fused, reference, textbook, softmax, softmax_wide, linear, mala, tangent, and others of bench/op.py"
+    )
     op.add_argument("--forward", action="store_true", help="only the forward pass")
     op.add_argument("--backward", action="store_true", help="only the forward and backward pass together")
 

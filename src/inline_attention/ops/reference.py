@@ -302,8 +302,11 @@ def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -
     leaves = [q, k, v, *rest]
     token_mask, query_mask = inputs.token_mask, inputs.query_mask
     # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN where an absent token is.
-    cleaned = Inputs(
-        zero_absent(q, query_mask), zero_absent(k, token_mask), zero_absent(v, token_mask), *rest, *inputs[6:]
+    cleaned = inputs._replace(
+        q=zero_absent(q, query_mask),
+        k=zero_absent(k, token_mask),
+        v=zero_absent(v, token_mask),
+        **dict(zip(Inputs._fields[3:6], rest, strict=True)),
     )
     out, _ = forward(cleaned, **options)
     wanted = [x for x in leaves if x is not None and x.requires_grad]

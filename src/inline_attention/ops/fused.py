@@ -386,7 +386,7 @@ def run_forward(
     block = _sum_settings(plan, parts)
     launch(forward.finish_kernel, (plan.programs, plan.block_keys // block["BR"]))(
         sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
-        **common, **block, CENTRE=centre,
+        **common, **block, CENTRE=centre, PIVOTED=shares is not None and q.dtype != torch.float32,
     )  # fmt: skip
     tiles = make_tiles(plan, columns=CONFIG.output_columns, local=local)
     strides = _strides(plan.packed, q, v, out)

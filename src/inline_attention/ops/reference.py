@@ -283,11 +283,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = Inputs(*ctx.saved_tensors[: len(Inputs._fields)])
+        saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
+        inputs = Inputs(*saved[: len(Inputs._fields)])
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = _differentiable_backward(grad_out, inputs, **ctx.options)
         else:
-            grads = backward(grad_out, inputs, State(*ctx.saved_tensors[len(Inputs._fields) :]), **ctx.options)
+            grads = backward(grad_out, inputs, State(*saved[len(Inputs._fields) :]), **ctx.options)
         return None, *grads, None, None
 
 

@@ -223,8 +223,9 @@ def accumulate(
 ):  # fmt: skip
     """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BK, BV); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0)
 
-    If WEIGHTED, every term of a sum is multiplied by the token's share, and the pivots b_k0 and b_v0 are returned in
-    the place of Σ φ(k) and Σ v: shares have a sum of one, so the means are the pivots plus the other two sums.
+    If WEIGHTED, every term of a sum is multiplied by the token's share. In half precision the pivots b_k0 and b_v0 are
+    returned in the place of Σ φ(k) and Σ v then. Shares have a sum of one, so the means are the pivots plus the other
+    two sums. In float32 that would lose digits of means that are much smaller than the pivots.
     """
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BK, BV], tl.float32)
@@ -244,6 +245,9 @@ def accumulate(
             tl.static_assert(CENTRE, "weighted tokens are centred")
             b_share_k = load_shares(p_share, p_lse, N, t, o_t, m_t, o_k, m_k, DK, HEADS, ANCHORED)
             b_share_v = load_shares(p_share, p_lse, N, t, o_t, m_t, o_v, m_v, DV, HEADS, ANCHORED)
+            if PRECISION == "ieee":
+                b_k_sum = add_product(b_k_sum, b_ones, b_k * b_share_k, PRECISION)
+                b_v_sum = add_product(b_v_sum, b_ones, b_v * b_share_v, PRECISION)
             b_k = operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share_k, DOT, PRECISION)
             b_v = tl.where(m_t[:, None], b_v.to(tl.float32) - b_v0[None, :], 0.0)
             b_dv_sum = add_product(b_dv_sum, b_ones, operand(b_v * b_share_v, DOT, PRECISION), PRECISION)
@@ -261,7 +265,7 @@ def accumulate(
                 b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
         b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
     # Every row holds the same sum.
-    if WEIGHTED:
+    if WEIGHTED and PRECISION != "ieee":
         return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 0), tl.max(b_dv_sum, 0)
     b_k_sum = tl.max(b_k_sum, 0)
     b_v_sum = tl.max(b_v_sum, 0)

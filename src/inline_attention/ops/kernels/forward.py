@@ -142,7 +142,7 @@ def forward_kernel(
     )  # fmt: skip
     m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
     b_s = tl.where(m_head, covariance(b_kv, b_dk_sum[:, None], b_dv_sum[None, :], count, scale), 0.0)
-    if WEIGHTED:
+    if WEIGHTED and PRECISION != "ieee":  # they are pivots
         b_k_mean = b_k_sum + b_dk_sum
         b_v_mean = b_v_sum + b_dv_sum
     else:
@@ -226,7 +226,7 @@ def finish_kernel(
     p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, heads,
     DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
     BP: tl.constexpr, STEPS: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, PIVOTED: tl.constexpr,
 ):  # fmt: skip
     """The state from its parts. Grid (B·blocks, BK / BR): a program sums BR rows of S"""
     i = tl.cast(tl.program_id(0), tl.int64)
@@ -246,7 +246,7 @@ def finish_kernel(
     if CENTRE:
         b_dk_sum = sum_parts(p_part, BK + BV + o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
         b_dv_sum = sum_parts(p_part, 2 * BK + BV + o_v[None, :], m_v[None, :], parts, size, BP, STEPS)
-    if WEIGHTED:  # the pivots, which are the same in every part
+    if PIVOTED:  # the pivots are the same in every part
         b_k_mean = b_dk_sum + tl.load(p_part + o_r, mask=m_r, other=0.0)[:, None]
         b_v_mean = b_dv_sum + tl.load(p_part + BK + o_v, mask=m_v, other=0.0)[None, :]
     else:

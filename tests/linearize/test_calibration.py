@@ -40,7 +40,7 @@ def test_softmax_mode_is_the_original_model() -> None:
             expected = model(case.images())
         linearize(model)
         for module in linearized_modules(model).values():
-            module.observer = lambda module, call: module.softmax(call)
+            module.observer = lambda module, call: module.softmax_form(call)
         with torch.no_grad():
             torch.testing.assert_close(model(case.images()), expected)
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,32 @@ def test_it_exports(case: Case) -> None:
     with torch.no_grad():
         program = torch.export.export(model, (images,))
         torch.testing.assert_close(program.module()(images), model(images))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
+@of_every_kind
+def test_it_runs_in_half_precision(case: Case, mode: str) -> None:
+    model, images = train_residual(case.model).float(), case.images(len(case.sizes) - 1).float()
+    with torch.no_grad():
+        expected = model(images)
+        if mode == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(images)
+        else:
+            out = model.bfloat16()(images.bfloat16())
+    assert out.isfinite().all()
+    assert (out.float() - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_whole_model_can_be_pickled(tmp_path: Path) -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = train_residual(case.model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(case.images(1)), model(case.images(1)))
+    restore(loaded)
+    assert type(loaded) is type(model)
 
 
 def train_residual(model: nn.Module, **options: Any) -> nn.Module:

@@ -23,7 +23,7 @@ Images = Tensor | Iterable[Tensor]
 
 def as_softmax(module: LinearizedAttention, call: Call) -> Tensor:
     """An observer that computes what the module computed before it was converted."""
-    return module.softmax(call)
+    return module.softmax_form(call)
 
 
 class LayerFit:
@@ -37,10 +37,10 @@ class LayerFit:
 
     def __call__(self, module: LinearizedAttention, call: Call) -> Tensor:
         call = replace(call, local_weight=None, grid=None)  # softmax has no residual to compare with
-        softmax = module.softmax(call)
+        softmax = module.softmax_form(call)
         out = softmax.double()
         ones = torch.ones(out.shape[2], device=out.device)
-        base, full = (module.linear(call, gain).double() for gain in (0 * ones, ones))
+        base, full = (module.linear_form(call, gain).double() for gain in (0 * ones, ones))
         slope, rest, deviation = full - base, out - base, out - out.mean(1, keepdim=True)
         pairs = ((slope, slope), (slope, rest), (rest, rest), (deviation, deviation))
         sums = torch.stack([(a * b).sum((0, 1, 3)) for a, b in pairs])

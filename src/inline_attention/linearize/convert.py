@@ -51,8 +51,8 @@ class Report:
     def __str__(self) -> str:
         rows = [("layer", "module", "tokens", "head", "what was done")]
         for layer in self.layers:
-            sizes = ("–" if size is None else str(size) for size in (layer.tokens, layer.head_dim))
-            rows.append((layer.name, layer.kind, *sizes, layer.action))
+            tokens, head_dim = ("–" if size is None else str(size) for size in (layer.tokens, layer.head_dim))
+            rows.append((layer.name, layer.kind, tokens, head_dim, layer.action))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
         short = [layer.name for layer in self.linear() if layer.tokens and layer.tokens <= (layer.head_dim or 0)]
@@ -334,7 +334,8 @@ def _restore_module(module: nn.Module) -> None:
         module.local = None
     for name in ("form", "local_before", "gain", "token_grid", "observer"):
         delattr(module, name)
-    module.__class__ = next(cls for cls, adapter in REGISTRY.items() if adapter is type(module))
+    softmax: Any = next(cls for cls, adapter in REGISTRY.items() if adapter is type(module))
+    module.__class__ = softmax
 
 
 def _install_grids(converted: Sequence[_Found]) -> list[RemovableHandle]:

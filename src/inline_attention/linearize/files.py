@@ -99,7 +99,7 @@ def _observed(model: Any) -> dict[str, Any]:
     for name in ("num_classes", "in_chans", "dynamic_img_size", "global_pool"):
         if isinstance(value := getattr(model, name, None), int | str):
             found[name] = value
-    patch_embed = getattr(model, "patch_embed", None)
+    patch_embed: Any = getattr(model, "patch_embed", None)
     if (size := getattr(patch_embed, "img_size", None)) is not None:
         found["img_size"] = list(size)
         found["strict_img_size"] = patch_embed.strict_img_size

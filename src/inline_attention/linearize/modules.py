@@ -101,9 +101,10 @@ class Call:
 
     def in_region(self, region: int) -> "Call":
         assert self.regions is not None
-        mask = self.regions == region
-        masks = (mask if own is None else mask & own for own in (self.token_mask, self.query_mask))
-        return replace(self, regions=None, **dict(zip(("token_mask", "query_mask"), masks, strict=True)))
+        inside = self.regions == region
+        tokens = inside if self.token_mask is None else inside & self.token_mask
+        queries = inside if self.query_mask is None else inside & self.query_mask
+        return replace(self, regions=None, token_mask=tokens, query_mask=queries)
 
 
 class LinearizedAttention(nn.Module):
@@ -216,12 +217,12 @@ class LinearizedAttention(nn.Module):
 
     def compute(self, call: Call) -> Tensor:
         """A call in the linear form with the module's gain, unless an observer takes it over."""
-        return self.linear(call, self.gain) if self.observer is None else self.observer(self, call)
+        return self.linear_form(call, self.gain) if self.observer is None else self.observer(self, call)
 
-    def linear(self, call: Call, gain: Tensor | None = None) -> Tensor:
+    def linear_form(self, call: Call, gain: Tensor | None = None) -> Tensor:
         """A call in the linear form; `gain` (heads,), None for one."""
         if call.regions is not None:
-            parts = [self.linear(call.in_region(region), gain) for region in range(MAX_REGIONS)]
+            parts = [self.linear_form(call.in_region(region), gain) for region in range(MAX_REGIONS)]
             return torch.stack(parts).sum(0)  # each is zero outside its region
         projections = tuple(call.projections)
         options: dict[str, Any] = dict(
@@ -256,7 +257,7 @@ class LinearizedAttention(nn.Module):
             out = out + bias_term(call.bias, unstack(projections)[2], shares, call)
         return out
 
-    def softmax(self, call: Call) -> Tensor:
+    def softmax_form(self, call: Call) -> Tensor:
         """The same call as the module computed it before it was converted, without a local residual."""
         q, k, v = (rows.transpose(1, 2) for rows in unstack(call.projections))
         mask: Tensor | None = None

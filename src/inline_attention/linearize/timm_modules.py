@@ -34,7 +34,7 @@ def measure_patches(patch_embed: Any, args: tuple[Tensor, ...], output: Any) -> 
 
 def find_patches(ancestor: Any) -> GridSource | None:
     """The patch embedding of a vision transformer of timm."""
-    patch_embed = getattr(ancestor, "patch_embed", None)
+    patch_embed: Any = getattr(ancestor, "patch_embed", None)
     prefix = getattr(ancestor, "num_prefix_tokens", None)
     if prefix is None or not hasattr(patch_embed, "dynamic_feat_size"):
         return None

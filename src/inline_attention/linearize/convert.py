@@ -5,7 +5,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,7 @@ class Layer:
     action: str
     tokens: int | None = None  # keys of one call at the model's own input size, where that is known
     head_dim: int | None = None
-
-    @property
-    def is_linear(self) -> bool:
-        return self.action.startswith("→")
+    is_linear: bool = False
 
 
 @dataclass
@@ -84,15 +81,15 @@ class _Found(NamedTuple):
     source: GridSource | None
     local_residual: bool
 
-    def action(self, form: LinearForm) -> str:
+    def as_linear(self, form: LinearForm) -> Layer:
         words = [f"→ {form.attention}"]
         if form.feature_map != "identity":
             words.append(f"φ {form.feature_map}")
         if self.local_residual:
             words.append("with residual")
-        return ", ".join(words)
+        return replace(self.as_softmax(", ".join(words)), is_linear=True)
 
-    def layer(self, action: str) -> Layer:
+    def as_softmax(self, action: str) -> Layer:
         tokens = self.adapter.num_tokens(self.module)
         if tokens is None and self.source is not None:
             tokens = self.source.num_tokens
@@ -138,7 +135,7 @@ def linearize(
     if isinstance(getattr(model, "linearization", None), Linearization):
         raise ValueError("the model is already linearised: call restore(model) first")
     plan = _plan(model, names, local_residual=local_residual)
-    report = Report([item if isinstance(item, Layer) else item.layer(item.action(form)) for item in plan])
+    report = Report([item if isinstance(item, Layer) else item.as_linear(form) for item in plan])
     record = Linearization(form, local_residual, None if arguments is None else dict(arguments), report)
     convertible = [item for item in plan if isinstance(item, _Found)]
     if automatic > len(convertible):
@@ -164,8 +161,8 @@ def linearize(
 def restore(model: nn.Module) -> None:
     """Undoes `linearize`. Weights that were trained since stay as they are; local residuals and gains are dropped."""
     record = linearization_of(model)
-    for layer in record.report.linear():
-        _restore_module(model.get_submodule(layer.name))
+    for module in linearized_modules(model).values():
+        _restore_module(module)
     for handle in record.hooks:
         handle.remove()
     del model.linearization
@@ -175,7 +172,7 @@ def keep(model: nn.Module, name: str, reason: str) -> None:
     """Puts one attention of a converted model back to softmax."""
     layer = next(layer for layer in linearization_of(model).report.linear() if layer.name == name)
     _restore_module(model.get_submodule(name))
-    layer.action = reason
+    layer.action, layer.is_linear = reason, False
 
 
 def linearization_of(model: nn.Module) -> Linearization:
@@ -187,9 +184,8 @@ def linearization_of(model: nn.Module) -> Linearization:
 
 def linearized_modules(model: nn.Module) -> dict[str, LinearizedAttention]:
     """The converted attentions of a model, by name."""
-    found = {layer.name: model.get_submodule(layer.name) for layer in linearization_of(model).report.linear()}
-    assert all(isinstance(module, LinearizedAttention) for module in found.values())
-    return found  # type: ignore[return-value]
+    linearization_of(model)  # or there is none
+    return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
 
 
 def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
@@ -205,8 +201,10 @@ def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
 
 
 def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool) -> list[_Found | Layer]:
-    """The attentions of a model in its order: those to convert, and what is said of the others. ValueError if a module
-    is not known."""
+    """The attentions of a model in its order: those to convert, and what is said of the others.
+
+    ValueError if a module is not known or cannot be converted.
+    """
     for library, adapters in _OPTIONAL_ADAPTERS.items():
         if library in sys.modules:
             importlib.import_module(adapters, __package__)
@@ -258,7 +256,7 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
     for name in kept:
         item = attentions[name]
         if isinstance(item, _Found):
-            attentions[name] = item.layer("softmax, kept")
+            attentions[name] = item.as_softmax("softmax, kept")
         elif item is None:
             attentions[name] = Layer(name, type(model.get_submodule(name)).__name__, "kept")
     return [item for item in attentions.values() if item is not None]

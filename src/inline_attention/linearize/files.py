@@ -25,12 +25,12 @@ def describe(model: nn.Module) -> dict[str, str]:
     if not hasattr(model, "linearization"):
         return {}
     record = linearization_of(model)
-    layers = record.report.layers
+    present = {name for name, _ in model.named_modules()}  # layers may have been pruned since
     arguments = dict(
         attention=record.form.attention,
         feature_map=record.form.feature_map,
         local_residual=record.local_residual,
-        keep_softmax=[layer.name for layer in layers if not layer.is_linear],
+        keep_softmax=[layer.name for layer in record.report.layers if not layer.is_linear and layer.name in present],
         gains=any(module.gain is not None for module in linearized_modules(model).values()),
     )
     entries = {KEY: json.dumps(arguments)}

@@ -2,6 +2,7 @@
 
 from inline_attention._version import __version__
 from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention
+from inline_attention.linearize import linearize
 from inline_attention.models import create_model, list_models
 from inline_attention.models.weights import load_model, load_weights, save_weights
 from inline_attention.ops import (
@@ -27,6 +28,7 @@ __all__ = [
     "inline_attention_packed",
     "linear_attention",
     "linear_attention_packed",
+    "linearize",
     "list_models",
     "load_model",
     "load_weights",

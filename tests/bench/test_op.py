@@ -1,8 +1,11 @@
 """The contenders of the operation compute what they are named after, and a run gives a result for each."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from inline_attention.bench import op
 from inline_attention.bench.record import read_record
 from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.cli import main
-from inline_attention.ops import attention_matrix
+from inline_attention.ops import attention_matrix, linear_attention, tangent_attention
 
 CPU = torch.device("cpu")
 SHORT = Effort(rounds=2, seconds=0)
@@ -22,6 +25,26 @@ CASES = ("2,3x4+1,2x8", "1,5,4x8", "3,1+2,2x16")
 def inputs(text: str) -> op.Inputs:
     torch.manual_seed(0)
     return op.Inputs.draw(op.Case.parse(text), device=CPU, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("textbook", "attention"),
+    [
+        (op.linear_textbook, linear_attention),
+        (op.mala_textbook, partial(linear_attention, normalization="magnitude", feature_map="elu_plus_one")),
+    ],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_textbook_forms_of_the_family(case: str, textbook: Callable[..., Tensor], attention: Any) -> None:
+    x = inputs(case)
+    torch.testing.assert_close(textbook(x), attention(x.q, x.k, x.v, **op._options(x)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_textbook_form_of_the_tangent(case: str) -> None:
+    x = inputs(case)
+    expected = tangent_attention(x.q, x.k, x.v, anchor=x.anchor, **op._options(x))
+    torch.testing.assert_close(op.tangent_textbook(x), expected)
 
 
 def gradients(name: str, x: op.Inputs) -> tuple[Tensor, ...]:

@@ -45,6 +45,10 @@ def write_out(
     module: Any, x: Tensor, *args: Any, name: str, vit_map: VitMap, plan: WindowPlan | None, **kwargs: Any
 ) -> WrittenOut:
     """A call of one of ATTENTIONS; `name` is for errors."""
+    if type(module) not in ATTENTIONS:  # such as one that `linearize` converted
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, whose matrix is not known here; analyse the original model"
+        )
     if isinstance(module, swin_transformer.WindowAttention):
         assert plan is not None
         return _write_out_window(module, x, *args, grid=plan.window, **kwargs)

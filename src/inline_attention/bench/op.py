@@ -110,8 +110,9 @@ def linear_plain(x: Inputs) -> Tensor:
 
 
 def mala(x: Inputs) -> Tensor:
-    kind = dict(normalization="magnitude", feature_map="elu_plus_one")
-    return linear_attention_projected(x.qkv, backend="triton", **kind, **_options(x))
+    return linear_attention_projected(
+        x.qkv, normalization="magnitude", feature_map="elu_plus_one", backend="triton", **_options(x)
+    )
 
 
 def tangent(x: Inputs) -> Tensor:

@@ -1,7 +1,8 @@
 """Checks the metadata of a weights file. A file is not trusted, because it may come from anywhere.
 
 Its metadata may name a model of this library and give arguments of its constructor, with their types and within bounds.
-No value is used as a path, a URL or the name of a module.
+It may also say that the model was converted in a way that this library knows. Such a model may be one of timm's
+registry. No value is used as a path, a URL or the name of a module.
 """
 
 import collections.abc
@@ -15,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Union
 
 import timm
+from torch import nn
 
 from ._checkpoint import WeightsError, one_line
-from .base import VisionModel
 from .registry import find_family
 
 LIBRARY, ARCHITECTURE, ARGUMENTS, CHANGES = "library", "architecture", "config", "changes"
@@ -31,6 +32,16 @@ _MAX_NUMBER = 2**16
 _MAX_CLASSES = 2**20
 
 
+class Conversion(NamedTuple):
+    """How a model is changed after it was built. Packages that do so add themselves to CONVERSIONS."""
+
+    describe: Callable[[nn.Module], dict[str, str]]  # the metadata of a converted model; empty for any other
+    apply: Callable[..., object]  # (model, **arguments): repeats it on a new model. Annotated, keyword arguments
+
+
+CONVERSIONS: dict[str, Conversion] = {}  # by the key of their arguments in the metadata
+
+
 class Description(NamedTuple):
     """The metadata of a file about its model, checked as far as possible without the model."""
 
@@ -40,6 +51,7 @@ class Description(NamedTuple):
     changes: dict[str, Any]  # of the model since it was built; see `VisionModel.changes`
     class_names: list[str] | None
     preprocessing: dict[str, Any]
+    conversions: dict[str, dict[str, Any]]  # the arguments of each of CONVERSIONS that the model went through
 
 
 def read_description(info: Mapping[str, Any]) -> Description | None:
@@ -58,26 +70,30 @@ def read_description(info: Mapping[str, Any]) -> Description | None:
         changes=_read_mapping(info, CHANGES),
         class_names=class_names,
         preprocessing=_read_mapping(info, PREPROCESSING),
+        conversions={key: _read_mapping(info, key) for key in CONVERSIONS if key in info},
     )
 
 
-def check_model(architecture: str, arguments: Mapping[str, Any]) -> type[VisionModel]:
-    """The family of the model in a file. WeightsError unless it is one of ours with valid arguments.
+def check_model(architecture: str, arguments: Mapping[str, Any], *, converted: bool = False) -> None:
+    """WeightsError unless the model in a file is one of ours with valid arguments.
 
-    This is the only place that decides which models a file may name.
+    A converted model may also be one of timm's registry, with plain arguments. This function alone decides which models
+    a file may name.
     """
     family = find_family(architecture)
-    if family is None:
+    if family is not None:
+        check_arguments(family, arguments)
+    elif converted and ":" not in architecture and timm.is_model(architecture):  # a prefix would make timm fetch it
+        check_foreign_arguments(arguments)
+    else:
         raise WeightsError(
             f"asks for the model {_shown(architecture)}, which is not one of this library: name the model yourself, or "
             "build it and call load_model(path, model=…)"
         )
-    check_arguments(family, arguments)
-    return family
 
 
 def check_foreign_arguments(arguments: Mapping[str, Any]) -> None:
-    """WeightsError unless the arguments for a model of timm, which the user named, are plain numbers.
+    """WeightsError unless the arguments for a model of timm are plain numbers, and its pooling one that timm has.
 
     timm has many constructors, and their types are not checked. Numbers can only change the size of a model, which the
     comparison of shapes detects. Arguments of `timm.create_model` itself are refused: they could make it open files.
@@ -87,7 +103,10 @@ def check_foreign_arguments(arguments: Mapping[str, Any]) -> None:
         if name in reserved:
             raise WeightsError(f"gives {_shown(name)}, which is not an argument of a model")
     number = bool | int | float | None
-    check_values(dict.fromkeys(arguments, number | list[number]), arguments)
+    expected: dict[str, Any] = dict.fromkeys(arguments, number | list[number])
+    if "global_pool" in expected:
+        expected["global_pool"] = Literal["", "avg", "avgmax", "max", "token", "map"]
+    check_values(expected, arguments)
 
 
 def check_arguments(build: Callable[..., object], arguments: Mapping[str, Any]) -> None:

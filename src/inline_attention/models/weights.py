@@ -148,7 +148,9 @@ def restore(
             options = dict(description.arguments)
         else:
             name, options = description.architecture, dict(description.arguments)
-            schema.check_model(name, options)
+            schema.check_model(name, options, converted=bool(description.conversions))
+        for key, conversion in (description.conversions if description else {}).items():
+            schema.check_arguments(schema.CONVERSIONS[key].apply, conversion)
     changes = dict(description.changes) if description else {}
     for key, value in (arguments or {}).items():
         options[key] = value
@@ -161,6 +163,8 @@ def restore(
             assert isinstance(model, VisionModel)
             schema.check_arguments(VisionModel.apply_changes, changes)
             model.apply_changes(**changes)
+        for key, conversion in (description.conversions if description else {}).items():
+            schema.CONVERSIONS[key].apply(model, **conversion)
         return model
 
     model = build_fitting(build, checkpoint, origin=origin)
@@ -245,6 +249,8 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
         entries[schema.ARCHITECTURE] = architecture(target)
         entries[schema.ARGUMENTS] = json.dumps(target.config)
         entries[schema.CHANGES] = json.dumps(target.changes())
+    for conversion in schema.CONVERSIONS.values():
+        entries.update(conversion.describe(target))
     for key, value in (metadata or {}).items():
         if key in entries or not isinstance(value, str):
             raise ValueError(f"metadata {key!r}: {value!r}; expected a string, under none of the keys {list(entries)}")

@@ -1,0 +1,26 @@
+"""Softmax attention of a trained model turned into a linear one: known modules, conversion, calibration, report."""
+
+from . import files, own_modules, timm_modules, torchvision_modules
+from .calibration import Costs, LayerCost, calibrate, layer_costs
+from .convert import Layer, Linearization, Report, linearize, restore
+from .modules import FORMS, GridSource, LinearizedAttention, register
+
+__all__ = [
+    "FORMS",
+    "Costs",
+    "GridSource",
+    "Layer",
+    "LayerCost",
+    "Linearization",
+    "LinearizedAttention",
+    "Report",
+    "calibrate",
+    "files",
+    "layer_costs",
+    "linearize",
+    "own_modules",
+    "register",
+    "restore",
+    "timm_modules",
+    "torchvision_modules",
+]

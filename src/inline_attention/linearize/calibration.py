@@ -1,0 +1,212 @@
+"""Calibrates a linearised model without training, and measures what the conversion of each layer costs.
+
+Both run on a few hundred unlabelled images, and both compare each layer with softmax on the inputs that it has in the
+original model. So the layers do not depend on each other, and one pass measures all of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inline_attention.layers.mode import evaluation_mode
+
+from .convert import add_gains, linearized_modules
+from .modules import Call, LinearizedAttention
+
+Images = Tensor | Iterable[Tensor]
+
+
+def as_softmax(module: LinearizedAttention, call: Call) -> Tensor:
+    """An observer that computes what the module computed before it was converted."""
+    return module.softmax_form(call)
+
+
+class LayerFit:
+    """An observer that compares the linear form of a layer with softmax, and answers with softmax.
+
+    The linear form is base + gain·slope, with one gain for each head. Sums over all images give the best gain, and the
+    error with any.
+    """
+
+    sums: Tensor  # (4, heads): Σ slope², Σ slope·rest, Σ rest² and Σ (softmax − its mean over the tokens)²
+
+    def __call__(self, module: LinearizedAttention, call: Call) -> Tensor:
+        call = replace(call, local_weight=None, grid=None)  # softmax has no residual to compare with
+        softmax = module.softmax_form(call)
+        out = softmax.double()
+        ones = torch.ones(out.shape[2], device=out.device)
+        base, full = (module.linear_form(call, gain).double() for gain in (0 * ones, ones))
+        slope, rest, deviation = full - base, out - base, out - out.mean(1, keepdim=True)
+        pairs = ((slope, slope), (slope, rest), (rest, rest), (deviation, deviation))
+        sums = torch.stack([(a * b).sum((0, 1, 3)) for a, b in pairs])
+        self.sums = self.sums + sums if hasattr(self, "sums") else sums
+        return softmax
+
+    def gain(self) -> Tensor:
+        """The gain of each head with the least squared error; one where the layer does not depend on it."""
+        slope_slope, slope_rest, _, _ = self.sums
+        return torch.where(slope_slope > 0, slope_rest / slope_slope, 1)
+
+    def error(self, gain: Tensor | float) -> float:
+        """The squared error with a gain for each head, relative to the spread of softmax's output over the tokens."""
+        slope_slope, slope_rest, rest_rest, spread = self.sums
+        squared = rest_rest - 2 * gain * slope_rest + gain * gain * slope_slope
+        return (squared.sum() / spread.sum()).item()
+
+
+@dataclass
+class LayerCost:
+    """What the conversion of one layer alone does."""
+
+    name: str
+    error: float  # of the layer's output, squared, relative to the spread of softmax's output over the tokens
+    change: float  # of the model's output, squared, relative to its spread over the images
+    agreement: float | None  # share of images whose largest output stays the same; None without a head
+
+
+@dataclass
+class Costs:
+    """What the conversion of each layer alone costs. It prints as a table; `draw` makes a picture."""
+
+    layers: list[LayerCost]
+    images: int
+    together: LayerCost  # all of them converted at once
+
+    def __str__(self) -> str:
+        width = max(len(layer.name) for layer in [*self.layers, self.together])
+        lines = [f"{'layer'.ljust(width)}  output error  prediction change  agreement"]
+        for layer in [*self.layers, self.together]:
+            agreement = "–" if layer.agreement is None else f"{layer.agreement:.1%}"
+            error = "–" if layer is self.together else f"{layer.error:.4f}"
+            lines.append(f"{layer.name.ljust(width)}  {error:>12}  {layer.change:>17.4f}  {agreement:>9}")
+        return "\n".join([*lines, f"{self.images} images"])
+
+    def draw(self, path: str | Path) -> Path:
+        """Writes bars of both measures, layer by layer, as PNG or SVG by the path's ending."""
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("figures need matplotlib: pip install 'inline-attention[train]'") from error
+        names = [layer.name for layer in self.layers]
+        figure = Figure(figsize=(8, 1.6 + 0.25 * len(names)), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = (
+            ("error of the layer's output", "error", "#4c72b0"),
+            ("change of the prediction", "change", "#dd8452"),
+        )
+        axes: Any = figure.subplots(1, 2, sharey=True)
+        for axis, (title, attribute, colour) in zip(axes, panels, strict=True):
+            axis.barh(names, [getattr(layer, attribute) for layer in self.layers], color=colour)
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("relative squared error")
+            axis.grid(alpha=0.3, axis="x")
+            axis.set_axisbelow(True)
+        axes[0].invert_yaxis()
+        figure.supxlabel(
+            f"Each layer converted alone, the others softmax. Images: {self.images}.", fontsize=8, color="0.35"
+        )
+        path = Path(path)
+        figure.savefig(path, dpi=110)
+        return path
+
+
+def calibrate(model: nn.Module, images: Images) -> dict[str, tuple[float, float]]:
+    """Gives every converted attention the gain for each head that brings its output nearest to softmax's.
+
+    The gain scales how an output changes with its query. It is fitted by least squares, in one pass over the images.
+
+    Args:
+        model: a linearised model.
+        images: (B, C, H, W), preprocessed as the model expects, or batches of them. A few hundred are enough.
+
+    Returns:
+        For each layer the relative squared error of its output before and after.
+    """
+    fits = _fit(model, images)
+    add_gains(model)
+    errors = {}
+    for name, module in linearized_modules(model).items():
+        gain = fits[name].gain()
+        assert module.gain is not None
+        errors[name] = (fits[name].error(1), fits[name].error(gain))
+        with torch.no_grad():
+            module.gain.copy_(gain)
+    return errors
+
+
+def layer_costs(model: nn.Module, images: Images) -> Costs:
+    """Measures what the conversion of each layer alone does to its output and to the model's prediction.
+
+    It runs the model once for each layer, and twice more.
+
+    Args:
+        model: a linearised model. It is not changed.
+        images: (B, C, H, W), preprocessed as the model expects, or batches of them.
+    """
+    batches = _batches(images)
+    fits = _fit(model, batches)
+    modules = linearized_modules(model)
+    everything = dict.fromkeys(modules, as_softmax)
+    expected = _outputs(model, batches, everything)
+
+    def compare(name: str, observers: Mapping[str, Any], error: float) -> LayerCost:
+        found = _outputs(model, batches, observers)
+        change = (found - expected).square().sum() / (expected - expected.mean(0)).square().sum()
+        agreement = None
+        if getattr(model, "num_classes", 1) != 0:
+            agreement = (found.argmax(1) == expected.argmax(1)).double().mean().item()
+        return LayerCost(name, error, change.item(), agreement)
+
+    layers = []
+    for name, module in modules.items():
+        others = {other: as_softmax for other in modules if other != name}
+        gain = 1.0 if module.gain is None else module.gain.detach().double()
+        layers.append(compare(name, others, fits[name].error(gain)))
+    return Costs(layers, len(expected), compare("all together", {}, float("nan")))
+
+
+def costliest(model: nn.Module, images: Images, count: int) -> list[str]:
+    """The layers whose conversion alone changes the prediction most."""
+    costs = layer_costs(model, images).layers
+    return [layer.name for layer in sorted(costs, key=lambda layer: -layer.change)[:count]]
+
+
+def _fit(model: nn.Module, images: Images) -> dict[str, LayerFit]:
+    fits = {name: LayerFit() for name in linearized_modules(model)}
+    _outputs(model, _batches(images), fits)
+    return fits
+
+
+def _batches(images: Images) -> list[Tensor]:
+    batches = [images] if isinstance(images, Tensor) else list(images)
+    if not batches or not all(isinstance(batch, Tensor) and batch.ndim == 4 and len(batch) for batch in batches):
+        raise ValueError("images: expected a tensor (B, C, H, W), or batches of such tensors, with at least one image")
+    return batches
+
+
+def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str, Any]) -> Tensor:
+    """The model's outputs for all images as rows in float64, with some of its attentions observed."""
+    with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
+        like = next(model.parameters())
+        outputs = [model(batch.to(like.device)) for batch in batches]
+    if not all(isinstance(output, Tensor) for output in outputs):
+        raise ValueError(f"the model returns {type(outputs[0]).__name__}; expected one tensor for a batch of images")
+    return torch.cat([output.flatten(1).double() for output in outputs])
+
+
+@contextmanager
+def _observed(model: nn.Module, observers: Mapping[str, Any]) -> Iterator[None]:
+    modules = linearized_modules(model)
+    try:
+        for name, observer in observers.items():
+            modules[name].observer = observer
+        yield
+    finally:
+        for module in modules.values():
+            module.observer = None

@@ -1,0 +1,361 @@
+"""Replaces the softmax attention of a model by a linear one, and puts it back."""
+
+import fnmatch
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import PatchDropout, PatchDropoutWithIndices
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from inline_attention.layers import LocalWeight
+
+from .modules import LEFT_ALONE, REGISTRY, GridSource, LinearForm, LinearizedAttention, TokenGrid
+
+# Adapters of libraries that need not be installed: imported once a model of theirs is here.
+_OPTIONAL_ADAPTERS = {"transformers": ".transformers_modules"}
+
+KeepSoftmax = str | int | Sequence[str | int] | None
+
+
+@dataclass
+class Layer:
+    """What was done to one attention module."""
+
+    name: str
+    kind: str  # the class that it had
+    action: str
+    tokens: int | None = None  # keys of one call at the model's own input size, where that is known
+    head_dim: int | None = None
+    is_linear: bool = False
+
+
+@dataclass
+class Report:
+    """What `linearize` did to a model, layer by layer. It prints as a table."""
+
+    layers: list[Layer]
+
+    def linear(self) -> list[Layer]:
+        """The layers that are linear now."""
+        return [layer for layer in self.layers if layer.is_linear]
+
+    def __str__(self) -> str:
+        rows = [("layer", "module", "tokens", "head", "what was done")]
+        for layer in self.layers:
+            tokens, head_dim = ("–" if size is None else str(size) for size in (layer.tokens, layer.head_dim))
+            rows.append((layer.name, layer.kind, tokens, head_dim, layer.action))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+        short = [layer.name for layer in self.linear() if layer.tokens and layer.tokens <= (layer.head_dim or 0)]
+        if short:
+            lines.append(
+                f"{len(short)} layers have no more tokens than channels in a head. "
+                "There the linear form needs no fewer products than softmax."
+            )
+        return "\n".join(lines)
+
+
+@dataclass
+class Linearization:
+    """How a model was converted. It is the model's attribute `linearization`; `restore` and weights files need it."""
+
+    form: LinearForm
+    local_residual: bool
+    arguments: dict[str, Any] | None  # of timm.create_model, as far as the user gave them
+    report: Report
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+
+class _Found(NamedTuple):
+    """An attention module of a model that can be converted."""
+
+    name: str
+    module: nn.Module
+    adapter: type[LinearizedAttention]
+    source: GridSource | None
+    local_residual: bool
+
+    def as_linear(self, form: LinearForm) -> Layer:
+        words = [f"→ {form.attention}"]
+        if form.feature_map != "identity":
+            words.append(f"φ {form.feature_map}")
+        if self.local_residual:
+            words.append("with residual")
+        return replace(self.as_softmax(", ".join(words)), is_linear=True)
+
+    def as_softmax(self, action: str) -> Layer:
+        tokens = self.adapter.num_tokens(self.module)
+        if tokens is None and self.source is not None:
+            tokens = self.source.num_tokens
+        return Layer(self.name, type(self.module).__name__, action, tokens, self.adapter.heads(self.module)[1])
+
+
+def linearize(
+    model: nn.Module,
+    *,
+    attention: str = "tangent",
+    feature_map: str | None = None,
+    local_residual: bool = True,
+    keep_softmax: KeepSoftmax = None,
+    images: Tensor | Iterable[Tensor] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Report:
+    """Replaces a model's softmax attention by a linear one, in place. The weights are carried over as they are.
+
+    The converted model is the first-order expansion of the original. The local residual starts at zero, so it changes
+    nothing until it is trained. If any attention of the model is not known, this raises an error that names it, and
+    nothing is changed.
+
+    Args:
+        model: a model of timm, torchvision, transformers or this library, or one with a registered attention module.
+        attention: what takes the place of softmax: "tangent", its expansion around the mean query; "inline", its
+            expansion around zero; "linear" or "mala", which are not expansions and need training.
+        feature_map: φ of "inline", "linear" or "mala". Default: the published one.
+        local_residual: add the input-dependent 3×3 residual on the token map, where queries and keys are one map.
+        keep_softmax: attentions that stay as they are: names such as "blocks.0.attn", with the wildcards of a shell, or
+            positions among the convertible ones, negative ones from the end. "auto:K" keeps the K attentions whose
+            conversion alone changes the prediction most. A module that is not known can be named here, too.
+        images: unlabelled images (B, C, H, W), preprocessed, or batches of them. "auto:K" needs them.
+        arguments: what `timm.create_model` was given besides the name, for `save_weights`. Class count, channels and
+            input size are found without it.
+
+    Returns:
+        What was done, layer by layer.
+    """
+    form = LinearForm.parse(attention, feature_map)
+    names, automatic = _parse_keep(keep_softmax)
+    if automatic and images is None:
+        raise ValueError(f"keep_softmax={keep_softmax!r} measures what each layer costs: pass images=, a batch of them")
+    if isinstance(getattr(model, "linearization", None), Linearization):
+        raise ValueError("the model is already linearised: call restore(model) first")
+    plan = _plan(model, names, local_residual=local_residual)
+    report = Report([item if isinstance(item, Layer) else item.as_linear(form) for item in plan])
+    record = Linearization(form, local_residual, None if arguments is None else dict(arguments), report)
+    convertible = [item for item in plan if isinstance(item, _Found)]
+    if automatic > len(convertible):
+        raise ValueError(f"keep_softmax={keep_softmax!r}, but the model has {len(convertible)} attentions to convert")
+    for item in convertible:
+        _convert_module(item, form)
+    record.hooks = _install_grids(convertible)
+    model.linearization = record  # type: ignore[assignment]
+    if automatic:
+        from .calibration import costliest  # it measures converted models
+
+        assert images is not None
+        try:
+            names_to_keep = costliest(model, images, automatic)
+        except Exception:
+            restore(model)
+            raise
+        for name in names_to_keep:
+            keep(model, name, "softmax, kept because its conversion changes the prediction most")
+    return report
+
+
+def restore(model: nn.Module) -> None:
+    """Undoes `linearize`. Weights that were trained since stay as they are; local residuals and gains are dropped."""
+    record = linearization_of(model)
+    for module in linearized_modules(model).values():
+        _restore_module(module)
+    for handle in record.hooks:
+        handle.remove()
+    del model.linearization
+
+
+def keep(model: nn.Module, name: str, reason: str) -> None:
+    """Puts one attention of a converted model back to softmax."""
+    layer = next(layer for layer in linearization_of(model).report.linear() if layer.name == name)
+    _restore_module(model.get_submodule(name))
+    layer.action, layer.is_linear = reason, False
+
+
+def linearization_of(model: nn.Module) -> Linearization:
+    record = getattr(model, "linearization", None)
+    if not isinstance(record, Linearization):
+        raise ValueError("the model is not linearised: call linearize(model) first")
+    return record
+
+
+def linearized_modules(model: nn.Module) -> dict[str, LinearizedAttention]:
+    """The converted attentions of a model, by name."""
+    linearization_of(model)  # or there is none
+    return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
+
+
+def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
+    """The names and positions, and the K of "auto:K" """
+    if keep_softmax is None:
+        return [], 0
+    if isinstance(keep_softmax, str) and keep_softmax.startswith("auto"):
+        match = re.fullmatch(r"auto:([1-9]\d*)", keep_softmax)
+        if match is None:
+            raise ValueError(f"keep_softmax={keep_softmax!r}; expected the number of layers to keep, such as 'auto:2'")
+        return [], int(match[1])
+    return [keep_softmax] if isinstance(keep_softmax, str | int) else list(keep_softmax), 0
+
+
+def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool) -> list[_Found | Layer]:
+    """The attentions of a model in its order: those to convert, and what is said of the others.
+
+    ValueError if a module is not known or cannot be converted.
+    """
+    for library, adapters in _OPTIONAL_ADAPTERS.items():
+        if library in sys.modules:
+            importlib.import_module(adapters, __package__)
+    attentions: dict[str, _Found | Layer | None] = {}  # None for a module that is not known
+    problems: dict[str, str] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module, ancestors: list[nn.Module]) -> bool:
+        """Whether the module is an attention, or holds one."""
+        if module in seen:
+            return False
+        seen.add(module)
+        kind = type(module).__name__
+        if (adapter := REGISTRY.get(type(module))) is not None:
+            source = next(filter(None, map(adapter.grid_source, ancestors)), None)
+            has_residual = local_residual and adapter.has_map(module)
+            attentions[name] = _Found(name, module, adapter, source, has_residual)
+            reason = adapter.why_not(module, ancestors[0] if ancestors else module)
+            if reason is None and has_residual and not adapter.gets_grid:
+                reason = _why_no_grid(source, ancestors)
+            if reason is not None:
+                problems[name] = reason
+            return True
+        if (why := next((why for cls, why in LEFT_ALONE.items() if isinstance(module, cls)), None)) is not None:
+            attentions[name] = Layer(name, kind, why)
+            return True
+        inside = [
+            visit(f"{name}.{child_name}" if name else child_name, child, [module, *ancestors])
+            for child_name, child in module.named_children()
+        ]
+        if any(inside):
+            return True
+        if _looks_like_attention(module):
+            attentions[name], problems[name] = None, "this module is not known"
+            return True
+        return False
+
+    visit("", model, [])
+    kept = _match(names, attentions)
+    problems = {name: problem for name, problem in problems.items() if name not in kept}
+    if problems:
+        raise ValueError(
+            f"cannot linearise {type(model).__name__}, and nothing was changed. {_listed(model, problems)}. "
+            "Name such modules in keep_softmax to leave them as they are, or register a class for them"
+        )
+    if not any(isinstance(item, _Found) for item in attentions.values()):
+        known = ", ".join(sorted({cls.__name__ for cls in REGISTRY}))
+        raise ValueError(f"{type(model).__name__} has no softmax attention that is known; known are {known}")
+    for name in kept:
+        item = attentions[name]
+        if isinstance(item, _Found):
+            attentions[name] = item.as_softmax("softmax, kept")
+        elif item is None:
+            attentions[name] = Layer(name, type(model.get_submodule(name)).__name__, "kept")
+    return [item for item in attentions.values() if item is not None]
+
+
+def _listed(model: nn.Module, problems: Mapping[str, str]) -> str:
+    """Modules of one class with one problem together: "blocks.0.attn and 11 more (XCA): this module is not known" """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, problem in problems.items():
+        groups.setdefault((type(model.get_submodule(name)).__name__, problem), []).append(name)
+    words = []
+    for (kind, problem), names in groups.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        words.append(f"{names[0]}{more} ({kind}): {problem}")
+    return "; ".join(words)
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    """Attentions are named so, or drop weights of theirs. Blocks may have an attention that is no module of its own."""
+    if isinstance(module, nn.Identity | nn.Dropout):
+        return False
+    return bool(re.search("attention|attn", type(module).__name__, re.IGNORECASE)) or hasattr(module, "attn_drop")
+
+
+def _why_no_grid(source: GridSource | None, ancestors: list[nn.Module]) -> str | None:
+    if source is None:
+        return "no patch embedding tells the size of its token map: pass local_residual=False"
+    dropouts = (PatchDropout, PatchDropoutWithIndices)
+    if any(isinstance(m, dropouts) and m.prob > 0 for around in ancestors for m in around.children()):
+        return "the model drops patches in training, which leaves no map: pass local_residual=False"
+    return None
+
+
+def _match(wanted: Sequence[str | int], attentions: "Mapping[str, _Found | Layer | None]") -> list[str]:
+    """The names that `keep_softmax` means. Positions count the convertible modules, patterns match all."""
+    convertible = [name for name, item in attentions.items() if isinstance(item, _Found)]
+    matched: list[str] = []
+    for want in wanted:
+        if isinstance(want, int):
+            if not -len(convertible) <= want < len(convertible):
+                raise ValueError(f"keep_softmax has {want}, but the model has {len(convertible)} attentions")
+            matched.append(convertible[want])
+            continue
+        hits = fnmatch.filter(attentions, want)
+        if not hits:
+            raise ValueError(f"keep_softmax has {want!r}, which matches none of {', '.join(attentions)}")
+        matched.extend(hits)
+    return list(dict.fromkeys(matched))
+
+
+def _convert_module(item: _Found, form: LinearForm) -> None:
+    module: Any = item.module
+    num_heads, head_dim = item.adapter.heads(module)
+    local = getattr(module, "local", None)
+    before = "absent" if not hasattr(module, "local") else "none" if local is None else "present"
+    if item.local_residual and local is None:
+        like = next(module.parameters())
+        local = LocalWeight(num_heads * head_dim, num_heads).to(like.device, like.dtype).train(module.training)
+        nn.init.zeros_(local.fc2.weight)
+        nn.init.zeros_(local.fc2.bias)
+    module.__class__ = item.adapter
+    module.form, module.local, module.local_before = form, local, before
+    module.gain = module.token_grid = module.observer = None
+    module.converted()
+
+
+def _restore_module(module: nn.Module) -> None:
+    assert isinstance(module, LinearizedAttention)
+    module.restored()
+    if module.local_before != "present":
+        del module.local
+    if module.local_before == "none":
+        module.local = None
+    for name in ("form", "local_before", "gain", "token_grid", "observer"):
+        delattr(module, name)
+    softmax: Any = next(cls for cls, adapter in REGISTRY.items() if adapter is type(module))
+    module.__class__ = softmax
+
+
+def _install_grids(converted: Sequence[_Found]) -> list[RemovableHandle]:
+    """One hook for each patch embedding whose token map a residual needs."""
+    grids: dict[nn.Module, TokenGrid] = {}
+    hooks = []
+    for item in converted:
+        if item.local_residual and not item.adapter.gets_grid:
+            source, module = item.source, item.module
+            assert source is not None
+            assert isinstance(module, LinearizedAttention)
+            if source.module not in grids:
+                grids[source.module] = TokenGrid(source.measure, source.num_prefix_tokens)
+                hooks.append(source.module.register_forward_hook(grids[source.module]))
+            module.token_grid = grids[source.module]
+    return hooks
+
+
+def add_gains(model: nn.Module) -> None:
+    """Gives every converted attention a gain of one for each head, where it has none."""
+    for module in linearized_modules(model).values():
+        if module.gain is None:
+            like = next(module.parameters())
+            num_heads, _ = module.heads(module)
+            module.gain = nn.Parameter(torch.ones(num_heads, device=like.device, dtype=like.dtype))

@@ -1,0 +1,117 @@
+"""What a weights file says of a linearised model, so that `load_model` can build it again."""
+
+import json
+import warnings
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from inline_attention.models import schema
+from inline_attention.models.base import VisionModel
+
+from .convert import add_gains, linearization_of, linearize, linearized_modules
+
+KEY = "linearize"
+
+
+def describe(model: nn.Module) -> dict[str, str]:
+    """The metadata of a linearised model; empty for any other.
+
+    A model of timm is named with the arguments that build it. If they are not known, the file does not name the model,
+    and `load_model` must be given it.
+    """
+    if not hasattr(model, "linearization"):
+        return {}
+    record = linearization_of(model)
+    present = {name for name, _ in model.named_modules()}  # layers may have been pruned since
+    arguments = dict(
+        attention=record.form.attention,
+        feature_map=record.form.feature_map,
+        local_residual=record.local_residual,
+        keep_softmax=[layer.name for layer in record.report.layers if not layer.is_linear and layer.name in present],
+        gains=any(module.gain is not None for module in linearized_modules(model).values()),
+    )
+    entries = {KEY: json.dumps(arguments)}
+    if not isinstance(model, VisionModel):
+        built = timm_arguments(model, record.arguments)
+        if built is not None:
+            name, options = built
+            entries[schema.ARCHITECTURE], entries[schema.ARGUMENTS] = name, json.dumps(options)
+    return entries
+
+
+def apply(
+    model: nn.Module,
+    *,
+    attention: str,
+    feature_map: str,
+    local_residual: bool,
+    keep_softmax: list[str],
+    gains: bool,
+) -> None:
+    """Repeats a conversion on a new model."""
+    linearize(
+        model,
+        attention=attention,
+        feature_map=feature_map,
+        local_residual=local_residual,
+        keep_softmax=keep_softmax,
+    )
+    if gains:
+        add_gains(model)
+
+
+schema.CONVERSIONS[KEY] = schema.Conversion(describe, apply)
+
+
+def timm_arguments(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
+    """The name and the arguments that make timm build this model again; None, with a warning, if they are not known."""
+    cfg = getattr(model, "pretrained_cfg", None)
+    name = cfg.get("architecture") if isinstance(cfg, dict) else None
+    if name is None or not timm.is_model(name):
+        return None
+    options = dict(given or {})
+    found = _observed(model)
+    try:
+        with torch.device("meta"):
+            default = _observed(timm.create_model(name, **options))
+            options.update({key: found[key] for key in found if found[key] != default.get(key)})
+            twin = timm.create_model(name, **options)
+        schema.check_foreign_arguments(options)
+        why = _why_different(twin, model)
+    except Exception as error:  # a constructor may raise anything for arguments that do not fit together
+        why = str(error)
+    if why is None:
+        return name, options
+    warnings.warn(
+        f"the file will not say how to build this {name}, because {why}. Pass linearize(…, arguments=…) what "
+        "timm.create_model was given, or load the file with load_model(path, model=…)",
+        stacklevel=4,
+    )
+    return None
+
+
+def _observed(model: Any) -> dict[str, Any]:
+    """Arguments of timm's constructors that a model shows."""
+    found: dict[str, Any] = {}
+    for name in ("num_classes", "in_chans", "dynamic_img_size", "global_pool"):
+        if isinstance(value := getattr(model, name, None), int | str):
+            found[name] = value
+    patch_embed: Any = getattr(model, "patch_embed", None)
+    if (size := getattr(patch_embed, "img_size", None)) is not None:
+        found["img_size"] = list(size)
+        found["strict_img_size"] = patch_embed.strict_img_size
+    if "dynamic_img_size" in found:
+        found.pop("strict_img_size", None)  # follows from it
+    return found
+
+
+def _why_different(twin: nn.Module, model: nn.Module) -> str | None:
+    """What a newly built model lacks of the weights of this one, the conversion's own aside."""
+    added = tuple(f"{name}.{what}" for name in linearized_modules(model) for what in ("local.", "gain"))
+    own = {name: t.shape for name, t in model.state_dict().items() if not name.startswith(added)}
+    built = {name: t.shape for name, t in twin.state_dict().items()}
+    different = [name for name in {**own, **built} if own.get(name) != built.get(name)]
+    return f"{different[0]} would be another" if different else None

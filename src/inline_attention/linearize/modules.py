@@ -1,0 +1,326 @@
+"""What a converted attention module gains: a linear form of its softmax, a local residual, a gain for every head.
+
+A converted module stays the object that it was. Its parameters keep their values, their names and their identity, so
+optimizers, hooks and checkpoints that refer to them stay valid. Only its class changes, to a subclass of its own class
+and of `LinearizedAttention`, whose `forward` asks for the linear form where the original asks for softmax.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.layers import LocalWeight
+from inline_attention.layers.attention import masked_mean
+from inline_attention.ops import (
+    FEATURE_MAPS,
+    Grid,
+    Normalization,
+    linear_attention_projected,
+    tangent_attention_projected,
+)
+from inline_attention.ops.precision import product_dtype
+from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import anchor_weight, zero_absent
+
+MAX_REGIONS = 4  # a cyclic shift brings at most two bands of rows and two of columns into one window
+
+# The linear forms that have a φ: how they normalise, and the φ that they are published with.
+_FORMS: dict[str, tuple[Normalization, str]] = {
+    "inline": ("subtract", "identity"),
+    "linear": ("divide", "relu"),
+    "mala": ("magnitude", "elu_plus_one"),
+}
+TANGENT = "tangent"
+FORMS = (TANGENT, *_FORMS)
+
+
+class LinearForm(NamedTuple):
+    """Which attention takes the place of softmax."""
+
+    attention: str  # one of FORMS
+    feature_map: str = "identity"
+
+    @classmethod
+    def parse(cls, attention: str, feature_map: str | None) -> "LinearForm":
+        if attention not in FORMS:
+            raise ValueError(f"attention={attention!r} is unknown; expected one of {', '.join(FORMS)}")
+        if attention == TANGENT:
+            if feature_map not in (None, "identity"):
+                raise ValueError(
+                    f"feature_map={feature_map!r}: the tangent of softmax has none. "
+                    "Leave it out, or choose attention='inline'"
+                )
+            return cls(attention)
+        if feature_map is not None and feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map={feature_map!r} is unknown; expected one of {', '.join(FEATURE_MAPS)}")
+        return cls(attention, feature_map or _FORMS[attention][1])
+
+
+class TokenGrid:
+    """The (height, width) of the token map in the current call.
+
+    It is a forward hook of the model's patch embedding, which knows the size of every image. The attention modules of
+    one model share it. It is an object, not a closure, so that a deep copy of the model gets a grid of its own.
+    """
+
+    def __init__(self, measure: Callable[..., Grid], num_prefix_tokens: int) -> None:
+        self.measure = measure
+        self.num_prefix_tokens = num_prefix_tokens
+        self.grid: Grid | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.grid = self.measure(module, args, output)
+
+
+class GridSource(NamedTuple):
+    """Where a model's token map comes from."""
+
+    module: nn.Module  # the patch embedding
+    measure: Callable[..., Grid]  # (patch embedding, its arguments, its output) → (height, width)
+    num_prefix_tokens: int
+    num_tokens: int | None  # at the size that the model was built for
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an attention: everything but the form that it is computed in."""
+
+    projections: Sequence[Tensor]  # q, k and v as `linear_attention_projected` takes them
+    scale: float
+    local_weight: Tensor | None = None  # (B, heads, d, 9)
+    grid: Grid | None = None
+    num_prefix_tokens: int = 0
+    token_mask: Tensor | None = None  # (B, N) bool, of keys
+    query_mask: Tensor | None = None  # (B, Nq) bool
+    bias: Tensor | None = None  # (heads, N, N), added to the logits
+    regions: Tensor | None = None  # (B, N) integers below MAX_REGIONS: different ones do not attend to each other
+
+    def in_region(self, region: int) -> "Call":
+        assert self.regions is not None
+        inside = self.regions == region
+        tokens = inside if self.token_mask is None else inside & self.token_mask
+        queries = inside if self.query_mask is None else inside & self.query_mask
+        return replace(self, regions=None, token_mask=tokens, query_mask=queries)
+
+
+class LinearizedAttention(nn.Module):
+    """The base of all converted modules. A subclass projects, calls `attend_linearly`, and projects back.
+
+    A subclass also derives from the class that it converts, and has no `__init__` of its own: a conversion changes the
+    class of a module that exists.
+    """
+
+    form: LinearForm
+    local: LocalWeight | None
+    local_before: str  # whether the attribute was "absent", "none" or "present" before the conversion
+    gain: nn.Parameter | None  # (heads,): factor of the query's deviation from the anchor; see `calibrate`
+    token_grid: TokenGrid | None
+    # Takes over the computation, for measurements: (module, call) → what `attend_linearly` returns.
+    observer: "Callable[[LinearizedAttention, Call], Tensor] | None"
+
+    gets_grid: ClassVar[bool] = False  # whether `forward` is told the grid, or must ask the patch embedding for it
+
+    # About a module that is not yet converted.
+
+    @classmethod
+    def why_not(cls, module: nn.Module, parent: nn.Module) -> str | None:
+        """Why this module cannot be converted; None if it can."""
+        return None
+
+    @classmethod
+    def heads(cls, module: Any) -> tuple[int, int]:
+        """(heads, channels of a head)"""
+        return module.num_heads, module.head_dim
+
+    @classmethod
+    def has_map(cls, module: nn.Module) -> bool:
+        """Whether queries and keys are the same tokens of one map, so that there can be a local residual."""
+        return True
+
+    @classmethod
+    def num_tokens(cls, module: nn.Module) -> int | None:
+        """The keys of one call, where the module itself knows."""
+        return None
+
+    @classmethod
+    def grid_source(cls, ancestor: Any) -> GridSource | None:
+        """The patch embedding, if `ancestor`, a module around the attention, is the model that has it."""
+        return None
+
+    # A module that has just been converted, or is about to be restored.
+
+    def converted(self) -> None:
+        """Called after a conversion."""
+
+    def restored(self) -> None:
+        """Called before a restoration."""
+
+    # The linear form.
+
+    def attend_linearly(
+        self,
+        *projections: Tensor,
+        scale: float,
+        x: Tensor | None = None,
+        grid: Grid | None = None,
+        token_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        regions: Tensor | None = None,
+    ) -> Tensor:
+        """What stands in the place of softmax(scale·q·kᵀ + bias)·v, with the local residual if there is one.
+
+        Args:
+            projections: (B, N, m, heads, d) tensors that hold q, k and v in this order, m of them each.
+            scale: of the logits.
+            x: (B, N, C), the module's input. The local weight is made from its mean, or from that of v without it.
+            grid: (height, width) of the token map, where the caller knows it.
+            token_mask: (B, N) bool, True for keys that are present.
+            query_mask: (B, Nq) bool, True for queries that are present.
+            bias: (heads, N, N), added to the logits, such as a bias of relative positions. It is kept to first order.
+            regions: (B, N) integers below MAX_REGIONS. Tokens of different regions do not attend to each other.
+
+        Returns:
+            (B, Nq, heads, d)
+        """
+        num_prefix_tokens, local_weight = 0, None
+        if self.local is not None:
+            if grid is None:
+                assert self.token_grid is not None
+                grid, num_prefix_tokens = self.token_grid.grid, self.token_grid.num_prefix_tokens
+                if grid is None:
+                    raise ValueError(
+                        "the patch embedding was not called before the attention, so the token map's size is not "
+                        "known: call the whole model, or convert it with local_residual=False"
+                    )
+            tokens = unstack(projections)[2].flatten(2)
+            if x is not None and x.shape[-1] == tokens.shape[-1]:
+                tokens = x.to(product_dtype(x))
+            local_weight = self.local(masked_mean(tokens, token_mask))
+        return self.compute(
+            Call(
+                projections=projections,
+                scale=scale,
+                local_weight=local_weight,
+                grid=grid if self.local is not None else None,
+                num_prefix_tokens=num_prefix_tokens,
+                token_mask=token_mask,
+                query_mask=query_mask,
+                bias=bias,
+                regions=regions,
+            )
+        )
+
+    def compute(self, call: Call) -> Tensor:
+        """A call in the linear form with the module's gain, unless an observer takes it over."""
+        return self.linear_form(call, self.gain) if self.observer is None else self.observer(self, call)
+
+    def linear_form(self, call: Call, gain: Tensor | None = None) -> Tensor:
+        """A call in the linear form; `gain` (heads,), None for one."""
+        if call.regions is not None:
+            parts = [self.linear_form(call.in_region(region), gain) for region in range(MAX_REGIONS)]
+            return torch.stack(parts).sum(0)  # each is zero outside its region
+        projections = tuple(call.projections)
+        options: dict[str, Any] = dict(
+            scale=call.scale,
+            local_weight=call.local_weight,
+            grid=call.grid,
+            num_prefix_tokens=call.num_prefix_tokens,
+            token_mask=call.token_mask,
+            query_mask=call.query_mask,
+        )
+        shares = None
+        if self.form.attention == TANGENT:
+            if gain is not None or call.bias is not None:
+                q, k, v = unstack(projections)
+                options["anchor"] = anchor = mean_of_rows(q, call.query_mask)
+                if gain is not None:
+                    q = anchor + gain.to(q.dtype)[:, None] * (q - anchor)
+                    projections = tuple(rows.unsqueeze(2) for rows in (q, k, v))
+                if call.bias is not None:
+                    shares = anchor_weight(anchor, k, call.token_mask, call.scale)
+            out = tangent_attention_projected(*projections, **options)
+        else:
+            normalization, _ = _FORMS[self.form.attention]
+            if gain is not None:  # rows sum to one, so this is the gain of the output's deviation from the mean
+                q, k, v = unstack(projections)
+                mean = mean_of_rows(v, call.token_mask)
+                v = mean + gain.to(v.dtype)[:, None] * (v - mean)
+                projections = tuple(rows.unsqueeze(2) for rows in (q, k, v))
+            options.update(normalization=normalization, feature_map=self.form.feature_map)
+            out = linear_attention_projected(*projections, **options)
+        if call.bias is not None:
+            out = out + bias_term(call.bias, unstack(projections)[2], shares, call)
+        return out
+
+    def softmax_form(self, call: Call) -> Tensor:
+        """The same call as the module computed it before it was converted, without a local residual."""
+        q, k, v = (rows.transpose(1, 2) for rows in unstack(call.projections))
+        mask: Tensor | None = None
+        if call.token_mask is not None:
+            mask = call.token_mask[:, None, None, :]
+        if call.regions is not None:
+            same = call.regions[:, None, :, None] == call.regions[:, None, None, :]
+            mask = same if mask is None else mask & same
+        if call.bias is not None:
+            bias = call.bias[None].to(q.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(q.dtype).min)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale).transpose(1, 2)
+        return zero_absent(out, call.query_mask)
+
+
+def mean_of_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, N, heads, d) → (B, 1, heads, d)"""
+    return masked_mean(rows.flatten(2), mask).unflatten(1, rows.shape[2:])[:, None]
+
+
+def number_regions(same: Tensor) -> Tensor:
+    """Numbers the regions of each window from zero: same (windows, N, N) bool, of pairs of tokens → (windows, N)"""
+    first = same.int().argmax(2)  # the first token of each token's region
+    is_first = first == torch.arange(first.shape[1], device=first.device)
+    return is_first.cumsum(1).gather(1, first) - 1
+
+
+def bias_term(bias: Tensor, v: Tensor, shares: Tensor | None, call: Call) -> Tensor:
+    """What a bias of the logits adds to the output, to first order: Σ_j p_j·(b_ij − Σ_t p_t·b_it)·v_j.
+
+    bias (heads, N, N), v (B, N, heads, d), shares p (B, heads, N) or None for equal ones → (B, N, heads, d)
+    """
+    mask = call.token_mask
+    if shares is None:
+        present = torch.ones_like(v[:, :, 0, 0]) if mask is None else mask.to(v.dtype)
+        shares = (present / present.sum(1, keepdim=True).clamp(min=1))[:, None].expand(-1, v.shape[2], -1)
+    values = zero_absent(v, mask).transpose(1, 2)  # (B, heads, N, d)
+    shares = shares.to(v.dtype)
+    centred = shares[..., None] * (values - shares[:, :, None] @ values)
+    return zero_absent((bias.to(v.dtype) @ centred).transpose(1, 2), call.query_mask)
+
+
+# The modules that are known.
+
+REGISTRY: dict[type[nn.Module], type[LinearizedAttention]] = {}
+LEFT_ALONE: dict[type[nn.Module], str] = {}  # attentions that are not replaced, their subclasses too, and why
+
+LinearizedT = TypeVar("LinearizedT", bound=type[LinearizedAttention])
+
+
+def register(softmax: type[nn.Module]) -> Callable[[LinearizedT], LinearizedT]:
+    """Makes a softmax attention module known to `linearize`.
+
+    Decorate a class that derives from `LinearizedAttention` and from `softmax`, in this order. Modules of exactly the
+    class `softmax` are converted to it.
+    """
+
+    def decorate(cls: LinearizedT) -> LinearizedT:
+        if not (issubclass(cls, LinearizedAttention) and issubclass(cls, softmax)):
+            raise ValueError(f"{cls.__name__} must derive from LinearizedAttention and from {softmax.__name__}")
+        if softmax in REGISTRY:
+            raise ValueError(f"{softmax.__name__} is already converted to {REGISTRY[softmax].__name__}")
+        REGISTRY[softmax] = cls
+        return cls
+
+    return decorate

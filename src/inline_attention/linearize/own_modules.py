@@ -1,0 +1,150 @@
+"""The softmax attentions of this library: plain, in windows with a position bias, in stripes, with reduced keys."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from inline_attention.layers import Attention, SoftmaxAttention
+from inline_attention.layers.attention import MappedSoftmaxAttention
+from inline_attention.layers.written_out import WrittenOut
+from inline_attention.models import cswin, pvt, swin
+from inline_attention.ops import Grid
+from inline_attention.ops.feature_maps import get_feature_map
+from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import zero_absent
+
+from .modules import LEFT_ALONE, Call, LinearizedAttention, number_regions, register
+
+LEFT_ALONE[Attention] = "left alone: it is not softmax attention"
+
+
+class OwnAttention(LinearizedAttention):
+    """What this library's attentions share. Queries and keys pass the module's own φ, if it has one, before."""
+
+    gets_grid = True
+
+    def mapped(self: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        phi = get_feature_map(self.feature_map).apply
+        return tuple(rows.unsqueeze(2) for rows in (phi(q), phi(k), v))
+
+    def softmax_rows(self: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
+        """Takes the place of the method that all forms of softmax here come through. The mask is over keys."""
+        token_mask = None if mask is None else mask[:, 0, 0]
+        return self.compute(Call(self.mapped(q, k, v), self.scale, token_mask=token_mask))
+
+    def write_out(self, x: Tensor, grid: Grid, **options: Any) -> WrittenOut:
+        raise ValueError("the attention is linearised, and analyses do not know its matrix: analyse the original model")
+
+
+class PlainAttention(OwnAttention):
+    def attend(
+        self: Any,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | None,
+    ) -> Tensor:
+        if self.feature_map != "identity":
+            projections = self.mapped(*unstack(projections))
+        return self.compute(
+            Call(
+                projections,
+                self.scale,
+                local_weight=local_weight,
+                grid=grid,
+                num_prefix_tokens=self.num_prefix_tokens,
+                token_mask=token_mask,
+                query_mask=token_mask,
+            )
+        )
+
+
+@register(SoftmaxAttention)
+class LinearizedSoftmaxAttention(PlainAttention, SoftmaxAttention):
+    """Of DeiT."""
+
+
+@register(MappedSoftmaxAttention)
+class LinearizedMappedSoftmaxAttention(PlainAttention, MappedSoftmaxAttention):
+    """Of DeiT, with φ."""
+
+
+class ReducedAttention(OwnAttention):
+    """Keys of a reduced map are not the queries' tokens."""
+
+    @classmethod
+    def has_map(cls, module: Any) -> bool:
+        return module.reduction == 1
+
+
+class StripeAttention(OwnAttention):
+    """Stripes have a positional convolution of v already."""
+
+    @classmethod
+    def has_map(cls, module: nn.Module) -> bool:
+        return False
+
+
+@register(pvt.ReducedSoftmaxAttention)
+class LinearizedReducedSoftmaxAttention(ReducedAttention, pvt.ReducedSoftmaxAttention):
+    """Of PVT."""
+
+
+@register(pvt.MappedReducedSoftmaxAttention)
+class LinearizedMappedReducedSoftmaxAttention(ReducedAttention, pvt.MappedReducedSoftmaxAttention):
+    """Of PVT, with φ."""
+
+
+@register(cswin.StripeAttention)
+class LinearizedStripeAttention(StripeAttention, cswin.StripeAttention):
+    """Of CSwin."""
+
+
+@register(cswin.MappedStripeAttention)
+class LinearizedMappedStripeAttention(StripeAttention, cswin.MappedStripeAttention):
+    """Of CSwin, with φ."""
+
+
+class WindowAttention(OwnAttention):
+    """Windows with a bias of relative positions, kept to first order."""
+
+    @classmethod
+    def num_tokens(cls, module: Any) -> int:
+        return module.window[0] * module.window[1]
+
+    def forward(
+        self: Any,
+        x: Tensor,
+        grid: Grid,
+        *,
+        token_mean: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        regions: Tensor | None = None,
+    ) -> Tensor:
+        x = zero_absent(x, token_mask)
+        projections = self.project(x, grid)
+        if self.feature_map != "identity":
+            projections = self.mapped(*unstack(projections))
+        out = self.attend_linearly(
+            *projections,
+            scale=self.scale,
+            x=x,
+            grid=grid,
+            token_mask=token_mask,
+            query_mask=token_mask,
+            bias=self.position_bias(grid),
+            regions=None if regions is None else number_regions(regions[:, :, None] == regions[:, None, :]),
+        )
+        return self.merge(out)
+
+
+@register(swin.WindowSoftmaxAttention)
+class LinearizedWindowSoftmaxAttention(WindowAttention, swin.WindowSoftmaxAttention):
+    """Of Swin."""
+
+
+@register(swin.MappedWindowSoftmaxAttention)
+class LinearizedMappedWindowSoftmaxAttention(WindowAttention, swin.MappedWindowSoftmaxAttention):
+    """Of Swin, with φ."""

@@ -1,0 +1,91 @@
+"""Gains by least squares, the cost of each layer, and hybrids."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from linearize_cases import CASES, vit
+
+from inline_attention.linearize import calibrate, layer_costs, linearize, restore
+from inline_attention.linearize.convert import linearized_modules
+
+OF_NAME = {case.name: case for case in CASES}
+KINDS = ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224", "softmax_pvt_tiny"]
+
+
+@pytest.mark.parametrize("attention", ["tangent", "inline", "linear"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_gain_is_the_one_of_least_error(name: str, attention: str) -> None:
+    case = OF_NAME[name]
+    model = case.model
+    linearize(model, attention=attention)
+    errors = calibrate(model, case.images())
+    assert all(after <= before for before, after in errors.values())
+    assert any(after < 0.99 * before for before, after in errors.values())
+    fitted = {layer.name: layer.error for layer in layer_costs(model, case.images()).layers}
+    assert fitted == pytest.approx({name: after for name, (_, after) in errors.items()}, rel=1e-4)
+    for module in linearized_modules(model).values():  # any other gain is worse
+        with torch.no_grad():
+            module.gain += 0.01
+    worse = {layer.name: layer.error for layer in layer_costs(model, case.images()).layers}
+    assert all(worse[name] > error for name, error in fitted.items())
+
+
+def test_softmax_mode_is_the_original_model() -> None:
+    """Costs are measured against it. With every layer kept it changes nothing."""
+    for name in KINDS:
+        case = OF_NAME[name]
+        model = case.model
+        with torch.no_grad():
+            expected = model(case.images())
+        linearize(model)
+        for module in linearized_modules(model).values():
+            module.observer = lambda module, call: module.softmax_form(call)
+        with torch.no_grad():
+            torch.testing.assert_close(model(case.images()), expected)
+
+
+def test_costs_are_those_of_each_layer_alone() -> None:
+    case = vit("vit_tiny_patch16_224", depth=3)
+    model, images = case.model, case.images()
+    with torch.no_grad():
+        expected = model(images)
+    linearize(model)
+    costs = layer_costs(model, [images[:1], images[1:]])
+    assert costs.images == 2
+    for i, layer in enumerate(costs.layers):
+        restore(model)
+        linearize(model, keep_softmax=[j for j in range(3) if j != i])
+        with torch.no_grad():
+            found = model(images)
+        spread = (expected - expected.mean(0)).square().sum()
+        assert layer.name == f"blocks.{i}.attn"
+        assert layer.change == pytest.approx(((found - expected).square().sum() / spread).item(), rel=1e-6)
+        assert layer.agreement == (found.argmax(1) == expected.argmax(1)).double().mean().item()
+        assert layer.error > 0
+
+
+def test_the_table_and_the_picture_name_every_layer(tmp_path: Path) -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = case.model
+    linearize(model)
+    costs = layer_costs(model, case.images())
+    assert all(layer.name in str(costs) for layer in costs.layers)
+    drawn = costs.draw(tmp_path / "costs.svg").read_text()
+    assert "<svg" in drawn
+
+
+def test_auto_keeps_the_layers_that_cost_most() -> None:
+    case = vit("vit_tiny_patch16_224", depth=3)
+    model, images = case.model, case.images()
+    linearize(model)
+    costs = sorted(layer_costs(model, images).layers, key=lambda layer: layer.change)
+    restore(model)
+    report = linearize(model, keep_softmax="auto:2", images=images)
+    assert [layer.name for layer in report.linear()] == [costs[0].name]
+    with pytest.raises(ValueError, match="3 attentions"):
+        linearize(case.model, keep_softmax="auto:4", images=images)
+    untouched = case.model
+    with pytest.raises(ValueError, match="at least one image"):
+        linearize(untouched, keep_softmax="auto:1", images=[])
+    assert not hasattr(untouched, "linearization")

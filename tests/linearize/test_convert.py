@@ -1,0 +1,390 @@
+"""Softmax attention of real models becomes its first-order expansion, with the weights as they were."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import timm.layers
+import torch
+import torchvision
+from linearize_cases import CASES, Case, shrink_logits, vit
+from torch import Tensor, nn
+
+from inline_attention import linear_attention, linearize, tangent_attention
+from inline_attention.analysis import hooks
+from inline_attention.linearize import LinearizedAttention, register, restore
+from inline_attention.ops import local_residual
+
+of_every_kind = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+OF_NAME = {case.name: case for case in CASES}
+
+
+@of_every_kind
+@pytest.mark.parametrize("attention", ["inline", "tangent"])
+def test_the_difference_shrinks_with_the_square_of_the_logits(case: Case, attention: str) -> None:
+    differences = []
+    for factor in (2**-7, 2**-8):
+        model = case.model
+        shrink_logits(model, factor)
+        images = case.images(len(case.sizes) - 1)
+        with torch.no_grad():
+            expected = model(images)
+            linearize(model, attention=attention)
+            differences.append((model(images) - expected).norm().item())
+    assert differences[1] > 1e-12  # the logits do matter
+    assert math.log2(differences[0] / differences[1]) == pytest.approx(2, abs=0.08)
+
+
+@of_every_kind
+def test_weights_are_the_same_objects_under_the_same_names(case: Case) -> None:
+    model = case.model
+    before = dict(model.named_parameters())
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = linearize(model)
+    assert len(report.linear()) == case.converted
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert all(".attn.local.fc" in name or ".self_attention.local.fc" in name for name in after.keys() - before.keys())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
+
+
+@of_every_kind
+def test_restoring_gives_the_model_back(case: Case) -> None:
+    model, images = case.model, case.images()
+    kinds, attributes = [(type(m), sorted(vars(m))) for m in model.modules()], list(model.state_dict())
+    with torch.no_grad():
+        expected = model(images)
+        linearize(model)
+        assert not torch.equal(model(images), expected)
+        restore(model)
+        assert torch.equal(model(images), expected)
+    assert [(type(m), sorted(vars(m))) for m in model.modules()] == kinds
+    assert list(model.state_dict()) == attributes
+
+
+@of_every_kind
+def test_gradients_reach_the_old_and_the_new_parameters(case: Case) -> None:
+    model = case.model.train()
+    linearize(model)
+    for size in range(len(case.sizes)):
+        model(case.images(size)).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        # The residual's last layer is zero, so what comes before it gets no gradient yet.
+        if "local.fc1" not in name and "mask_token" not in name:
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+    # In the last layer before a class token's head, no gradient comes back from the map.
+    residuals = [p.grad for name, p in model.named_parameters() if "local.fc2.weight" in name]
+    assert not residuals or residuals[0].abs().max() > 0
+
+
+@of_every_kind
+@pytest.mark.slow
+def test_it_compiles_to_one_graph(case: Case) -> None:
+    model = train_residual(case.model)
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for size in range(len(case.sizes)):
+            torch.testing.assert_close(compiled(case.images(size)), model(case.images(size)))
+
+
+@of_every_kind
+@pytest.mark.slow
+def test_it_exports(case: Case) -> None:
+    model, images = train_residual(case.model), case.images()
+    with torch.no_grad():
+        program = torch.export.export(model, (images,))
+        torch.testing.assert_close(program.module()(images), model(images))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
+@of_every_kind
+def test_it_runs_in_half_precision(case: Case, mode: str) -> None:
+    model, images = train_residual(case.model).float(), case.images(len(case.sizes) - 1).float()
+    with torch.no_grad():
+        expected = model(images)
+        if mode == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(images)
+        else:
+            out = model.bfloat16()(images.bfloat16())
+    assert out.isfinite().all()
+    assert (out.float() - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_whole_model_can_be_pickled(tmp_path: Path) -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = train_residual(case.model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(case.images(1)), model(case.images(1)))
+    restore(loaded)
+    assert type(loaded) is type(model)
+
+
+def train_residual(model: nn.Module, **options: Any) -> nn.Module:
+    """The model converted, with a residual that is not zero."""
+    linearize(model, **options)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "local.fc2" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def capture(model: nn.Module, name: str, images: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """A converted attention of a model, with its input and its output before the projection."""
+    module: Any = model.get_submodule(name)
+    seen: dict[str, Tensor] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: seen.update(x=args[0])),
+        module.proj.register_forward_pre_hook(lambda _, args: seen.update(out=args[0])),
+    ]
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    return module, seen["x"], seen["out"]
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224"])
+def test_the_residual_runs_on_the_map_of_the_call(name: str) -> None:
+    model = train_residual(OF_NAME[name].model)
+    prefix = {"vit_small_patch14_reg4_dinov2": 5, "vit_base_patch16_siglip_224": 0}[name]
+    for size, grid in enumerate([(3, 3), (2, 5)]):
+        module, x, out = capture(model, "blocks.1.attn", OF_NAME[name].images(size))
+        with torch.no_grad():
+            q, k, v = module.qkv(x).unflatten(-1, (3, 2, 12)).unbind(2)
+            expected = tangent_attention(q, k, v)
+            expected += local_residual(v, module.local(x.mean(1)), grid=grid, num_prefix_tokens=prefix)
+        torch.testing.assert_close(out, expected.flatten(2))
+
+
+def test_regions_of_shifted_windows_do_not_mix() -> None:
+    """An attention in which one region alone changes leaves the others as they were."""
+    case = OF_NAME["swin_tiny_patch4_window7_224"]
+    model: Any = train_residual(case.model)
+    block = model.layers[0].blocks[1]
+    assert block.shift_size == (3, 3)
+    mask = block.get_attn_mask(torch.zeros(1, 14, 14, 16, dtype=torch.float64))
+    x = torch.randn(4, 49, 16, dtype=torch.float64)
+    last_window = mask[-1]
+    region = last_window[0] == 0  # of its first token
+    changed = x.clone()
+    changed[-1, region] += 1
+    weight = block.attn.local(x.mean(1))  # made from the whole window, so it is held fixed here
+    block.attn.local.forward = lambda mean: weight
+    with torch.no_grad():
+        difference = (block.attn(changed, mask=mask) - block.attn(x, mask=mask)).abs().amax(-1)
+    assert (difference[:-1] == 0).all()
+    assert (difference[-1][~region] == 0).all()
+    assert (difference[-1][region] > 0).all()
+
+
+def test_deep_copies_have_grids_of_their_own() -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = train_residual(case.model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(case.images(1))
+        model(case.images(0))
+        assert torch.equal(twin(case.images(1)), expected)
+    restore(twin)
+    assert "linearization" not in vars(twin)
+    assert torch.equal(model(case.images(1)), expected)
+
+
+@pytest.mark.parametrize("attention", ["linear", "mala", "inline"])
+def test_other_forms_are_those_of_the_operation(attention: str) -> None:
+    model = OF_NAME["vit_tiny_patch16_224"].model
+    linearize(model, attention=attention, feature_map="relu", local_residual=False)
+    module, x, out = capture(model, "blocks.0.attn", OF_NAME["vit_tiny_patch16_224"].images())
+    normalization: Any = {"linear": "divide", "mala": "magnitude", "inline": "subtract"}[attention]
+    q, k, v = module.qkv(x).unflatten(-1, (3, 2, 12)).unbind(2)
+    expected = linear_attention(q, k, v, normalization=normalization, feature_map="relu")
+    torch.testing.assert_close(out, expected.flatten(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(gated=True, qkv_bias=True),
+        dict(attn_head_dim=8, scale_norm=True, norm_layer=nn.LayerNorm),
+        dict(qk_norm=True, norm_layer=timm.layers.RmsNorm),
+    ],
+    ids=["gate", "head size", "norm"],
+)
+def test_options_of_timms_attention(options: dict[str, Any]) -> None:
+    check_module(timm.layers.Attention(24, 2, **options))
+
+
+def test_heads_that_share_keys() -> None:
+    check_module(timm.layers.AttentionRope(24, 4, qkv_fused=False, num_kv_heads=2, gated=True))
+
+
+def check_module(module: Any) -> None:
+    """With equal queries the tangent is softmax itself, whatever else the module does."""
+    torch.manual_seed(0)
+    module = module.double().eval()
+    x = torch.randn(2, 10, 24, dtype=torch.float64)
+    q = module.q_proj if getattr(module, "qkv", None) is None else module.qkv
+    with torch.no_grad():
+        q.weight[: q.weight.shape[0] if q is not module.qkv else module.attn_dim] = 0
+        if q.bias is not None:
+            nn.init.normal_(q.bias)
+        expected = module(x)
+        linearize(module, local_residual=False)
+        torch.testing.assert_close(module(x), expected)
+
+
+def test_a_mask_over_keys_is_kept_and_others_are_refused() -> None:
+    module = timm.layers.Attention(24, 2).double().eval()
+    x = torch.randn(2, 6, 24, dtype=torch.float64)
+    linearize(module, local_residual=False)
+    mask = torch.tensor([True] * 4 + [False] * 2).expand(2, 1, 1, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, attn_mask=mask)[:, :4], module(x[:, :4]))
+    with pytest.raises(ValueError, match=r"\(B, 1, 1, 6\)"):
+        module(x, attn_mask=torch.ones(6, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match="causal"):
+        module(x, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("beit_base_patch16_224", r"blocks\.0\.attn and 11 more \(Attention\): this module is not known"),
+        ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\(DiffAttention\)"),
+        ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\(DiffParallelScalingBlock\)"),
+        ("swinv2_tiny_window8_256", "WindowAttention"),
+        ("xcit_nano_12_p16_224", r"\(XCA\).*; cls_attn_blocks\.0\.attn and 1 more \(ClassAttn\)"),
+        ("vit_base_patch16_xp_224", r"blocks\.0 .*\(ParallelScalingBlock\)"),
+        ("resnet18", "has no softmax attention that is known"),
+    ],
+)
+def test_unknown_attention_is_refused_before_anything_changes(name: str, message: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        linearize(model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not hasattr(model, "linearization")
+
+
+def test_attention_between_other_tokens_is_refused() -> None:
+    for model in (nn.Transformer(8, 2, 1, 1), nn.TransformerEncoderLayer(8, 2)):
+        with pytest.raises(ValueError, match="may be masked or attend to other tokens"):
+            linearize(model)
+
+
+def test_patch_dropout_and_a_missing_patch_embedding_need_no_residual() -> None:
+    dropping = vit("vit_tiny_patch16_224", patch_drop_rate=0.5).model
+    with pytest.raises(ValueError, match=r"drops patches in training.*local_residual=False"):
+        linearize(dropping)
+    linearize(dropping, local_residual=False)
+    alone = nn.Sequential(timm.layers.Attention(24, 2))
+    with pytest.raises(ValueError, match="no patch embedding tells the size"):
+        linearize(alone)
+    linearize(alone, local_residual=False)
+
+
+def test_pooling_heads_are_left_alone_and_listed() -> None:
+    report = linearize(OF_NAME["vit_base_patch16_siglip_224"].model)
+    pool = next(layer for layer in report.layers if layer.name == "attn_pool")
+    assert "left alone: it pools" in pool.action
+    assert "attn_pool" in str(report)
+
+
+def test_layers_can_stay_softmax() -> None:
+    case = vit("vit_tiny_patch16_224", depth=4)
+    for keep in (["blocks.0.attn", "blocks.3.*"], [0, -1]):
+        model = case.model
+        report = linearize(model, keep_softmax=keep)
+        assert [layer.name for layer in report.linear()] == ["blocks.1.attn", "blocks.2.attn"]
+        assert isinstance(model.get_submodule("blocks.1.attn"), LinearizedAttention)
+        assert type(model.get_submodule("blocks.3.attn")) is timm.layers.Attention
+    with pytest.raises(ValueError, match=r"matches none of blocks\.0\.attn, "):
+        linearize(case.model, keep_softmax="blocks.9.attn")
+    with pytest.raises(ValueError, match="4 attentions"):
+        linearize(case.model, keep_softmax=4)
+
+
+def test_an_unknown_module_can_be_kept() -> None:
+    model = nn.ModuleDict({"known": timm.layers.Attention(8, 2), "other": timm.layers.DiffAttention(8, 2)})
+    report = linearize(model, keep_softmax="other", local_residual=False)
+    assert [(layer.name, layer.action) for layer in report.layers] == [("known", "→ tangent"), ("other", "kept")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(attention="flash"), "tangent, inline, linear, mala"),
+        (dict(feature_map="relu"), "tangent of softmax has none"),
+        (dict(attention="inline", feature_map="cube"), "feature_map='cube' is unknown"),
+        (dict(keep_softmax="auto:2"), "pass images="),
+        (dict(keep_softmax="auto:x"), "such as 'auto:2'"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linearize(OF_NAME["vit_tiny_patch16_224"].model, **options)
+
+
+def test_a_model_is_converted_once() -> None:
+    model = OF_NAME["vit_tiny_patch16_224"].model
+    with pytest.raises(ValueError, match="call linearize"):
+        restore(model)
+    linearize(model)
+    with pytest.raises(ValueError, match="already linearised"):
+        linearize(model)
+
+
+class MyAttention(nn.Module):
+    """A softmax attention that this library does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 4
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def test_a_module_of_ones_own_is_registered_by_one_function() -> None:
+    model = nn.Sequential(MyAttention())
+    with pytest.raises(ValueError, match=r"0 \(MyAttention\): this module is not known"):
+        linearize(model)
+
+    @register(MyAttention)
+    class LinearMyAttention(LinearizedAttention, MyAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            qkv = self.qkv(x).unflatten(-1, (3, 2, 4))
+            return self.out(self.attend_linearly(qkv, scale=0.5, x=x).flatten(2))
+
+    x = torch.randn(2, 7, 8)
+    linearize(model, local_residual=False)
+    assert model(x).shape == x.shape
+    with pytest.raises(ValueError, match="already converted to LinearMyAttention"):
+        register(MyAttention)(LinearMyAttention)
+
+
+def test_vit_b_16_of_torchvision() -> None:
+    with torch.device("meta"):
+        model = torchvision.models.vit_b_16()
+    assert len(linearize(model).linear()) == 12
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "softmax_deit_tiny"])
+def test_analyses_do_not_take_it_for_softmax(name: str) -> None:
+    model = OF_NAME[name].model
+    linearize(model)
+    with pytest.raises(ValueError, match="analyse the original model"):
+        hooks.capture(model, OF_NAME[name].images())

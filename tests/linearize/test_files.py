@@ -1,0 +1,95 @@
+"""A weights file of a linearised model says how to build it again, and nothing that it says is executed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from linearize_cases import CASES, TIMM, Case
+from safetensors.torch import save_file
+
+import inline_attention
+from inline_attention.linearize import calibrate, linearize
+from inline_attention.models.weights import WeightsError
+
+OF_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize(
+    "case", [*TIMM, OF_NAME["softmax_deit_tiny"], OF_NAME["softmax_swin_tiny"]], ids=lambda c: c.name
+)
+def test_load_model_builds_what_was_saved(case: Case, tmp_path: Path) -> None:
+    model, arguments = case.model.float(), ARGUMENTS.get(case.name)
+    images = case.images().float()
+    linearize(model, arguments=arguments, keep_softmax=[0])
+    calibrate(model, images)
+    for name, parameter in model.named_parameters():
+        if "local" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    loaded = inline_attention.load_model(path).eval()
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        for size in range(len(case.sizes)):
+            images = case.images(size).float()
+            assert torch.equal(loaded(images), model(images))
+
+
+SMALL_VIT: dict[str, Any] = dict(depth=2, embed_dim=24, num_heads=2)
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    **{case.name: SMALL_VIT for case in TIMM},
+    "vit with norms": dict(SMALL_VIT, qk_norm=True, scale_attn_norm=True),
+    "swin_tiny_patch4_window7_224": dict(embed_dim=16, depths=(2, 2), num_heads=(1, 2)),
+    "pvt_v2_b0": dict(depths=(1, 1, 1, 1), embed_dims=(8, 16, 20, 16), num_heads=(1, 2, 5, 2)),
+}
+
+
+def test_a_model_whose_arguments_are_not_known_is_saved_with_a_warning(tmp_path: Path) -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = case.model
+    linearize(model)
+    with pytest.warns(UserWarning, match="will not say how to build this vit_tiny_patch16_224"):
+        path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    twin = case.model
+    linearize(twin)
+    inline_attention.load_model(path, model=twin)
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(architecture="hf-hub:someone/model"), "not one of this library"),
+        (dict(architecture="no_such_model"), "not one of this library"),
+        (dict(config=json.dumps(dict(checkpoint_path="/etc/passwd"))), "not an argument of a model"),
+        (dict(config=json.dumps(dict(attn_layer="diff"))), "attn_layer"),
+        (dict(config=json.dumps(dict(depth=60000))), "cannot be built"),
+        (dict(linearize=json.dumps(dict(model="x"))), "gives model="),
+        (dict(linearize=json.dumps(dict(attention="tangent", images="x"))), "not one of"),
+        (dict(linearize=json.dumps(dict(attention="flash"))), "cannot be built"),
+        (dict(linearize="{"), "not JSON"),
+        (dict(linearize=None), "not one of this library"),
+    ],
+)
+def test_a_hostile_file_is_refused(changes: dict[str, str | None], message: str, tmp_path: Path) -> None:
+    options = dict(attention="tangent", feature_map="identity", local_residual=True, keep_softmax=[], gains=False)
+    metadata = dict(
+        library="inline_attention 0", architecture="vit_tiny_patch16_224", config="{}", linearize=json.dumps(options)
+    )
+    kept = {key: value for key, value in (metadata | changes).items() if value is not None}
+    save_file({"head.bias": torch.zeros(1000)}, tmp_path / "bad.safetensors", metadata=kept)
+    with pytest.raises(WeightsError, match=message):
+        inline_attention.load_model(tmp_path / "bad.safetensors")
+
+
+def test_the_whole_of_timms_arguments_is_found_for_a_registered_size(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=(32, 64), global_pool="avg")
+    linearize(model)
+    path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    said = json.loads(inline_attention.models.weights.read_metadata(path)["config"])
+    assert said == dict(num_classes=7, img_size=[32, 64], global_pool="avg")
+    loaded = inline_attention.load_model(path)
+    images = torch.randn(1, 3, 32, 64)
+    assert torch.equal(loaded.eval()(images), model.eval()(images))

@@ -1,8 +1,9 @@
 """The paper's argument on a small scale: probes of one layer, a grid of trained models, and a report.
 
-`probes` takes minutes on a CPU. `train` runs a grid of trainings on one GPU, each an ordinary `inline train`. It can be
-stopped at any time and continues later. `report` writes tables, figures and verdicts for the finished runs. `pack`
-writes the weights that come with the package. Run it from a checkout: `python -m study --help`.
+`probes` takes minutes on a CPU. `expansion` replaces the attention of a trained model without training it. `train` runs
+a grid of trainings on one GPU, each an ordinary `inline train`. It can be stopped at any time and continues later.
+`report` writes tables, figures and verdicts for the finished runs. `pack` writes the weights of the package. Run it
+from a checkout: `python -m study --help`.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inline_attention.cli import CommandParser, run_parser
-from inline_attention.cli._options import add_device, add_output
+from inline_attention.cli._options import add_device, add_loading, add_output
 from inline_attention.printing import say
 
 if TYPE_CHECKING:
@@ -74,6 +75,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_device(report)
     report.set_defaults(run=run_report)
 
+    expansion = parts.add_parser("expansion", help="replace softmax attention by its tangent, without training")
+    expansion.add_argument("--data", required=True, metavar="FOLDER", help="Tiny-ImageNet-100")
+    expansion.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
+    add_loading(expansion, batch_size=128)
+    add_device(expansion)
+    expansion.set_defaults(run=run_expansion)
+
     pack = parts.add_parser("pack", help="write the weights that come with the package")
     pack.add_argument("out", metavar="DIR", help="the --output of `train`")
     pack.add_argument("--to", metavar="FOLDER", help="folder for the weights (default: the package)")
@@ -101,6 +109,23 @@ def run_probes(args: argparse.Namespace) -> int:
     (out / "probes.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     save(draw_probes(content), out / "probes.png")
     say("", out / "probes.json", out / "probes.png")
+    return 0
+
+
+def run_expansion(args: argparse.Namespace) -> int:
+    from inline_attention.environment import choose_device, describe_environment
+    from inline_attention.printing import write_json
+    from study.expansion import TEACHER_SHA256, evaluate_rows
+
+    rows = []
+    for row in evaluate_rows(
+        args.data, device=choose_device(args.device), batch_size=args.batch_size, workers=args.workers
+    ):
+        rows.append(row)
+        say(f"{row.title:28} top-1 {row.top1:.2f}%  top-5 {row.top5:.2f}%  {row.images} images")
+    if args.json:
+        facts = dict(environment=describe_environment(), teacher=TEACHER_SHA256, rows=[row._asdict() for row in rows])
+        write_json(args.json, facts)
     return 0
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
 from inline_attention import attention_matrix, inline_attention
 from inline_attention.ops import (
@@ -294,6 +295,14 @@ def test_half_precision(normalization: Any, dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     exact = linear_attention(*(x.double() for x in rounded), **options)
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+
+
+def test_activation_checkpointing() -> None:
+    q, k, v = (x.requires_grad_() for x in make())
+    expected = torch.autograd.grad(linear_attention(q, k, v).square().sum(), (q, k, v))
+    out = checkpoint(linear_attention, q, k, v, use_reentrant=False)
+    for grad, other in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, strict=True):
+        assert torch.equal(grad, other)
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

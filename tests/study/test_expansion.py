@@ -1,0 +1,52 @@
+"""The teacher of the tables, and its attention replaced without training."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from inline_attention import create_model
+from inline_attention.tasks.classification.classifier import load_classifier
+from study import expansion
+from study.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def teacher() -> torch.nn.Module:
+    return create_model(expansion.TEACHER, pretrained=True).eval()
+
+
+def test_the_teacher_is_the_one_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    expansion.check_teacher()
+    monkeypatch.setattr(expansion, "TEACHER_SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="expected 0000"):
+        expansion.check_teacher()
+
+
+def test_more_anchors_come_nearer_to_the_teacher(teacher: torch.nn.Module) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = teacher(images)
+        errors = [
+            float((expansion.carry_over(teacher, attention, anchors)(images) - expected).norm())
+            for attention, anchors in expansion.ROWS.values()
+        ]
+    softmax, linear, inline, tangent, four, sixteen = errors
+    assert softmax == 0
+    assert sixteen < four < tangent < inline < linear
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = load_classifier(expansion.TEACHER, "pretrained").class_names
+    assert names is not None
+    for name in names[:2]:
+        folder = tmp_path / "val" / name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (64, 64), "red").save(folder / "0.png")
+    monkeypatch.setattr(expansion, "ROWS", {"softmax": ("softmax", 1), "tangent": ("tangent", 1)})
+    assert main(["expansion", "--data", str(tmp_path), "--workers", "0", "--json", str(tmp_path / "table.json")]) == 0
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert [(row["title"], row["images"]) for row in rows] == [("softmax", 2), ("tangent", 2)]

@@ -190,7 +190,7 @@ class LengthProbe(nn.Module):
         seen[:, queries] = False
         weights = self.attention.weights(q, k, rows=queries, mask=seen)  # (B, heads, 4, 4 + N)
         out = self.attention.normalise((weights @ v.transpose(1, 2)).transpose(1, 2))
-        out = self.attention.merge(out)
+        out = self.attention.merge(self.attention.apply_gate(out, tokens[:, queries]))
         return out + tokens[:, queries] if self.skip else out
 
     def forward(self, tokens: Tensor) -> Tensor:

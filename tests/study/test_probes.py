@@ -103,7 +103,7 @@ def test_the_command_is_deterministic_by_seed(tmp_path: Path, monkeypatch: pytes
     found = {}
     for folder, seed in (("a", 0), ("b", 0), ("c", 7)):
         out = tmp_path / folder
-        arguments = ["--out", str(out), "--seed", str(seed), "--seeds", "1", "--steps", "3"]
+        arguments = ["--output", str(out), "--seed", str(seed), "--seeds", "1", "--steps", "20"]
         assert main(["probes", *arguments]) == 0
         assert (out / "probes.png").stat().st_size > 5000
         found[folder] = json.loads((out / "probes.json").read_text())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.layers import InLineAttention
+from inline_attention.layers import Attention, InLineAttention
 from inline_attention.models import create_model, list_models
 from inline_attention.models.weights import open_model
 from inline_attention.ops import Backend, Grid
@@ -145,9 +145,9 @@ class TextbookAttention(InLineAttention):
 
 
 def set_backend(model: nn.Module, backend: Backend) -> nn.Module:
-    """Fix the backend of all InLine attention, so that a benchmark does not depend on the choice of "auto"."""
+    """Fix the backend of all attentions, so that a benchmark does not depend on the choice of "auto"."""
     for module in model.modules():
-        if isinstance(module, InLineAttention):
+        if isinstance(module, Attention):
             module.backend = backend
     return model
 

@@ -154,6 +154,20 @@ BASELINES = {
     "enhanced": _deit("Enhanced", attention="enhanced", mlp_ratio=4.4),
     "focused": _deit("Focused", attention="focused", mlp_ratio=3.7),
 }
+# The newer members of the family and the strongest baseline, with MLP ratios (without, with residual).
+_NEWER = {
+    "mala": ("MALA", PLAIN, WITH_RESIDUAL), "rala": ("RALA", 4.0, 2.95), "polaformer": ("PolaFormer", 4.0, 2.95),
+    "tangent": ("tangent", PLAIN, WITH_RESIDUAL), "focused": ("Focused", 3.7, 2.65),
+}  # fmt: skip
+FAMILY = {
+    f"{attention}{'_residual' if residual else ''}": _deit(
+        f"{title}{' with residual' if residual else ''}",
+        attention=attention, local_residual=residual, mlp_ratio=ratios[residual],
+    )
+    for attention, (title, *ratios) in _NEWER.items()
+    for residual in (False, True)
+    if residual or attention != "focused"
+}  # fmt: skip
 DEEP = {
     f"{name}_deep": Row(f"{MAIN[name].title}, twice as deep", {**MAIN[name].kwargs, "depth": 2 * DEIT["depth"]})
     for name in ("softmax", "linear", "inline")
@@ -165,7 +179,7 @@ RATES = {
     for name in ("linear", "linear_residual", "inline")
     for factor, rate in (("half", 1e-3), ("twice", 4e-3))  # of the recipe's 2e-3
 }
-_SETS = (MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, WINDOWS, DEEP, RATES)
+_SETS = (MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, FAMILY, WINDOWS, DEEP, RATES)
 ROWS = {name: row for rows in _SETS for name, row in rows.items()}
 assert len(ROWS) == sum(map(len, _SETS))
 
@@ -240,6 +254,7 @@ GROUPS = (
     "tokens",
     "feature_maps",
     "shared_maps",
+    "family",
     "baselines",
     "windows",
     "deep",
@@ -260,6 +275,8 @@ SHARED_MAP_ROWS = tuple(
     for name in SHARED_MAPS
     for attention in ("linear", "inline")
 )
+# One recipe for all: the leaderboard.
+FAMILY_ROWS = (*MAIN, "focused", *FAMILY)
 LONG_ROWS = ("softmax", "linear", "linear_residual", "inline")
 CHECK_EPOCHS = 8
 SEEDS = (0, 1, 2)
@@ -287,6 +304,8 @@ def _group(group: str, *, main_epochs: int) -> list[Run]:
         return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in MAIN]
     if group == "shared_maps":
         return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in SHARED_MAP_ROWS]
+    if group == "family":
+        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in FAMILY_ROWS]
     if group == "pilot":
         return [Run("tiny_imagenet", row, epochs, 0, 4) for epochs in PILOT_EPOCHS for row in MAIN]
     if group == "tokens":

@@ -191,6 +191,7 @@ class FocusedAttention(Attention):
     """
 
     kind = "focused"
+    follows = ("local_residual",)
     masks_padding = False  # learned positions are resized to the image's own map
 
     def __init__(self, dim: int, num_heads: int, *, grid: Grid | None = None, **kwargs: Any) -> None:

@@ -13,6 +13,8 @@ from study.claims import Claim, judge
 from study.grid import (
     BASELINES,
     DATASETS,
+    FAMILY,
+    FAMILY_ROWS,
     FEATURE_MAPS,
     MAIN,
     PHI,
@@ -255,6 +257,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         "gap_table": gap_table(results),
         "deviation": _deviation(results),
         "shared_map_table": shared_map_table(results),
+        "leaderboard": leaderboard(results),
         "failure_table": failure_table(results),
         "again_table": again_table(results),
         "commands": command_list(results),
@@ -454,13 +457,26 @@ def _how_timed(speed: Mapping[str, Any]) -> str:
 
 def front_table(results: Results, setting: Setting) -> str:
     """The main rows in the few columns that fit into the README."""
+    return _short_table(results, setting, [row for row in results.rows(setting) if row in MAIN])
+
+
+def leaderboard(results: Results) -> str:
+    """All attentions of the family under the main recipe, the highest mean first. Empty without the newer ones."""
+    setting = results.main_setting
+    if setting is None or not FAMILY.keys() & (rows := results.rows(setting)).keys():
+        return ""
+    ranked = sorted((row for row in rows if row in FAMILY_ROWS), key=lambda row: -rows[row].mean)
+    return _short_table(results, setting, ranked)
+
+
+def _short_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
     speeds = {point["title"]: point for point in speed_points(results, setting)}
+    samples = results.rows(setting)
     lines = []
-    for row, sample in results.rows(setting).items():
-        if row in MAIN:
-            speed = speeds.get(ROWS[row].title, {})
-            rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
-            lines.append([ROWS[row].title, str(sample), len(sample.values), *rates])
+    for row in rows:
+        speed = speeds.get(ROWS[row].title, {})
+        rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
+        lines.append([ROWS[row].title, str(samples[row]), len(samples[row].values), *rates])
     return _table(["model", "top-1 (%)", "seeds", "training, images/s", "inference, images/s"], lines)
 
 

@@ -9,7 +9,7 @@ from study_results import LINEAR, SOFTMAX, analysis, write_runs
 from study.claims import judge
 from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
 from study.pages import fill
-from study.report import front, gap_table, page, shared_map_table, to_json, write_report
+from study.report import front, gap_table, leaderboard, page, shared_map_table, to_json, write_report
 from study.results import collect
 
 
@@ -113,6 +113,17 @@ def test_the_same_feature_map_is_compared(tmp_path: Path) -> None:
     assert "## The same feature map\n\nLinear and InLine" in text
     write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})
     assert "The same feature map" not in page(collect(tmp_path / "other"), [], [])
+
+
+def test_the_leaderboard_begins_with_the_highest(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [43.0, 43.4], "linear": LINEAR, "mala_residual": [44.0, 44.2], "hydra": [50.0]})
+    lines = leaderboard(collect(tmp_path)).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "| MALA with residual", "| InLine (with residual)", "| linear (ReLU)",
+    ]  # fmt: skip
+    assert "## Every attention under one recipe" in page(collect(tmp_path), [], [])
+    write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})
+    assert "Every attention" not in page(collect(tmp_path / "other"), [], [])
 
 
 def test_new_runs_go_onto_an_earlier_report(tmp_path: Path) -> None:

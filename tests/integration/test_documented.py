@@ -130,7 +130,7 @@ def make_photograph(path: Path) -> None:
     Image.fromarray(draw.integers(0, 256, (64, 80, 3), dtype=np.uint8)).save(path)
 
 
-def make_data(folder: Path, task: str) -> None:
+def make_data(folder: Path, task: str, *, classes: tuple[str, ...] = ("cat", "dog")) -> None:
     if task == "segment":
         shapes.write(folder, train=4, val=2)
     elif task == "detect":
@@ -138,7 +138,7 @@ def make_data(folder: Path, task: str) -> None:
             draw_shapes(folder, split=split, images=2)
     else:
         for split in ("train", "val"):
-            for name in ("cat", "dog"):
+            for name in classes:
                 for number in range(2):
                     make_photograph(folder / split / name / f"{number}.png")
 
@@ -184,12 +184,16 @@ def prepare(words: list[str], folder: Path, runs: dict[str, Path]) -> None:
     outputs = {words[i + 1] for i, word in enumerate(words) if word in ("--output", "--json", "--csv", "--picture")}
     if words[0] == "convert":
         outputs.add(words[2])
+    shipped = words[0] in ("analyze", "eval") and ("--weights" not in words or "pretrained" in words)
+    classes = ("n01443537", "n01644900") if shipped else ("cat", "dog")  # two that the package's models know
+    for output in outputs:
+        (folder / output).parent.mkdir(parents=True, exist_ok=True)
     for before, word in zip(["", *words], words, strict=False):
         path = folder / word
         if before == "--data" and word != "digits":
             for data in re.sub(r"\w+=", "", word).split(","):
                 if not (folder / data).exists():
-                    make_data(folder / data, task)
+                    make_data(folder / data, task, classes=classes)
         elif before == "--output" and "--resume" in words:
             shutil.copytree(finished_run(task, runs), path)
         elif word in outputs or path.exists():

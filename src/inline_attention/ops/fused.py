@@ -101,8 +101,8 @@ LEAST_CHANNELS = 32
 # Tensor cores of older GPUs have neither bfloat16 nor tf32.
 LEAST_CAPABILITY = (8, 0)
 
-# Most elements from one token to the next. Offsets in a step of up to 64 tokens have 32 bits.
-LONGEST_STRIDE = 2**31 // 64 - 1
+# Most elements from one token to the next. Offsets in a step of up to 256 tokens have 32 bits.
+LONGEST_STRIDE = 2**31 // 256 - 1
 
 # Most programs on the second and third axis of a launch grid.
 MOST_ON_AN_AXIS = 65_535

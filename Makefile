@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-versions soak bench docs lint clean
+.PHONY: help quickstart test test-all test-versions soak bench docs dist lint clean
 
 help:
 	@echo "make quickstart   trains a small model on handwritten digits, about a minute"
@@ -16,6 +16,7 @@ help:
 	@echo "make soak         tries to break the package thousands of times, about 20 minutes; PART=weights for one part"
 	@echo "make bench        the operation against its peers on the CPU, under a minute"
 	@echo "make docs         the site in build/site: every page of docs/, and the API from docstrings"
+	@echo "make dist         the files of a release in dist/, checked"
 	@echo "make lint         ruff and mypy"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -54,6 +55,13 @@ bench: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html opens in a browser; with search: $(BIN)/python -m http.server -d build/site"
+
+# twine is needed here alone.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check twine
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """The wheel works like the checkout, and the checkout like a torch.hub repository."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -24,7 +26,8 @@ def run(*command: str, cwd: Path, **env: str) -> str:
 
 @pytest.mark.slow
 def test_wheel(tmp_path: Path) -> None:
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT), cwd=tmp_path)
+    """Built from the source distribution, as pip does where it finds no wheel."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT), cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     package = ROOT / "src" / "inline_attention"
     expected = {
@@ -79,3 +82,21 @@ def test_the_tested_versions_are_allowed_ones() -> None:
 def test_torch_hub() -> None:
     model = torch.hub.load(str(ROOT), "inline_deit_tiny", source="local", depth=1, num_classes=3)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 3)
+
+
+def test_workflows_run_what_the_makefile_has() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="part of Python since 3.11")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    steps, pythons = [], set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            steps += [step["run"] for step in job["steps"] if "run" in step]
+            setups = [
+                step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})
+            ]
+            pythons |= set(job.get("strategy", {}).get("matrix", {}).get("python", setups))
+    made = [target for step in steps for target in re.findall(r"^make ([a-z-]+)", step)]
+    assert made
+    assert set(made) <= targets
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert pythons == {line.rpartition(" ")[2] for line in classifiers if re.search(r"Python :: 3\.", line)}

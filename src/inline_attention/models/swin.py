@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models import register_model
 from torch import Tensor, nn
 
@@ -155,6 +156,7 @@ class SwinBlock(Block):
         return plan.merge(out, batch=x.shape[0], sizes=sizes).flatten(1, 2)
 
 
+@register_notrace_module
 class PatchMerging(nn.Module):
     """Concatenates four neighbours, norms and projects: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), 2C)"""
 

@@ -13,7 +13,8 @@ import pytest
 import timm
 import torch
 from small import DISTINCT, FAMILIES, create_shallow, create_small, image, shrunk
-from timm.models import group_parameters, save_for_hf
+from timm.models import get_notrace_functions, get_notrace_modules, group_parameters, save_for_hf
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import inline_attention
 from inline_attention.models.base import PyramidModel
@@ -88,6 +89,20 @@ def test_at_full_size(name: str) -> None:
         assert any(n.startswith("patch_embed") for n in groups[first])
         assert {"head.weight", "head.bias"} <= set(groups[last])
     assert not any(n.startswith("head") for n in groups[first])
+
+
+@one_per_family
+def test_arguments_of_timm_with_one_value(name: str) -> None:
+    """A script may pass the value that a model has. Any other is refused, with what to do."""
+    is_deit = "deit" in name
+    own = dict(attn_drop_rate=0.0, class_token=is_deit, dynamic_img_size=True, output_stride=16 if is_deit else 32)
+    model = timm.create_model(name, **shrunk(name), **own, device="meta", dtype=torch.float64)
+    assert not own.keys() & model.config.keys()
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.float64)}
+    others = dict(attn_drop_rate=0.1, class_token=not is_deit, dynamic_img_size=False, output_stride=8)
+    for argument, value in others.items():
+        with pytest.raises(ValueError, match=f"{argument}={value}; expected {own[argument]} of .*: .*"):
+            timm.create_model(name, **shrunk(name), **{argument: value})
 
 
 # Running
@@ -383,6 +398,18 @@ def test_memory_formats_and_precisions(name: str) -> None:
     for y in (mixed, low):
         assert y.dtype == torch.bfloat16
         assert (y.float() - expected).norm() < 0.1 * expected.norm()
+
+
+@every_distinct_model
+def test_torch_fx(name: str) -> None:
+    """The recorded graph computes the same, at other sizes too, and its nodes are named after the blocks."""
+    model = create_small(name)
+    options = dict(leaf_modules=get_notrace_modules(), autowrap_functions=get_notrace_functions())
+    _, nodes = get_graph_node_names(model, tracer_kwargs=options)
+    assert ("blocks.0" if "deit" in name else "stages.0.blocks.0") in nodes
+    graph = create_feature_extractor(model, return_nodes=[nodes[-1]], tracer_kwargs=options).eval()
+    for size in [(64, 64), (72, 104)]:
+        assert torch.equal(graph(image(*size))[nodes[-1]], model(image(*size)))
 
 
 # Baselines that timm has as well

@@ -3,7 +3,8 @@
 A new attention is a registered subclass of `Attention`, which every model then takes by name. `baselines` has more.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from inline_attention.ops import (
     Grid,
     Normalization,
     attention_matrix,
+    linear_attention_packed,
     linear_attention_projected,
     local_residual,
 )
@@ -30,6 +32,7 @@ from inline_attention.ops.tracing import is_exporting
 
 from .local import LocalTerm, LocalWeight, ParameterPair
 from .rope import rotate
+from .token_grid import ModelGrid, token_mask_of, wait_for_model
 from .written_out import WrittenOut
 
 ATTENTIONS: dict[str, type["Attention"]] = {}  # by the names that models take
@@ -76,16 +79,22 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     return products if mask is None else products.masked_fill(~mask, 0)
 
 
+def pad_images(images: Sequence[Tensor], length: int) -> Tensor:
+    """Tokens of several images (n, C), n of each its own, as one batch (B, length, C) with zeros after them"""
+    out = nn.utils.rnn.pad_sequence(list(images), batch_first=True)
+    return F.pad(out, (0, 0, 0, length - out.shape[1]))
+
+
 class AffineMap(nn.Module):
     """A learned map x → A·x + b per head, shared by queries and keys. It starts as the identity.
 
     (B, N, heads, d) → the same
     """
 
-    def __init__(self, num_heads: int, head_dim: int) -> None:
+    def __init__(self, num_heads: int, head_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
-        self.bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim, **factory))
+        self.bias = nn.Parameter(torch.empty(num_heads, head_dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -114,6 +123,15 @@ class Attention(nn.Module):
         fused_qkv: one projection `qkv`. Otherwise there are two, `q` and `kv`, as in PVT.
         proj_drop: dropout after the output projection.
         backend: of operations that have several, as for `inline_attention`. It is an attribute too, to be set later.
+        qk_norm: a norm of every query and every key, over the channels of a head.
+        scale_norm: a norm of the heads' outputs before the projection.
+        proj_bias: bias of the output projection.
+        attn_drop: must be 0. Dropout of weights needs the matrix of weights, which is never formed.
+        norm_layer: the class of these norms. timm's blocks always name one, and no token map: see `wait_for_model`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    The names are timm's where timm has one, and the last seven are there for `timm.create_model(…, attn_layer=…)`.
     """
 
     kind: str  # the name that models take
@@ -139,36 +157,62 @@ class Attention(nn.Module):
         fused_qkv: bool = True,
         proj_drop: float = 0.0,
         backend: Backend = "auto",
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_backend(backend)
         self.backend = backend
         if dim % num_heads:
             raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
+        if attn_drop:
+            raise ValueError(
+                f"attn_drop={attn_drop} drops single weights, and the matrix of weights is never formed; "
+                "expected 0. Dropout of the outputs is proj_drop"
+            )
+        if (qk_norm or scale_norm) and norm_layer is None:
+            raise ValueError("qk_norm and scale_norm need norm_layer, the class of the norms, such as nn.LayerNorm")
+        self.factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.num_prefix_tokens = num_prefix_tokens
         if fused_qkv:
-            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **self.factory)
         else:
-            self.q = nn.Linear(dim, dim, bias=qkv_bias)
-            self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+            self.q = nn.Linear(dim, dim, bias=qkv_bias, **self.factory)
+            self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias, **self.factory)
         self.fused_qkv = fused_qkv
+        self.q_norm = self.k_norm = self.norm = None
+        if norm_layer is not None and qk_norm:
+            self.q_norm = norm_layer(self.head_dim, **self.factory)
+            self.k_norm = norm_layer(self.head_dim, **self.factory)
         self.affine = None
         if feature_map == "relu_affine":
-            self.affine = AffineMap(num_heads, self.head_dim)
+            self.affine = AffineMap(num_heads, self.head_dim, **self.factory)
             feature_map = "relu"
         elif feature_map not in FEATURE_MAPS:
             names = ", ".join([*FEATURE_MAPS, "relu_affine"])
             raise ValueError(f"feature_map={feature_map!r} is unknown; expected one of {names}")
         self.feature_map = feature_map
-        self.local = LocalWeight(dim, num_heads) if local_residual else None
+        self.local = LocalWeight(dim, num_heads, **self.factory) if local_residual else None
         # The weight and bias of a depthwise 3×3 convolution. It is computed with the local residual, in one pass.
-        self.position = ParameterPair((dim, 1, 3, 3), (dim,), fan_in=TAPS) if position_conv else None
+        self.position = None
+        if position_conv:
+            self.position = ParameterPair((dim, 1, 3, 3), (dim,), fan_in=TAPS, **self.factory)
         self.gate: nn.Module | None = None  # of a subclass: what the output is multiplied with, from the tokens
-        self.proj = nn.Linear(dim, dim)
+        if norm_layer is not None and scale_norm:
+            self.norm = norm_layer(dim, **self.factory)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **self.factory)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.model_grid: ModelGrid | None = None
+        if norm_layer is not None:
+            wait_for_model(self)
 
     def set_grid(self, grid: Grid) -> None:
         """Resizes parameters that depend on the size of the map. Other sizes run without it too."""
@@ -180,6 +224,9 @@ class Attention(nn.Module):
             projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (3, *heads)),)
         else:
             projections = self.q(x).unflatten(-1, (1, *heads)), self.kv(x).unflatten(-1, (2, *heads))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = unstack(projections)
+            projections = tuple(y.unsqueeze(2) for y in (self.q_norm(q).type_as(v), self.k_norm(k).type_as(v), v))
         if self.affine is not None:
             q, k, v = unstack(projections)
             projections = tuple(y.unsqueeze(2) for y in (self.affine(q), self.affine(k), v))
@@ -227,26 +274,58 @@ class Attention(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither attend nor global_attention")
 
+    @property
+    def uses_grid(self) -> bool:
+        """Whether the output depends on how the tokens are laid out on a map."""
+        return self.local is not None or self.position is not None
+
+    def find_grid(self, x: Tensor) -> Grid | list[Grid]:
+        """(height, width) of the map in a call without one, or one for every image: that of the model around."""
+        if self.model_grid is not None:
+            if self.num_prefix_tokens != self.model_grid.num_prefix_tokens:
+                self.num_prefix_tokens = self.model_grid.num_prefix_tokens
+            if self.uses_grid and self.model_grid.grid is not None:
+                return self.model_grid.grid
+        if self.uses_grid:
+            raise ValueError(
+                f"{type(self).__name__} acts on the token map, and grid is missing: pass grid=(height, width), or call "
+                "the whole timm model that it was built in. Without a local residual (local_residual=False) "
+                "InLine and linear attention need none"
+            )
+        return 1, x.shape[1] - self.num_prefix_tokens  # any would do
+
     def forward(
         self,
         x: Tensor,
-        grid: Grid,
+        grid: Grid | None = None,
         *,
         token_mean: Tensor | None = None,
         token_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """
         Args:
             x: tokens (B, N, C), prefix tokens first, then the map row by row.
-            grid: (height, width) of the map.
+            grid: (height, width) of the map. Inside a model of timm it is known, and elsewhere an attention without
+                local terms needs none.
             token_mean: (B, C), what the local weight is made from. Default: the mean of x.
             token_mask: (B, N) bool, True for a token that is present. The others may hold anything, NaN included: they
                 change no output and no gradient of the ones present. Their own outputs are what the output projection
                 makes of zeros.
+            attn_mask: the same mask as timm's blocks pass it, (B, 1, 1, N), bool or 0 and −inf. Any other is refused.
+            is_causal: must be False.
 
         Returns:
             (B, N, C)
         """
+        if attn_mask is not None or is_causal:
+            token_mask = token_mask_of(attn_mask, is_causal, x)
+        if grid is None:
+            found = self.find_grid(x)
+            if isinstance(found, list):
+                return self.forward_each(x, found)
+            grid = found
         check_mask("token_mask", token_mask, x)
         x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
@@ -255,11 +334,25 @@ class Attention(nn.Module):
         local_mean = token_mean
         if self.uses_mean_query:
             mean = masked_mean(x, token_mask)
-            more["mean_query"] = self.mean_query(mean)
+            if self.q_norm is None:
+                more["mean_query"] = self.mean_query(mean)
+            else:  # a normed query is no affine function of its token
+                q = unstack(projections)[0]
+                more["mean_query"] = masked_mean(q.flatten(2), token_mask).unflatten(1, q.shape[2:])[:, None]
             local_mean = mean if token_mean is None else token_mean
         local_weight = self.local_weight(x, local_mean, token_mask)
         out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight, **more)
         return self.merge(self.apply_gate(self.add_position_bias(out, token_mask), x))
+
+    def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Images of different sizes in one batch, every one with its own map: (B, N, C) → (B, N, C), padding zero"""
+        lengths = self.lengths(grids)
+        outs = [self.forward(x[i : i + 1, :n], grid)[0] for i, (n, grid) in enumerate(zip(lengths, grids, strict=True))]
+        return pad_images(outs, x.shape[1])
+
+    def lengths(self, grids: Sequence[Grid]) -> list[int]:
+        """The tokens of images of different sizes"""
+        return [self.num_prefix_tokens + height * width for height, width in grids]
 
     def add_position_bias(self, out: Tensor, token_mask: Tensor | None) -> Tensor:
         """Adds the bias of the positional convolution to the map's tokens: (B, N, heads, d) → the same"""
@@ -278,7 +371,8 @@ class Attention(nn.Module):
 
     def merge(self, out: Tensor) -> Tensor:
         """Heads (B, N, heads, d), local terms included, through the output projection → (B, N, C)"""
-        return self.proj_drop(self.proj(out.flatten(2)))
+        out = out.flatten(2)
+        return self.proj_drop(self.proj(out if self.norm is None else self.norm(out)))
 
     # The same attention written out as a matrix, O(N²). Analyses and tests use it; models do not.
 
@@ -368,6 +462,35 @@ class FusedAttention(Attention):
                 f"of 4; choose num_heads so that dim={dim} makes such heads"
             )
         self.rope = rope
+
+    @property
+    def uses_grid(self) -> bool:
+        return self.rope or super().uses_grid
+
+    def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The images end to end, without their padding, in one call of the operation"""
+        if type(self).attend is not FusedAttention.attend or self.rope or self.position is not None:
+            return super().forward_each(x, grids)
+        lengths = self.lengths(grids)
+        own = [x[i, :n].to(product_dtype(x)) for i, n in enumerate(lengths)]
+        q, k, v = (y[0] for y in unstack(self.project(torch.cat(own)[None], (1, sum(lengths)))))
+        local_weight = None
+        if self.local is not None:
+            local_weight = self.local(torch.stack([image.mean(0) for image in own]), backend=self.backend)
+        out = linear_attention_packed(
+            q,
+            k,
+            v,
+            cu_seqlens=[0, *itertools.accumulate(lengths)],
+            grids=grids,
+            normalization=self.normalization,
+            feature_map=self.feature_map,
+            scale=self.scale,
+            local_weight=local_weight,
+            num_prefix_tokens=self.num_prefix_tokens,
+            backend=self.backend,
+        )
+        return pad_images(self.merge(out[None])[0].split(lengths), x.shape[1])
 
     def attend(
         self,

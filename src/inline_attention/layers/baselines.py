@@ -104,7 +104,9 @@ class AngularAttention(Attention):
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.conv = nn.Conv2d(num_heads, num_heads, (9, 1), padding=(4, 0), groups=num_heads, bias=False)
+        self.conv = nn.Conv2d(
+            num_heads, num_heads, (9, 1), padding=(4, 0), groups=num_heads, bias=False, **self.factory
+        )
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         v = zero_absent(v, token_mask)
@@ -136,8 +138,8 @@ class MapConv(nn.Conv2d):
     With the channels of one head, all heads share the filters. (B, N, heads, d) → the same
     """
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, channels, 5, padding=2, groups=channels)
+    def __init__(self, channels: int, **factory: Any) -> None:
+        super().__init__(channels, channels, 5, padding=2, groups=channels, **factory)
 
     def on_tokens(self, v: Tensor, grid: Grid, *, num_prefix_tokens: int) -> Tensor:
         batch, _, *heads = v.shape
@@ -162,7 +164,11 @@ class EnhancedAttention(Attention):
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.conv = MapConv(dim)
+        self.conv = MapConv(dim, **self.factory)
+
+    @property
+    def uses_grid(self) -> bool:
+        return True
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         rows = (x.unsqueeze(2) for x in (q, k, v))
@@ -198,12 +204,16 @@ class FocusedAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         if grid is None:
             raise ValueError("focused attention learns positions: pass grid=(height, width) of the token map")
-        self.position_map = nn.Parameter(torch.zeros(1, *grid, dim))
+        self.position_map = nn.Parameter(torch.zeros(1, *grid, dim, **self.factory))
         self.prefix_position = None
         if self.num_prefix_tokens:
-            self.prefix_position = nn.Parameter(torch.zeros(1, self.num_prefix_tokens, dim))
-        self.feature_scale = nn.Parameter(torch.zeros(dim))
-        self.conv = MapConv(self.head_dim)
+            self.prefix_position = nn.Parameter(torch.zeros(1, self.num_prefix_tokens, dim, **self.factory))
+        self.feature_scale = nn.Parameter(torch.zeros(dim, **self.factory))
+        self.conv = MapConv(self.head_dim, **self.factory)
+
+    @property
+    def uses_grid(self) -> bool:
+        return True
 
     def set_grid(self, grid: Grid) -> None:
         resized = resize_map(self.position_map.detach(), grid, mode="bicubic")

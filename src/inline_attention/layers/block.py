@@ -1,7 +1,7 @@
 """The pre-norm transformer block that all families share."""
 
 import torch
-from timm.layers import DropPath
+from timm.layers import DropPath, register_notrace_module
 from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +30,7 @@ class Mlp(TimmMlp):
         return self.drop2(self.fc2(self.norm(self.drop1(self.act(x)))))
 
 
+@register_notrace_module  # torch.fx records a call: what a block computes depends on sizes
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), each branch with stochastic depth.
 

@@ -1,5 +1,6 @@
 """Patch embedding as a matrix product, and position embeddings for maps of any size."""
 
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,6 +36,7 @@ class PatchConv2d(nn.Conv2d):
         return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
+@register_notrace_module
 class PatchEmbed(nn.Module):
     """Patches of an image or of a feature map, projected and normed.
 

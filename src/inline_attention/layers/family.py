@@ -59,7 +59,7 @@ class RALAAttention(Attention):
 
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "elu_plus_one", **kwargs: Any) -> None:
         super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
-        self.gate = nn.Linear(dim, dim)
+        self.gate = nn.Linear(dim, dim, **self.factory)
 
     def attend(
         self,
@@ -122,8 +122,8 @@ class PolaFormerAttention(Attention):
                 f"polaformer splits the values of a head into halves: {self.head_dim} channels, from dim={dim} and "
                 f"num_heads={num_heads}, are odd; choose num_heads so that heads are even"
             )
-        self.power = nn.Parameter(torch.zeros(dim))
-        self.gate = nn.Linear(dim, dim)
+        self.power = nn.Parameter(torch.zeros(dim, **self.factory))
+        self.gate = nn.Linear(dim, dim, **self.factory)
 
     def attend(
         self,

@@ -1,7 +1,7 @@
 """The parameters of local terms: the generator of the local residual, and a description of what an attention adds."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,13 @@ class ParameterPair(nn.Module):
     It holds parameters and is never called. Hooks, adapters and quantisers belong on the module around it.
     """
 
-    def __init__(self, weight_shape: tuple[int, ...], bias_shape: tuple[int, ...], *, fan_in: int) -> None:
+    def __init__(
+        self, weight_shape: tuple[int, ...], bias_shape: tuple[int, ...], *, fan_in: int, **factory: Any
+    ) -> None:
         super().__init__()
         self.fan_in = fan_in
-        self.weight = nn.Parameter(torch.empty(weight_shape))
-        self.bias = nn.Parameter(torch.empty(bias_shape))
+        self.weight = nn.Parameter(torch.empty(weight_shape, **factory))
+        self.bias = nn.Parameter(torch.empty(bias_shape, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -40,13 +42,15 @@ class LocalWeight(nn.Module):
     but not on the position in it, so they cost one small product a sample at any resolution.
 
     token_mean (B, dim) → local_weight (B, heads, dim / heads, 9), taps row-major
+
+    `factory` is the `device` and `dtype` of the parameters.
     """
 
-    def __init__(self, dim: int, num_heads: int) -> None:
+    def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__()
         d = dim // num_heads
-        self.fc1 = ParameterPair((num_heads, d, d), (num_heads, d), fan_in=d)
-        self.fc2 = ParameterPair((num_heads, TAPS * d, d), (num_heads, TAPS * d), fan_in=d)
+        self.fc1 = ParameterPair((num_heads, d, d), (num_heads, d), fan_in=d, **factory)
+        self.fc2 = ParameterPair((num_heads, TAPS * d, d), (num_heads, TAPS * d), fan_in=d, **factory)
 
     def forward(self, token_mean: Tensor, *, backend: Backend = "auto") -> Tensor:
         """The mean token (B, C) → local_weight (B, heads, d, 9); `backend` as of `inline_attention`"""

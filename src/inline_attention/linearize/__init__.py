@@ -1,9 +1,11 @@
 """Softmax attention of a trained model turned into a linear one: known modules, conversion, calibration, report."""
 
+from inline_attention.layers.token_grid import GridSource
+
 from . import files, own_modules, timm_modules, torchvision_modules
 from .calibration import Costs, LayerCost, calibrate, layer_costs
 from .convert import Layer, Linearization, Report, linearize, restore
-from .modules import FORMS, GridSource, LinearizedAttention, register
+from .modules import FORMS, LinearizedAttention, register
 
 __all__ = [
     "FORMS",

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from inline_attention.layers import LocalWeight
+from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
 
-from .modules import LEFT_ALONE, REGISTRY, GridSource, LinearForm, LinearizedAttention, TokenGrid
+from .modules import LEFT_ALONE, REGISTRY, LinearForm, LinearizedAttention
 
 # Adapters of libraries that need not be installed: imported once a model of theirs is here.
 _OPTIONAL_ADAPTERS = {"transformers": ".transformers_modules"}
@@ -284,8 +284,7 @@ def _looks_like_attention(module: nn.Module) -> bool:
 def _why_no_grid(source: GridSource | None, ancestors: list[nn.Module]) -> str | None:
     if source is None:
         return "no patch embedding tells the size of its token map: pass local_residual=False"
-    dropouts = (PatchDropout, PatchDropoutWithIndices)
-    if any(isinstance(m, dropouts) and m.prob > 0 for around in ancestors for m in around.children()):
+    if any(map(drops_patches, ancestors)):
         return "the model drops patches in training, which leaves no map: pass local_residual=False"
     return None
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from inline_attention.layers import LocalWeight
 from inline_attention.layers.attention import masked_mean
+from inline_attention.layers.token_grid import GridSource, TokenGrid
 from inline_attention.ops import (
     FEATURE_MAPS,
     Grid,
@@ -58,31 +59,6 @@ class LinearForm(NamedTuple):
         if feature_map is not None and feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map={feature_map!r} is unknown; expected one of {', '.join(FEATURE_MAPS)}")
         return cls(attention, feature_map or _FORMS[attention][1])
-
-
-class TokenGrid:
-    """The (height, width) of the token map in the current call.
-
-    It is a forward hook of the model's patch embedding, which knows the size of every image. The attention modules of
-    one model share it. It is an object, not a closure, so that a deep copy of the model gets a grid of its own.
-    """
-
-    def __init__(self, measure: Callable[..., Grid], num_prefix_tokens: int) -> None:
-        self.measure = measure
-        self.num_prefix_tokens = num_prefix_tokens
-        self.grid: Grid | None = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.grid = self.measure(module, args, output)
-
-
-class GridSource(NamedTuple):
-    """Where a model's token map comes from."""
-
-    module: nn.Module  # the patch embedding
-    measure: Callable[..., Grid]  # (patch embedding, its arguments, its output) → (height, width)
-    num_prefix_tokens: int
-    num_tokens: int | None  # at the size that the model was built for
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,10 @@ class WindowAttention(OwnAttention):
 
 
 @register(swin.WindowSoftmaxAttention)
-class LinearizedWindowSoftmaxAttention(WindowAttention, swin.WindowSoftmaxAttention):
+class LinearizedWindowSoftmaxAttention(WindowAttention, swin.WindowSoftmaxAttention):  # type: ignore[misc]
     """Of Swin."""
 
 
 @register(swin.MappedWindowSoftmaxAttention)
-class LinearizedMappedWindowSoftmaxAttention(WindowAttention, swin.MappedWindowSoftmaxAttention):
+class LinearizedMappedWindowSoftmaxAttention(WindowAttention, swin.MappedWindowSoftmaxAttention):  # type: ignore[misc]
     """Of Swin, with φ."""

@@ -9,9 +9,9 @@ from timm.models import eva, pvt_v2, swin_transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import Grid
+from inline_attention.layers.token_grid import GridSource, find_patches, token_mask_of
 
-from .modules import LEFT_ALONE, GridSource, LinearizedAttention, number_regions, register
+from .modules import LEFT_ALONE, LinearizedAttention, number_regions, register
 
 LEFT_ALONE.update(
     dict.fromkeys(
@@ -24,37 +24,6 @@ LEFT_ALONE.update(
         "softmax, left alone: it pools",
     )
 )
-
-
-def measure_patches(patch_embed: Any, args: tuple[Tensor, ...], output: Any) -> Grid:
-    height, width = args[0].shape[-2:]
-    rows, columns = patch_embed.dynamic_feat_size((height, width))
-    return rows, columns
-
-
-def find_patches(ancestor: Any) -> GridSource | None:
-    """The patch embedding of a vision transformer of timm."""
-    patch_embed: Any = getattr(ancestor, "patch_embed", None)
-    prefix = getattr(ancestor, "num_prefix_tokens", None)
-    if prefix is None or not hasattr(patch_embed, "dynamic_feat_size"):
-        return None
-    patches = getattr(patch_embed, "num_patches", None)
-    return GridSource(patch_embed, measure_patches, prefix, None if patches is None else prefix + patches)
-
-
-def token_mask_of(attn_mask: Tensor | None, is_causal: bool, x: Tensor) -> Tensor | None:
-    """The mask over keys (B, N) that a mask of timm stands for. ValueError for one that depends on the query."""
-    if is_causal:
-        raise ValueError("a linearised attention cannot be causal: call the model without is_causal")
-    if attn_mask is None:
-        return None
-    if attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
-        raise ValueError(
-            f"attn_mask has shape {tuple(attn_mask.shape)}; a linearised attention takes a mask over keys alone, "
-            f"(B, 1, 1, {x.shape[1]})"
-        )
-    keys = attn_mask[:, 0, 0].expand(x.shape[0], -1)
-    return keys if keys.dtype == torch.bool else keys == 0  # an additive mask is 0 or −inf
 
 
 class TimmAttention(LinearizedAttention):

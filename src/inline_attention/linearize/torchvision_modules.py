@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.vision_transformer import EncoderBlock, VisionTransformer
 
+from inline_attention.layers.token_grid import GridSource
 from inline_attention.ops import Grid
 
-from .modules import GridSource, LinearizedAttention, register
+from .modules import LinearizedAttention, register
 
 
 def measure_output(conv: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Grid:

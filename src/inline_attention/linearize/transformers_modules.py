@@ -13,8 +13,9 @@ from transformers.models.dinov2 import modeling_dinov2
 from transformers.models.siglip import modeling_siglip
 from transformers.models.vit import modeling_vit
 
-from .modules import LEFT_ALONE, GridSource, LinearizedAttention, register
-from .timm_modules import token_mask_of
+from inline_attention.layers.token_grid import GridSource, token_mask_of
+
+from .modules import LEFT_ALONE, LinearizedAttention, register
 from .torchvision_modules import measure_output
 
 NAME = "inline_attention_linearized"

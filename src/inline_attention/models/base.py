@@ -68,6 +68,14 @@ def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:
     return value.unflatten(1, grid)
 
 
+def check_image(x: Tensor, in_chans: int) -> None:
+    if x.ndim != 4 or x.shape[1] != in_chans:
+        raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {in_chans}, H, W)")
+
+
+torch.fx.wrap("check_image")  # a node of its own for torch.fx, which cannot look at shapes
+
+
 class VisionModel(nn.Module):
     """The base of every family.
 
@@ -111,13 +119,9 @@ class VisionModel(nn.Module):
         head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
         self.head = head.train(self.training)
 
-    def check_image(self, x: Tensor) -> None:
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W)")
-
     def embed_images(self, x: Tensor, sizes: Tensor | None) -> Tensor:
         """Embeds the patches of images (B, in_chans, H, W). Pixels beyond the border of a padded image are zero."""
-        self.check_image(x)
+        check_image(x, self.in_chans)
         if sizes is not None and sizes.shape != (x.shape[0], 2):
             raise ValueError(f"sizes has shape {tuple(sizes.shape)}; expected (height, width) of {x.shape[0]} images")
         return self.patch_embed(zero_padding(x, sizes, channels="first"))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models import register_model
 from torch import Tensor, nn
 
@@ -133,6 +134,7 @@ class CSwinBlock(Block):
         return self.attn(self.norm1(x), grid, token_mean=masked_mean(x, token_mask), token_mask=token_mask)
 
 
+@register_notrace_module
 class ConvEmbed(nn.Module):
     """Overlapping patches: (B, in_chans, H, W) → (B, ceil(H/4), ceil(W/4), dim)"""
 

@@ -32,6 +32,8 @@ from .base import (
 from .published import PUBLISHED, Published, share_link
 from .shipped import SHIPPED
 
+torch.fx.wrap("resize_map")  # a node of its own for torch.fx: what it does depends on sizes
+
 
 class DeiT(VisionModel):
     """A plain vision transformer with a class token.

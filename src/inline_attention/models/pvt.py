@@ -103,6 +103,9 @@ class PatchDownsample(nn.Module):
         return self.embed(x.permute(0, 3, 1, 2))
 
 
+torch.fx.wrap("resize_map")  # a node of its own for torch.fx: what it does depends on sizes
+
+
 class PVTStage(Stage):
     """A stage with a position embedding, interpolated to the map."""
 

@@ -1,12 +1,14 @@
 """Builds models with timm's builder and registry. Our own loader reads the published weights."""
 
+import contextlib
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import timm
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models._builder import resolve_pretrained_cfg
@@ -76,11 +78,14 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
     configuration) work as for timm's own models.
     """
 
-    def create(**options: Any) -> ModelT:
+    def create(*, device: Any = None, dtype: torch.dtype | None = None, **options: Any) -> ModelT:
+        fixed = {name: options.pop(name) for name in FIXED if name in options}
         check_argument_names(cls, options)
-        model = cls(**options)
+        with contextlib.nullcontext() if device is None else torch.device(device):
+            model = cls(**options)
+        check_fixed(model, fixed)
         model.config = options
-        return model
+        return model if dtype is None else model.to(dtype)
 
     overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
@@ -113,6 +118,33 @@ def _shipped_file(name: str) -> str:
             "and load a file of your own with load_weights"
         )
     return str(file)
+
+
+# Arguments of timm's models that have one value here. A script may pass that value; any other is refused.
+FIXED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "attn_drop_rate": (
+        lambda model: 0.0,
+        "linear attention never forms the weights that it would drop; use proj_drop_rate or drop_path_rate",
+    ),
+    "class_token": (
+        lambda model: getattr(model, "num_prefix_tokens", 0) > 0,
+        "the family decides it; global_pool='avg' takes the mean of the map in any family",
+    ),
+    "dynamic_img_size": (lambda model: True, "images of any size are taken in every call"),
+    "dynamic_img_pad": (lambda model: True, "sides that are no multiple of the stride are padded"),
+    "output_stride": (
+        lambda model: model.feature_info[-1]["reduction"],
+        "there is no dilated form; features_only=True with out_indices gives the finer maps",
+    ),
+}
+
+
+def check_fixed(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """ValueError for an argument of timm whose value is not the one that a model has."""
+    for name, value in given.items():
+        of_model, why = FIXED[name]
+        if value != of_model(model):
+            raise ValueError(f"{name}={value!r}; expected {of_model(model)!r} of {type(model).__name__}: {why}")
 
 
 def check_argument_names(build: Callable[..., object], names: Iterable[str]) -> None:

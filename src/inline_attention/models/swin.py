@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models import register_model
 from torch import Tensor, nn
 
@@ -73,7 +74,7 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         index = rows[:, None, :, None] * (2 * self.window[1] - 1) + columns[None, :, None, :]
         return table[index.flatten(2).flatten(0, 1)].permute(2, 0, 1)
 
-    def forward(
+    def forward(  # type: ignore[override]  # a window is no layer of timm's models
         self,
         x: Tensor,
         grid: Grid,
@@ -155,6 +156,7 @@ class SwinBlock(Block):
         return plan.merge(out, batch=x.shape[0], sizes=sizes).flatten(1, 2)
 
 
+@register_notrace_module
 class PatchMerging(nn.Module):
     """Concatenates four neighbours, norms and projects: (B, H, W, C) → (B, ceil(H/2), ceil(W/2), 2C)"""
 

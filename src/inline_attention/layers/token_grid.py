@@ -1,0 +1,168 @@
+"""How an attention inside another library's model learns the size of the token map, and which tokens are present.
+
+timm's blocks pass tokens (B, N, C) and no size, and N does not determine it. The patch embedding knows it in every
+call. So a hook there remembers it, and the attentions of the model read it.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import PatchDropout, PatchDropoutWithIndices
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from inline_attention.ops import Grid
+
+
+class TokenGrid:
+    """The (height, width) of the token map in the current call.
+
+    It is a forward hook of the model's patch embedding, which knows the size of every image. The attention modules of
+    one model share it. It is an object, not a closure, so that a deep copy of the model gets a grid of its own.
+    """
+
+    def __init__(self, measure: Callable[..., Grid], num_prefix_tokens: int) -> None:
+        self.measure = measure
+        self.num_prefix_tokens = num_prefix_tokens
+        self.grid: Grid | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.grid = self.measure(module, args, output)
+
+
+class GridSource(NamedTuple):
+    """Where a model's token map comes from."""
+
+    module: nn.Module  # the patch embedding
+    measure: Callable[..., Grid]  # (patch embedding, its arguments, its output) → (height, width)
+    num_prefix_tokens: int
+    num_tokens: int | None  # at the size that the model was built for
+
+
+def measure_patches(patch_embed: Any, args: tuple[Tensor, ...], output: Any) -> Grid:
+    height, width = args[0].shape[-2:]
+    rows, columns = patch_embed.dynamic_feat_size((height, width))
+    return rows, columns
+
+
+def find_patches(ancestor: Any) -> GridSource | None:
+    """The patch embedding of a vision transformer of timm."""
+    patch_embed: Any = getattr(ancestor, "patch_embed", None)
+    prefix = getattr(ancestor, "num_prefix_tokens", None)
+    if prefix is None or not hasattr(patch_embed, "dynamic_feat_size"):
+        return None
+    patches = getattr(patch_embed, "num_patches", None)
+    return GridSource(patch_embed, measure_patches, prefix, None if patches is None else prefix + patches)
+
+
+def drops_patches(model: nn.Module) -> bool:
+    """Whether a model drops patches in training, which leaves no map."""
+    dropouts = (PatchDropout, PatchDropoutWithIndices)
+    return any(isinstance(child, dropouts) and child.prob > 0 for child in model.children())
+
+
+def token_mask_of(attn_mask: Tensor | None, is_causal: bool, x: Tensor) -> Tensor | None:
+    """The mask over keys (B, N) that a mask of timm stands for. ValueError for one that depends on the query."""
+    if is_causal:
+        raise ValueError("a linear attention cannot be causal: call the model without is_causal")
+    if attn_mask is None:
+        return None
+    if attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
+        raise ValueError(
+            f"attn_mask has shape {tuple(attn_mask.shape)}; a linear attention takes a mask over keys alone, "
+            f"(B, 1, 1, {x.shape[1]}); for timm's NaFlexVit pass use_key_only_attn_mask=True"
+        )
+    keys = attn_mask[:, 0, 0].expand(x.shape[0], -1)
+    return keys if keys.dtype == torch.bool else keys == 0  # an additive mask is 0 or −inf
+
+
+# Attentions that timm builds, as `attn_layer`. They are made before the model that they belong to is complete.
+
+
+class ModelGrid:
+    """The token map of a timm model in the current call: a hook of its patch embedding, `patch_embed` or `embeds`.
+
+    `grid` is a (height, width), or a list of one for every image of a NaFlexVit that gets patches.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self.grid: Grid | list[Grid] | None = None
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return self.model.num_prefix_tokens  # asked in each call: a distilled DeiT sets it after its blocks are built
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        coordinates = kwargs.get("patch_coord")
+        if coordinates is not None:
+            self.grid = measure_naflex(coordinates, kwargs.get("patch_valid"))
+        elif isinstance(output, tuple):  # NaFlexEmbeds return the grid
+            self.grid = (output[1][0], output[1][1])
+        else:
+            self.grid = measure_patches(module, args, output)
+
+
+def measure_naflex(coordinates: Tensor, valid: Tensor | None) -> list[Grid]:
+    """(height, width) of every image, from the rows and columns of its patches (B, N, 2) and which are there (B, N).
+
+    The patches must be maps row by row, with the padding after them, as timm's collation makes them.
+    """
+    if valid is None:
+        valid = torch.ones_like(coordinates[..., 0], dtype=torch.bool)
+    height, width = (coordinates.masked_fill(~valid[..., None], 0).amax(1) + 1).unbind(1)
+    index = torch.arange(coordinates.shape[1], device=coordinates.device)
+    inside = index < (height * width)[:, None]
+    expected = torch.stack([index // width[:, None], index % width[:, None]], -1)
+    is_map = ((coordinates == expected).all(-1) | ~inside).all(1) & (valid == inside).all(1)
+    sizes = torch.stack([height, width, is_map.to(height.dtype)], 1).tolist()  # the host waits once
+    for image, (rows, columns, whole) in enumerate(sizes):
+        if not whole:
+            raise ValueError(
+                f"the patches of image {image} are not a map of {rows}×{columns} row by row with the padding after "
+                "it, which a local residual needs; build the attention with local_residual=False"
+            )
+    return [(rows, columns) for rows, columns, _ in sizes]
+
+
+_waiting: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_handle: RemovableHandle | None = None
+
+
+def wait_for_model(attention: Any) -> None:
+    """Gives `attention.model_grid` its value once the attention becomes a part of a timm model.
+
+    Nothing that timm passes leads from an attention to its model. PyTorch tells when a module gets a child, and is
+    asked only while an attention waits.
+    """
+    global _handle
+    _waiting.add(attention)
+    if _handle is None:
+        _handle = register_module_module_registration_hook(_connect)
+
+
+def _connect(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Called by PyTorch before `child` becomes a part of `parent`."""
+    global _handle
+    embeds: Any = getattr(parent, "embeds", None) or getattr(parent, "patch_embed", None)
+    if child is None or not hasattr(embeds, "dynamic_feat_size") or not hasattr(parent, "num_prefix_tokens"):
+        return
+    found = [module for module in child.modules() if module in _waiting]
+    on_map: list[Any] = [module for module in found if module.uses_grid]
+    if on_map and drops_patches(parent):
+        raise ValueError(
+            f"{type(parent).__name__} drops patches in training, which leaves no map for the local residual: "
+            "set patch_drop_rate=0, or local_residual=False of the attention"
+        )
+    if on_map:
+        grid = ModelGrid(parent)
+        embeds.register_forward_hook(grid, with_kwargs=True)
+        for module in on_map:
+            module.model_grid = grid
+    _waiting.difference_update(found)
+    if found and not _waiting and _handle is not None:
+        _handle.remove()
+        _handle = None

@@ -22,6 +22,7 @@ COMMANDS = {
     "models": "table of the models",
     "info": "cost of a model by stage",
     "train": "train a model; without arguments a small one, in about a minute",
+    "linearize": "turn a pretrained softmax transformer into a linear one",
     "eval": "evaluate a model on images with known classes",
     "predict": "classify images",
     "segment": "semantic segmentation: train, eval, predict, models",

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from inline_attention.models.base import VisionModel
+from inline_attention.models.base import VisionModel, input_shape
 
 Format = Literal["onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("onnx", "pt2")
@@ -33,15 +33,15 @@ class Exported(NamedTuple):
     checks: list[Check]
 
 
-def _example(model: VisionModel, img_size: tuple[int, int], *, batch: int) -> Tensor:
+def _example(model: nn.Module, img_size: tuple[int, int], *, batch: int) -> Tensor:
     reference = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(batch, model.in_chans, *img_size, generator=generator)
+    x = torch.randn(batch, input_shape(model)[0], *img_size, generator=generator)
     return x.to(device=reference.device, dtype=reference.dtype)
 
 
 def export_model(
-    model: VisionModel,
+    model: nn.Module,
     path: str | Path,
     *,
     format: Format = "onnx",
@@ -52,13 +52,13 @@ def export_model(
     """Writes a model to a file and compares the file's output with the model's.
 
     Args:
-        model: in eval mode.
+        model: of this library, or a linearised one of timm, in eval mode.
         path: of the file to write.
         format: "onnx" (needs the `export` extra) or "pt2", which `torch.export.load` reads.
         img_size: (height, width) of the input. Default: the model's. With `dynamic_size` it is the size that the graph
             is traced at, and no side may be smaller than the model's `minimum_size()`.
         dynamic_batch: any number of images.
-        dynamic_size: any height and width, from the model's `minimum_size()` on.
+        dynamic_size: any height and width, from the model's `minimum_size()` on. Models of timm have one size.
 
     Returns:
         The path, the inputs it covers, and the largest difference from the model: at the exported size, and at another
@@ -72,9 +72,12 @@ def export_model(
         for package in ("onnxscript", "onnxruntime"):
             _require(package)
     path = Path(path)
-    height, width = img_size or model.img_size
-    covers = f"{'any number of' if dynamic_batch else '1'} × {model.in_chans} × "
+    channels, *own_size = input_shape(model)
+    height, width = img_size or own_size
+    covers = f"{'any number of' if dynamic_batch else '1'} × {channels} × "
     if dynamic_size:
+        if not isinstance(model, VisionModel):
+            raise ValueError(f"{type(model).__name__} is a model of timm, which is exported at one size")
         smallest = model.minimum_size()
         if img_size is not None and min(img_size) < smallest:
             raise ValueError(

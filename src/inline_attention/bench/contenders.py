@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from inline_attention.layers import Attention, InLineAttention
 from inline_attention.models import create_model, list_models
+from inline_attention.models.base import resize_input
 from inline_attention.models.weights import open_model
 from inline_attention.ops import Backend, Grid
 from inline_attention.ops.projections import unstack
@@ -184,7 +185,7 @@ def build_model(name: str, img_size: Size) -> nn.Module:
     if not Path(name).is_file():
         return create_model(name, img_size=img_size)
     model = open_model(None, name)
-    model.set_input_size(img_size)
+    resize_input(model, img_size)
     return model
 
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli import CommandParser
 from inline_attention.printing import say, say_text
@@ -19,6 +19,14 @@ def configure_training(
     """data, recipe: help texts. task: imports the task. It is called only when the task is needed."""
     parser.usage = f"{parser.prog} [RECIPE] [key=value ...] [options]"
     parser.add_argument("arguments", nargs="*", metavar="[RECIPE] [key=value ...]", help=f"{recipe}; then settings")
+    add_run_options(parser, data=data)
+    parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
+    if isinstance(parser, CommandParser):
+        parser.more_help = lambda: describe_settings(task())
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, data: str) -> None:
+    """The options of every command that trains."""
     parser.add_argument("--data", metavar="PATH", help=data)
     parser.add_argument("--output", metavar="DIR", help="run folder (default: runs/RECIPE-TIME)")
     parser.add_argument("--resume", metavar="auto|PATH", help="continue the run in --output, or one elsewhere")
@@ -26,9 +34,6 @@ def configure_training(
     parser.add_argument("--deterministic", action="store_true", help="use deterministic algorithms only")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the best available")
     parser.add_argument("--print-config", action="store_true", help="show every setting and exit")
-    parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
-    if isinstance(parser, CommandParser):
-        parser.more_help = lambda: describe_settings(task())
 
 
 def describe_settings(task: "type[Task]") -> str:
@@ -71,7 +76,9 @@ def run_training(args: argparse.Namespace, *, task: "type[Task]", describe_outco
             say(f"{name:<{max(map(len, names))}}  {describe_recipe(name, task.recipes)}")
         return 0
     recipe, overrides = split_settings(args.arguments)
-    plan = plan_run(recipe, task=task, overrides=overrides, flags=_flags(args), output=args.output, resume=args.resume)
+    plan = plan_run(
+        recipe, task=task, overrides=overrides, flags=run_flags(args), output=args.output, resume=args.resume
+    )
     if args.print_config:
         say_text(settings.to_yaml(plan.config).rstrip("\n"))
         return 0
@@ -86,8 +93,9 @@ def run_training(args: argparse.Namespace, *, task: "type[Task]", describe_outco
     return 0
 
 
-def _flags(args: argparse.Namespace) -> dict[str, object]:
-    flags: dict[str, object] = {}
+def run_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the options of `add_run_options` stand for."""
+    flags: dict[str, Any] = {}
     if args.data is not None:
         flags["data"] = {"path": args.data}
     if args.seed is not None:

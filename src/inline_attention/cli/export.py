@@ -25,13 +25,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from inline_attention.export import TOLERANCE, export_model
+    from inline_attention.models.base import resize_input
     from inline_attention.models.weights import architecture, open_model
 
     torch.manual_seed(0)
     model = open_model(args.name, args.weights, num_classes=args.num_classes)
     img_size = parse_size(args.img_size)
     if img_size is not None and not args.dynamic_size:
-        model.set_input_size(img_size)
+        resize_input(model, img_size)
     exported = export_model(
         model.eval(),
         args.output or Path(f"{architecture(model)}.{args.format}"),

@@ -21,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import torch
 
+    from inline_attention.models.base import VisionModel
     from inline_attention.models.profile import profile
     from inline_attention.models.weights import architecture, open_model
 
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         with torch.device("meta"):
             model = open_model(args.name, None)
+    if not isinstance(model, VisionModel):
+        raise ValueError(f"{architecture(model)} is a model of timm: only models of this library tell their stages")
     img_size = parse_size(args.img_size) or model.img_size
     costs = profile(model, img_size=img_size)
     if args.json:

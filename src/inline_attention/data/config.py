@@ -59,6 +59,7 @@ class DataConfig(LoaderConfig):
     """
 
     path: str = "digits"
+    labels: bool = True  # False: a folder's images at any depth, whatever their folders are called
     num_classes: int | None = None  # required for WebDataset shards, which do not list their classes
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the default
     target_key: str | None = None  # hfds/, tfds/: the column of the label

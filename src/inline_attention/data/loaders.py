@@ -145,23 +145,36 @@ class Data:
         return self
 
 
-def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> Data:
-    """Open both splits. Raises ValueError if something is wrong with the configuration or the data."""
+def open_data(
+    config: DataConfig,
+    *,
+    class_names: list[str] | None = None,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Data:
+    """Open both splits. Raises ValueError if something is wrong with the configuration or the data.
+
+    Args:
+        class_names: the classes of a model. Labels are matched to them by name. None: those of the data.
+    """
     config.validate()
     if is_stream(config.path):
-        train, class_names = _open_train_stream(config, seed=seed, rank=rank, world_size=world_size)
-        val = open_eval_data(config, rank=rank, world_size=world_size)
-        if val.class_names != class_names:
+        train, names = _open_train_stream(config, class_names=class_names, seed=seed, rank=rank, world_size=world_size)
+        val = open_eval_data(config, class_names=class_names, rank=rank, world_size=world_size)
+        if val.class_names != names:
             raise ValueError(f"splits {config.train_split!r} and {config.val_split!r} have different classes")
     else:
         train_source, val_source = (open_source(config, split) for split in (config.train_split, config.val_split))
         check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
-        class_names = train_source.class_names
-        if val_source.class_names != class_names:  # labels without names: the split may lack the last ones
-            val_source = RelabelledSource(val_source, class_names)
+        names = class_names or train_source.class_names
+        if train_source.class_names != names:
+            train_source = RelabelledSource(train_source, names)
+        if val_source.class_names != names:  # also if labels have no names: the split may lack the last ones
+            val_source = RelabelledSource(val_source, names)
         train = _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size)
         val = _eval_loader(val_source, config=config, rank=rank, world_size=world_size)
-    return Data(train, val, class_names, in_chans=config.in_chans)
+    return Data(train, val, names, in_chans=config.in_chans)
 
 
 def open_eval_data(
@@ -245,20 +258,25 @@ def _train_loader(
 
 
 def _open_train_stream(
-    config: DataConfig, *, seed: int, rank: int, world_size: int
+    config: DataConfig, *, class_names: list[str] | None, seed: int, rank: int, world_size: int
 ) -> tuple[TrainLoader[RawBatch, Batch], list[str]]:
     stream = Stream(config, config.train_split, training=True, seed=seed, rank=rank, world_size=world_size)
     _check_even(stream.batch_size, config)
     steps = stream.num_samples // (stream.batch_size * world_size)
     loader = TrainLoader(
-        StreamLoader(StreamDataset(stream), stream, steps=steps, workers=config.resolved_workers(world_size)),
+        StreamLoader(
+            StreamDataset(stream, model_classes=class_names),
+            stream,
+            steps=steps,
+            workers=config.resolved_workers(world_size),
+        ),
         prefetcher=ImagePrefetcher(config),
         batch_size=stream.batch_size,
         steps_per_epoch=steps,
         skipped=_skipped_images(config, stream.num_samples),
         exact_resume=False,
     )
-    return loader, stream.class_names
+    return loader, class_names or stream.class_names
 
 
 def _check_even(batch_size: int, config: DataConfig) -> None:

@@ -27,6 +27,8 @@ from inline_attention.data.decode import MAX_BYTES, UnreadableImage, open_file
 
 IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
 
+HELD_OUT = 10  # of a folder of images without splits, every so many are for validation
+
 _logger = logging.getLogger(__name__)
 
 
@@ -59,6 +61,8 @@ def open_source(config: DataConfig, split: str) -> Source:
             f"{config.train_split!r} and {config.val_split!r}, or digits, hfds/NAME, wds/FOLDER, tfds/NAME"
         )
     folder, archive, tar = root / split, root / f"{split}.zip", root / f"{split}.tar"
+    if not config.labels and (paths := _unlabelled(config, split)):
+        return FilesSource(paths)
     if archive.is_file():
         return ZipSource(archive, root / f"{split}_map.txt", names_from=root / f"{config.train_split}_map.txt")
     if tar.is_file() or any(folder.glob("*.tar")):
@@ -70,6 +74,22 @@ def open_source(config: DataConfig, split: str) -> Source:
         f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
         "Name the splits with data.train_split and data.val_split (inline eval: --split)."
     )
+
+
+def _unlabelled(config: DataConfig, split: str) -> list[Path]:
+    """The images of a split, whatever their folders are called; none if the split is an archive or missing.
+
+    A folder without splits is divided: every tenth image is for validation.
+    """
+    root = Path(config.path)
+    if (root / split).is_dir():
+        return find_images([root / split])
+    names = (config.train_split, config.val_split)
+    if any((root / f"{name}{ending}").exists() for name in names for ending in ("", ".zip", ".tar")):
+        return []
+    paths = find_images([root])
+    is_val = split == config.val_split
+    return [path for number, path in enumerate(paths) if (number % HELD_OUT == 0) == is_val]
 
 
 def _is_split(path: Path) -> bool:

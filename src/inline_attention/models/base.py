@@ -236,6 +236,23 @@ class VisionModel(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
+def input_shape(model: nn.Module) -> tuple[int, int, int]:
+    """(channels, height, width) of the images that a model of this library or of timm was built for."""
+    if isinstance(model, VisionModel):
+        return model.in_chans, *model.img_size
+    described: Any = model
+    channels, *size = described.pretrained_cfg["input_size"]
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size  # PVT's embedding takes any size
+    height, width = to_pair(tuple(size))
+    return getattr(model, "in_chans", channels), height, width
+
+
+def resize_input(model: nn.Module, img_size: int | Sequence[int]) -> None:
+    """Resizes what depends on the input size in a model of this library or of timm."""
+    if hasattr(model, "set_input_size"):  # nothing in PVT v2 depends on it
+        model.set_input_size(to_pair(img_size))  # type: ignore[operator]  # timm's contract
+
+
 class Stage(nn.Module):
     """A downsampling and the blocks after it. Subclasses may add something in between."""
 

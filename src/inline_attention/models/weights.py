@@ -74,8 +74,8 @@ def load_model(source: str | os.PathLike[str], model: nn.Module | None = None) -
     return model
 
 
-def open_model(name: str | None, weights: str | None, *, num_classes: int | None = None) -> VisionModel:
-    """Returns a model of this library by its name, by its weights, or by both.
+def open_model(name: str | None, weights: str | None, *, num_classes: int | None = None) -> nn.Module:
+    """Returns a model of this library, or a linearised one of timm, by its name, by its weights, or by both.
 
     Args:
         weights: a file or its http(s) URL, "pretrained" for the published weights, or None for random ones.
@@ -91,7 +91,7 @@ def open_model(name: str | None, weights: str | None, *, num_classes: int | None
         model = restore(open_checkpoint(path), origin=str(path), name=name)
         if num_classes not in (None, model.num_classes):
             raise ValueError(f"num_classes={num_classes}, but {path} has {model.num_classes} classes")
-    if not isinstance(model, VisionModel):
+    if not isinstance(model, VisionModel) and not hasattr(model, "linearization"):
         raise ValueError(f"{name} is a model of timm, not one of this library; `inline models` lists those")
     return model
 
@@ -244,13 +244,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
     `load_model` rebuilds the model from such a file. `read_metadata` returns the metadata.
     """
     target = unwrap_model(model)
-    entries = {"format": "pt", schema.LIBRARY: f"inline_attention {__version__}"}
-    if isinstance(target, VisionModel) and hasattr(target, "config"):  # built by create_model
-        entries[schema.ARCHITECTURE] = architecture(target)
-        entries[schema.ARGUMENTS] = json.dumps(target.config)
-        entries[schema.CHANGES] = json.dumps(target.changes())
-    for conversion in schema.CONVERSIONS.values():
-        entries.update(conversion.describe(target))
+    entries = describe_model(target)
     for key, value in (metadata or {}).items():
         if key in entries or not isinstance(value, str):
             raise ValueError(f"metadata {key!r}: {value!r}; expected a string, under none of the keys {list(entries)}")
@@ -276,6 +270,18 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
     return path
 
 
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """The metadata from which `load_model` builds the model again: its name, its arguments, its conversions."""
+    entries = {"format": "pt", schema.LIBRARY: f"inline_attention {__version__}"}
+    if isinstance(model, VisionModel) and hasattr(model, "config"):  # built by create_model
+        entries[schema.ARCHITECTURE] = architecture(model)
+        entries[schema.ARGUMENTS] = json.dumps(model.config)
+        entries[schema.CHANGES] = json.dumps(model.changes())
+    for conversion in schema.CONVERSIONS.values():
+        entries.update(conversion.describe(model))
+    return entries
+
+
 def _open_source(source: Source, *, ema: bool | None) -> tuple[Checkpoint, str]:
     """The checkpoint, and its name in errors."""
     if isinstance(source, Mapping):
@@ -288,8 +294,8 @@ def _open_source(source: Source, *, ema: bool | None) -> tuple[Checkpoint, str]:
     return open_checkpoint(path, ema=ema), str(path)
 
 
-def architecture(model: VisionModel) -> str:
-    """The name that the model is registered under."""
+def architecture(model: nn.Module) -> str:
+    """The name that a model of this library or of timm is registered under."""
     cfg: Any = model.pretrained_cfg  # timm's builder sets it
     return cfg["architecture"]
 

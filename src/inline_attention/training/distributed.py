@@ -101,10 +101,16 @@ def rank_device(name: str) -> torch.device:
 
 @contextmanager
 def join_ranks(device_name: str) -> Iterator[Ranks]:
-    """Join the process group of torchrun's environment variables, and leave it at the end. Without them: one rank."""
+    """Join the process group of torchrun's environment variables, and leave it at the end. Without them: one rank.
+
+    A block inside another one uses the group of the outer block.
+    """
     device = rank_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if is_distributed():
+        yield Ranks(device, rank=dist.get_rank(), world_size=dist.get_world_size())
+        return
     if "RANK" not in os.environ:
         yield Ranks(device)
         return

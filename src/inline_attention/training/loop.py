@@ -49,9 +49,9 @@ class NonFiniteLoss(ValueError):
 
 def train(plan: Plan) -> Outcome:
     """Carry out a plan: train, evaluate, and write the run folder. Under torchrun every rank calls this."""
-    config = plan.config
-    with stop_on_signals() as request, join_ranks(config.device) as ranks:
+    with stop_on_signals() as request, join_ranks(plan.config.device) as ranks:
         plan = ranks.broadcast(plan)  # the name of the default folder contains the time
+        config = plan.loop_settings
         with (
             FileLock(plan.folder / LOCK) as lock,
             Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter,
@@ -71,9 +71,9 @@ class Trainer:
     """One rank of a run: builds everything a plan names, resumes if there is a checkpoint, and trains with `fit`."""
 
     def __init__(self, plan: Plan, *, ranks: Ranks, reporter: Reporter, request: StopRequest) -> None:
-        config = self.config = plan.config
+        config = self.config = plan.loop_settings
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
-        self.task = plan.task(config)
+        self.task = plan.task(plan.config)
         self.data = self.task.open_data(ranks)
         batch_size = self.data.train.batch_size
         if batch_size != config.data.batch_size:
@@ -350,8 +350,9 @@ class Trainer:
         epochs = self.schedule.total_steps / self.steps_per_epoch
         precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.amp_dtype]
         compiled = "" if self.compile_mode is None else f", compile mode {self.compile_mode}"
+        classes = f"{len(self.data.class_names)} classes, " if self.data.class_names else ""
         self.reporter.note(
-            f"{self.task.title}: {trained / 1e6:.2f}M trained parameters, {len(self.data.class_names)} classes, "
+            f"{self.task.title}: {trained / 1e6:.2f}M trained parameters, {classes}"
             f"{self.schedule.total_steps} updates of {config.global_batch(ranks.world_size)} images "
             f"({round(epochs, 2):g} epochs), {ranks.world_size} × {ranks.device.type}, {precision}{compiled}"
         )

@@ -122,11 +122,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def records(self) -> list[dict[str, Any]]:
         """The records in metrics.jsonl, without damaged lines (a kill may cut one short)."""
-        return [record for line in self._lines() if (record := _parse_record(line)) is not None]
-
-    def _lines(self) -> list[bytes]:
-        path = self.folder / METRICS
-        return path.read_bytes().splitlines() if path.exists() else []
+        return read_records(self.folder)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         if self.active:
@@ -203,7 +199,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         kept: list[bytes] = []
         aside: list[bytes] = []
         damaged = 0
-        lines = self._lines()
+        lines = _lines(self.folder)
         for line in lines:
             record = _parse_record(line)
             damaged += record is None
@@ -217,6 +213,16 @@ class Reporter(AbstractContextManager["Reporter"]):
                 file.writelines(aside)
         if lines:  # even if nothing moved: the last line may lack its newline
             write_atomically(self.folder / METRICS, b"".join(kept))
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records in metrics.jsonl, without damaged lines (a kill may cut one short)."""
+    return [record for line in _lines(folder) if (record := _parse_record(line)) is not None]
+
+
+def _lines(folder: Path) -> list[bytes]:
+    path = folder / METRICS
+    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:

@@ -32,6 +32,10 @@ class Plan:
     checkpoint: Path | None = None  # the checkpoint to resume from; None: the newest of `source`, if there is one
     changes: tuple[str, ...] = ()  # settings that differ from those of the resumed run
 
+    @property
+    def loop_settings(self) -> LoopConfig:
+        return self.task.loop_settings(self.config)
+
 
 def plan_run(
     recipe: str | None = None,
@@ -69,7 +73,10 @@ def plan_run(
         source, checkpoint = _resume_source(Path(resume))
     text = (source / CONFIG).read_text(encoding="utf-8", errors="replace")
     # The run may have been started by another version of the package, with other settings.
-    values, unknown = settings.drop_unknown(task.defaults(), read_yaml(text, str(source / CONFIG)))
+    saved = read_yaml(text, str(source / CONFIG))
+    values, unknown = settings.drop_unknown(task.defaults(), saved)
+    if foreign := [name for name in unknown if isinstance(saved.get(name), Mapping)]:
+        raise ValueError(f"{source} holds a run of another command: its {CONFIG} has the section {foreign[0]}")
     before = settings.update(task.defaults(), values)
     if recipe is not None and _recipe_name(recipe) != before.recipe:
         raise ValueError(

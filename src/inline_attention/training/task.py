@@ -94,6 +94,11 @@ class Task(ABC):
     def defaults() -> LoopConfig:
         """The default configuration, which recipes change."""
 
+    @staticmethod
+    def loop_settings(config: Any) -> LoopConfig:
+        """The settings that the loop follows, if they are not those of the configuration as it is."""
+        return config
+
     def __init__(self, config: Any) -> None:
         """config: an instance of the type of `defaults()`."""
         self.config = config

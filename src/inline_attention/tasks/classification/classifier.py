@@ -12,7 +12,7 @@ from inline_attention.data import DataConfig
 from inline_attention.models import create_model
 from inline_attention.models._checkpoint import errors_name, open_checkpoint
 from inline_attention.models._download import local_path
-from inline_attention.models.base import VisionModel, to_pair
+from inline_attention.models.base import input_shape, resize_input
 from inline_attention.models.registry import find_family
 from inline_attention.models.schema import annotations_of, check_values, read_description
 from inline_attention.models.shipped import shipped_weights
@@ -63,13 +63,13 @@ def load_classifier(
             options["img_size"] = list(img_size)
         model = restore(checkpoint, origin=str(path), name=name, arguments=options)
         description = read_description(checkpoint.info)
-        if img_size is not None and isinstance(model, VisionModel):
-            model.set_input_size(img_size)
+        if img_size is not None:
+            resize_input(model, img_size)
     origin = weights or str(name)
-    in_chans = model.in_chans if isinstance(model, VisionModel) else options.get("in_chans", 3)
+    in_chans, *own_size = input_shape(model)
     with errors_name(origin):
         data = _preparation(model, description.preprocessing if description else {}, in_chans=in_chans)
-        data = replace(data, img_size=_input_size(model, options), in_chans=in_chans)
+        data = replace(data, img_size=list(img_size or own_size), in_chans=in_chans)
         class_names = _class_names(model, description.class_names if description else None)
     if eval_transform is not None:
         data = replace(data, eval_transform=eval_transform)
@@ -84,12 +84,6 @@ def model_name(model: nn.Module) -> str:
 def _pretrained_cfg(model: nn.Module) -> dict[str, Any]:
     """timm's description of the published model. timm's builder stores it in every model."""
     return model.pretrained_cfg  # type: ignore[return-value]
-
-
-def _input_size(model: nn.Module, arguments: Mapping[str, Any]) -> list[int]:
-    if isinstance(model, VisionModel):
-        return list(model.img_size)
-    return list(to_pair(arguments.get("img_size", _pretrained_cfg(model)["input_size"][1:])))
 
 
 def preprocessing(config: DataConfig) -> str:

@@ -53,8 +53,7 @@ def evaluate(
     counts = _Counts(len(loader.class_names), device=device)
     start = time.perf_counter()
     with evaluation_mode(model):
-        for batch in _in_step(loader, device=device):
-            images = _padded(batch.images, to=_batch_shape(loader))
+        for images, batch in padded_batches(loader, device=device):
             with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
                 logits = model(images)
             _check_classes(logits, loader)
@@ -117,6 +116,12 @@ class _Counts:
             per_class=per_class,
             confusion=None if self._confusion is None else self._confusion.cpu().view(shape),
         )
+
+
+def padded_batches(loader: EvalLoader, *, device: torch.device) -> Iterator[tuple[Tensor, Batch]]:
+    """The images of each batch, padded to one shape, and the batch itself; the same number of them on every rank."""
+    for batch in _in_step(loader, device=device):
+        yield _padded(batch.images, to=_batch_shape(loader)), batch
 
 
 def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:

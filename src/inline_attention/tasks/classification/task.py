@@ -50,6 +50,8 @@ class Classification(Task):
 
     def open_data(self, ranks: Ranks) -> Data:
         config = self.config
+        if not config.data.labels:
+            raise ValueError("data.labels=false: a classifier learns from labels; `inline linearize` needs none")
         self.data = open_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
         return self.data.to(ranks.device)

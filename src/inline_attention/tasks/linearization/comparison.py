@@ -1,0 +1,113 @@
+"""How near the outputs of a linearised model are to those of its teacher, and how good its features are."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inline_attention.data import EvalLoader
+from inline_attention.layers.mode import evaluation_mode
+from inline_attention.tasks.classification.evaluation import padded_batches
+from inline_attention.training.distributed import is_distributed
+
+# The protocol of DINO's k-NN classifier.
+NEIGHBOURS, TEMPERATURE = 20, 0.07
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """A model beside its teacher, over the images of all ranks, in per cent."""
+
+    images: int
+    cosine: float  # of logits or features, averaged over the images (and over their tokens, if outputs have any)
+    agreement: float | None = None  # share of images with the teacher's most probable class; None without a head
+    top1: float | None = None  # None without a head or without labels
+
+    def figures(self) -> dict[str, float]:
+        named = {"cosine": self.cosine, "agreement": self.agreement, "top1": self.top1, "images": self.images}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@torch.no_grad()
+def compare_outputs(
+    model: nn.Module,
+    teacher: nn.Module,
+    loader: EvalLoader,
+    *,
+    device: torch.device,
+    amp_dtype: torch.dtype | None = None,
+    labelled: bool,
+) -> Nearness:
+    """Run both models over the loader. In a process group every rank calls this and gets the same result.
+
+    labelled: whether the loader's labels are classes of the teacher.
+    """
+    loader.to(device)
+    has_head = bool(teacher.num_classes)  # timm's contract
+    sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    with evaluation_mode(model), evaluation_mode(teacher):
+        for images, batch in padded_batches(loader, device=device):
+            count = len(batch.images)
+            with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+                ours, theirs = (network(images)[:count].float() for network in (model, teacher))
+            cosine = F.cosine_similarity(ours, theirs, dim=-1).view(count, -1).mean(1) if count else ours.new_zeros(0)
+            added = [cosine.sum(), ours.new_tensor(count)]
+            if has_head:
+                best = ours.argmax(-1)
+                added += [(best == theirs.argmax(-1)).sum(), (best == batch.targets).sum()]
+            sums[: len(added)] += torch.stack(added).to(sums)
+    if is_distributed():
+        dist.all_reduce(sums)
+    total, images_seen, agreed, correct = sums.tolist()
+    if not images_seen:
+        raise ValueError(f"nothing to compare: none of the {loader.num_images} images could be read")
+    return Nearness(
+        images=int(images_seen),
+        cosine=100 * total / images_seen,
+        agreement=100 * agreed / images_seen if has_head else None,
+        top1=100 * correct / images_seen if has_head and labelled else None,
+    )
+
+
+@torch.no_grad()
+def extract_features(
+    model: nn.Module, loader: EvalLoader, *, device: torch.device, amp_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The outputs of a model without a head as rows of length one, (images, channels), and the labels (images,)"""
+    loader.to(device)
+    rows, labels = [], []
+    with evaluation_mode(model):
+        for batch in loader:
+            with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+                features = model(batch.images).float()
+            if features.ndim > 2:  # a model that does not pool: (B, …, C)
+                features = features.flatten(1, -2).mean(1)
+            rows.append(F.normalize(features, dim=1))
+            labels.append(batch.targets)
+    return torch.cat(rows), torch.cat(labels)
+
+
+def neighbours_top1(
+    known: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor], *, num_classes: int, chunk: int = 1024
+) -> float:
+    """Accuracy in per cent of a vote of the nearest `known` features, weighted by exp(cosine / TEMPERATURE).
+
+    known, asked: features and labels as `extract_features` returns them.
+    """
+    features, labels = known
+    correct = 0
+    for rows, expected in zip(asked[0].split(chunk), asked[1].split(chunk), strict=True):
+        nearest = (rows @ features.T).topk(min(NEIGHBOURS, len(features)), dim=1)
+        votes = rows.new_zeros(len(rows), num_classes)
+        votes.scatter_add_(1, labels[nearest.indices], (nearest.values / TEMPERATURE).exp())
+        correct += int((votes.argmax(1) == expected).sum())
+    return 100 * correct / len(asked[0])
+
+
+def relative_error(out: Tensor, expected: Tensor) -> Tensor:
+    """The squared error of each sample relative to the size of what is expected, averaged over the batch: ()"""
+    out, expected = out.float(), expected.float()
+    error, size = (x.square().flatten(1).sum(1) for x in (out - expected, expected))
+    return (error / size.clamp(min=torch.finfo(torch.float32).tiny)).mean()

@@ -1,0 +1,72 @@
+"""The settings of `inline linearize`."""
+
+from dataclasses import dataclass, field
+
+from inline_attention.data import DataConfig
+from inline_attention.linearize.modules import LinearForm
+from inline_attention.training.config import BackboneConfig, LoopConfig, check_setting
+
+RECIPES = "tasks/linearization/recipes"
+AUTOMATIC = "auto:"  # how the number of softmax layers that are to be chosen is written
+
+
+@dataclass(frozen=True)
+class StudentConfig(BackboneConfig):
+    """The teacher, a model of this library or of timm with its weights, and what its softmax becomes."""
+
+    name: str = ""  # of the teacher; not needed if its weights file names it
+    weights: str | None = "pretrained"  # of the teacher: "pretrained", or a file
+    attention: str = "tangent"  # or "inline", "linear", "mala"
+    feature_map: str | None = None  # of all but "tangent"; None: the published one
+    local_residual: bool = True
+    keep_softmax: list[str] = field(default_factory=list)  # names of attentions that stay as they are; or auto:K
+    kept: list[str] | None = None  # filled in: the names that keep_softmax means
+    start: str | None = None  # filled in: the weights of the stage before
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_setting("model.weights", self.weights, self.weights is not None, '"pretrained" or a file of the teacher')
+        LinearForm.parse(self.attention, self.feature_map)
+        if self.chooses_layers and len(self.keep_softmax) > 1:
+            raise ValueError(f"model.keep_softmax={self.keep_softmax}: expected names, or {AUTOMATIC}K alone")
+
+    @property
+    def chooses_layers(self) -> bool:
+        return any(name.startswith(AUTOMATIC) for name in self.keep_softmax)
+
+
+@dataclass(frozen=True)
+class MatchConfig:
+    """Stage 1: every linear attention learns the output of the softmax it replaces, on the teacher's inputs."""
+
+    steps: int = 240  # updates; 0: no such stage
+    lr: float = 5e-4  # absolute
+
+    def __post_init__(self) -> None:
+        check_setting("match.steps", self.steps, self.steps >= 0, "0 or more")
+        check_setting("match.lr", self.lr, self.lr > 0, "a positive rate")
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Stage 2: the whole student learns the teacher's output."""
+
+    enabled: bool = True  # False: no such stage
+    labels: float = 0.1  # share of the labels in the loss, if the teacher has a head and the data have labels
+    temperature: float = 2.0  # of both softmaxes; a model without a head has none
+
+    def __post_init__(self) -> None:
+        check_setting("distill.labels", self.labels, 0 <= self.labels <= 1, "a share in [0, 1]")
+        check_setting("distill.temperature", self.temperature, self.temperature > 0, "a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearizationConfig(LoopConfig):
+    """The configuration of both stages. `optim` and `schedule` are those of stage 2."""
+
+    recipe: str = "linearize"
+    model: StudentConfig = field(default_factory=StudentConfig)
+    # The user must give a path. Size and preparation are the teacher's.
+    data: DataConfig = field(default_factory=lambda: DataConfig(path="", img_size=None))
+    match: MatchConfig = field(default_factory=MatchConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)

@@ -1,0 +1,182 @@
+"""The stages of linearising: one run folder each, and one weights file at the end.
+
+DIR/
+  match/                run folder of stage 1
+  distill/              run folder of stage 2
+  student.safetensors   the best weights of the last stage
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inline_attention.data import open_eval_data
+from inline_attention.linearize import linearize
+from inline_attention.models._download import atomic_path
+from inline_attention.models.schema import ARCHITECTURE
+from inline_attention.models.weights import describe_model, save_weights
+from inline_attention.tasks.linearization.config import LinearizationConfig
+from inline_attention.tasks.linearization.task import (
+    Distillation,
+    LabelledDistillation,
+    Linearization,
+    LogitDistillation,
+    Matching,
+    data_for,
+    load_teacher,
+    make_student,
+    student_metadata,
+)
+from inline_attention.training.distributed import join_ranks
+from inline_attention.training.loop import train
+from inline_attention.training.report import SUMMARY
+from inline_attention.training.run_folder import CHECKPOINTS, CONFIG, Plan, plan_run
+
+MATCH, DISTILL = "match", "distill"  # folders of the stages
+STUDENT = "student.safetensors"
+CALIBRATION_IMAGES = 256  # that decide which layers auto:K keeps
+# Settings of the student, which a run cannot change once it has begun.
+FIXED = ("name", "weights", "kwargs", "attention", "feature_map", "local_residual", "keep_softmax")
+
+
+@dataclass(frozen=True)
+class LinearizationPlan:
+    """A run of both stages before it starts."""
+
+    folder: Path
+    config: LinearizationConfig
+    changes: tuple[str, ...] = ()  # settings that differ from those of the resumed run
+    stages: tuple[tuple[str, type[Linearization]], ...] = ()  # with the names of their folders; filled in by `prepare`
+
+    def weights(self, stage: str) -> Path:
+        return self.folder / stage / CHECKPOINTS / "best.safetensors"
+
+    @property
+    def student(self) -> Path:
+        return self.folder / STUDENT
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run."""
+
+    plan: LinearizationPlan
+    signal: int = 0  # the signal that stopped the run after saving; 0: the student is complete
+    is_first_rank: bool = True
+
+
+def plan_linearization(
+    recipe: str | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    output: str | None = None,
+    resume: str | None = None,
+) -> LinearizationPlan:
+    """Plan both stages. Writes nothing.
+
+    Args:
+        recipe, overrides, flags, output: as in `plan_run`.
+        resume: "auto" for what is in `output`, or the folder to continue. Complete stages are left as they are.
+    """
+    if resume == "auto" and output is None:
+        raise ValueError("--resume auto continues what is in --output: give --output DIR too")
+    place = output if resume in (None, "auto") else resume
+    if resume == place and place is not None and Path(place).name in (MATCH, DISTILL):
+        place = str(Path(place).parent)  # the folder of a stage, which its messages name
+    begun: list[Path] = []
+    if place is not None:
+        if (Path(place) / CONFIG).exists():
+            raise ValueError(f"{place} holds a run of another command: expected a folder of `inline linearize`")
+        begun = [path for name in (DISTILL, MATCH) if ((path := Path(place, name)) / CONFIG).exists()]
+    if begun and resume is None:
+        raise ValueError(f"{place} already holds a run: continue it with --resume auto, or give another --output")
+    if not begun and resume not in (None, "auto"):
+        raise ValueError(f"--resume {resume}: expected a folder of `inline linearize`, with {MATCH} or {DISTILL} in it")
+    source = str(begun[0]) if begun else None
+    plan = plan_run(recipe, task=Matching, overrides=overrides, flags=flags, output=place, resume=source)
+    fixed = tuple(f"model.{name}{end}" for name in FIXED for end in ("=", "."))
+    if changed := [change for change in plan.changes if change.startswith(fixed)]:
+        raise ValueError(
+            f"{place} was begun with another model: {', '.join(changed)}. Leave that out, or give another --output"
+        )
+    config: Any = plan.config
+    config = replace(config, model=replace(config.model, start=None))  # stage 2 was read, and stage 1 comes first
+    return LinearizationPlan(plan.folder if place is None else Path(place), config, plan.changes)
+
+
+def prepare(
+    plan: LinearizationPlan, *, device: torch.device, log: Callable[[str], None] = lambda text: None
+) -> LinearizationPlan:
+    """Choose the layers that stay softmax and the stages. ValueError if teacher and settings do not go together."""
+    config = plan.config
+    if not config.data.path:
+        raise ValueError(f"no data: {Linearization.data_hint}")
+    teacher = load_teacher(config)
+    if config.model.kept is None and config.model.chooses_layers:
+        log(f"choosing the layers that stay softmax, on up to {CALIBRATION_IMAGES} images")
+        config = replace(config, model=replace(config.model, kept=choose_layers(config, device=device)))
+    student, report = make_student(teacher.model, config.model, seed=config.seed)
+    if ARCHITECTURE not in describe_model(student):
+        raise ValueError(f"a file could not say how to build this {config.model.name}: see the warning above")
+    log(str(report))
+    stages: list[tuple[str, type[Linearization]]] = []
+    if config.match.steps:
+        stages.append((MATCH, Matching))
+    if config.distill.enabled:
+        of_classifier = LabelledDistillation if config.data.labels else LogitDistillation
+        stages.append((DISTILL, of_classifier if teacher.model.num_classes else Distillation))
+    return replace(plan, config=config, stages=tuple(stages))
+
+
+def choose_layers(config: LinearizationConfig, *, device: torch.device) -> list[str]:
+    """The attentions that model.keep_softmax=[auto:K] means, measured on training images."""
+    wanted, teacher = config.model, load_teacher(config)
+    data = replace(data_for(teacher, config), val_split=config.data.train_split)
+    loader = open_eval_data(data, max_images=CALIBRATION_IMAGES)
+    loader.to(device)
+    report = linearize(
+        teacher.model.to(device),
+        attention=wanted.attention,
+        feature_map=wanted.feature_map,
+        local_residual=False,
+        keep_softmax=wanted.keep_softmax[0],
+        images=[batch.images for batch in loader],
+    )
+    return [layer.name for layer in report.layers if not layer.is_linear]
+
+
+def run_linearization(plan: LinearizationPlan, *, log: Callable[[str], None] = lambda text: None) -> Result:
+    """Run the stages that are not complete, and write the student's file. Under torchrun every rank calls this.
+
+    log: gets lines of text, on rank 0.
+    """
+    with join_ranks(plan.config.device) as ranks:
+        plan = ranks.decide(lambda: prepare(plan, device=ranks.device, log=log))
+        config = plan.config
+        for stage, task in plan.stages:
+            folder = plan.folder / stage
+            is_complete = ranks.decide((folder / SUMMARY).exists)
+            if plan.changes or not is_complete:
+                outcome = train(Plan(task, config, folder, source=folder, changes=plan.changes))
+                if outcome.signal:
+                    return Result(plan, outcome.signal, ranks.is_first)
+            config = replace(config, model=replace(config.model, start=str(plan.weights(stage))))
+        ranks.decide(lambda: write_student(plan))
+        return Result(plan, is_first_rank=ranks.is_first)
+
+
+def write_student(plan: LinearizationPlan) -> None:
+    """Copy the weights of the last stage. Without any stage: write those that were carried over."""
+    if plan.stages:
+        with atomic_path(plan.student) as temporary:
+            shutil.copyfile(plan.weights(plan.stages[-1][0]), temporary)
+    else:
+        teacher = load_teacher(plan.config)
+        student, _ = make_student(teacher.model, plan.config.model, seed=plan.config.seed)
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        save_weights(student, plan.student, metadata=student_metadata(teacher, plan.config))

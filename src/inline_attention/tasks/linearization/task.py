@@ -1,0 +1,267 @@
+"""Linearising as tasks of the training engine: match each layer to the softmax it replaces, then distil the whole.
+
+The teacher is a model of this library or of timm. It is not part of the student, so no checkpoint stores it. Its
+outputs are computed again for every batch.
+"""
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import timm.layers
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inline_attention.data import Batch, Data, DataConfig, Mixup, open_data
+from inline_attention.data.seeding import derive_seed
+from inline_attention.linearize import Report, linearize
+from inline_attention.linearize.convert import linearized_modules
+from inline_attention.models.schema import CLASS_NAMES, PREPROCESSING
+from inline_attention.models.weights import describe_model, load_weights
+from inline_attention.optimize import optimize
+from inline_attention.tasks.classification.classifier import Classifier, load_classifier, model_name, preprocessing
+from inline_attention.tasks.linearization.comparison import compare_outputs, relative_error
+from inline_attention.tasks.linearization.config import RECIPES, LinearizationConfig, StudentConfig
+from inline_attention.training.distributed import Ranks
+from inline_attention.training.loop import choose_precision
+from inline_attention.training.optim import freeze_layers
+from inline_attention.training.task import Evaluation, Headline, Task
+
+SAVE_STEPS = 100  # updates between two checkpoints of stage 1
+
+
+def load_teacher(config: LinearizationConfig) -> Classifier:
+    """The teacher, the names of its classes, and how its images are prepared. ValueError if it has no weights."""
+    wanted = config.model
+    if not wanted.name and wanted.weights == "pretrained":
+        raise ValueError("no teacher: name a model of this library or of timm, or give a file with --weights")
+    drop_path = {} if wanted.drop_path is None else {"drop_path_rate": wanted.drop_path}
+    try:
+        return load_classifier(
+            wanted.name or None,
+            wanted.weights,
+            img_size=None if config.data.img_size is None else config.data.size,
+            arguments={**drop_path, **wanted.kwargs},
+        )
+    except TypeError as error:
+        raise ValueError(f"model {wanted.name} cannot be built with {wanted.kwargs}: {error}") from error
+    except (RuntimeError, ValueError) as error:  # timm raises a RuntimeError for a model without weights
+        if wanted.weights != "pretrained":
+            raise
+        raise ValueError(f"{error}. Or give a file of the teacher with --weights") from error
+
+
+def data_for(teacher: Classifier, config: LinearizationConfig) -> DataConfig:
+    """The data of a run, with images of the teacher's size, prepared as the teacher's were."""
+    prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "eval_transform", "crop_pct")
+    return replace(config.data, **{name: getattr(teacher.data, name) for name in prepared})
+
+
+def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tuple[nn.Module, Report]:
+    """A linearised copy of the teacher, and what was done to its layers."""
+    student = deepcopy(teacher)
+    torch.manual_seed(derive_seed("weights", seed))  # of the local residual's first layer
+    report = linearize(
+        student,
+        attention=wanted.attention,
+        feature_map=wanted.feature_map,
+        local_residual=wanted.local_residual,
+        keep_softmax=wanted.keep_softmax if wanted.kept is None else wanted.kept,
+        arguments=wanted.kwargs,
+    )
+    return student, report
+
+
+def student_metadata(teacher: Classifier, config: LinearizationConfig) -> dict[str, str]:
+    """What a student's file says besides how to build it."""
+    num_classes: int = teacher.model.num_classes  # type: ignore[assignment]  # timm's contract
+    names = teacher.class_names
+    if names is None:  # as predictions call them
+        names = [str(label) for label in range(num_classes)]
+    return {CLASS_NAMES: json.dumps(names), PREPROCESSING: preprocessing(teacher.data), "recipe": config.recipe}
+
+
+class Linearization(Task):
+    """What the stages share: the data, the teacher, and the student made from it."""
+
+    recipes = RECIPES
+    default_recipe = "linearize"
+    data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/…; with --no-labels, any folder of images"
+    fixed_shapes = True
+
+    config: LinearizationConfig
+    data: Data
+
+    @staticmethod
+    def defaults() -> LinearizationConfig:
+        return LinearizationConfig()
+
+    @property
+    def title(self) -> str:
+        return f"linearised {model_name(self.teacher)}"
+
+    @property
+    def has_head(self) -> bool:
+        return bool(self.teacher.num_classes)
+
+    def open_data(self, ranks: Ranks) -> Data:
+        config = self.config
+        self.classifier = load_teacher(config)
+        self.teacher: Any = self.classifier.model.to(ranks.device).eval().requires_grad_(False)
+        self.amp_dtype = choose_precision(config.run.precision, ranks.device)
+        try:
+            self.data = open_data(
+                data_for(self.classifier, config),
+                class_names=self.classifier.class_names if config.data.labels else None,
+                seed=config.seed,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+            )
+        except ValueError as error:
+            if config.data.labels and Path(config.data.path).is_dir():
+                raise ValueError(f"{error}. Any images will do with --no-labels") from error
+            raise
+        if config.data.labels and self.has_head and self.data.num_classes != self.teacher.num_classes:
+            raise ValueError(
+                f"{config.data.path} has {self.data.num_classes} classes and the teacher {self.teacher.num_classes}, "
+                "whose names are not known: give the teacher's classes, or --no-labels"
+            )
+        self.mixup = Mixup(config.data, num_classes=max(1, self.data.num_classes), seed=config.seed)
+        return self.data.to(ranks.device)
+
+    def build_model(self) -> nn.Module:
+        wanted = self.config.model
+        self.student, _ = make_student(self.classifier.model, wanted, seed=self.config.seed)
+        if wanted.start is not None:
+            load_weights(self.student, wanted.start)
+        return self.student.requires_grad_(True)
+
+    def describe(self) -> dict[str, str]:
+        return {**describe_model(self.student), **student_metadata(self.classifier, self.config)}
+
+    def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
+        labelled = self.config.data.labels
+        result = compare_outputs(
+            model, self.teacher, self.data.val, device=device, amp_dtype=amp_dtype, labelled=labelled
+        )
+        return Evaluation(result.figures())
+
+
+class Matching(Linearization):
+    """Stage 1. Each linear attention learns the output of the softmax that it replaces.
+
+    In training, an attention passes on what the teacher's would have given. So all layers get the teacher's inputs, and
+    learn at the same time. Everything but the attentions is frozen. In evaluation, the student is on its own.
+    """
+
+    headline = Headline("cosine", "cosine to the teacher")
+    summary_figures: ClassVar[tuple[str, ...]] = ("cosine",)
+
+    @staticmethod
+    def loop_settings(config: LinearizationConfig) -> LinearizationConfig:
+        """Its own length and rate. It may last many short epochs, so it is evaluated once, and saved by updates."""
+        steps, saving = config.match.steps, config.checkpoint
+        return replace(
+            config,
+            optim=replace(config.optim, lr=config.match.lr, rate_batch=None),
+            schedule=replace(config.schedule, steps=steps, warmup_steps=0, cooldown_epochs=0),
+            checkpoint=replace(saving, every_epochs=steps, every_steps=saving.every_steps or SAVE_STEPS),
+            log=replace(config.log, eval_epochs=steps),
+        )
+
+    def build_model(self) -> nn.Module:
+        student = super().build_model().requires_grad_(False)
+        for module in student.modules():
+            if isinstance(module, timm.layers.DropPath):
+                module.drop_prob = 0.0  # the teacher's inputs, undisturbed
+        self.errors: list[Tensor] = []
+        for name, module in linearized_modules(student).items():
+            module.requires_grad_(True)
+            softmax = self.teacher.get_submodule(name)
+            module.register_forward_hook(partial(self.compare_layer, softmax), with_kwargs=True)
+        return student
+
+    def compare_layer(
+        self, softmax: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> Tensor:
+        """A forward hook: record the error of a linear attention, and return the output of softmax instead."""
+        if not module.training:
+            return out
+        with torch.no_grad():
+            expected = softmax(*args, **kwargs)
+        self.errors.append(relative_error(out, expected))
+        return expected
+
+    def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
+        self.errors.clear()
+        forward(batch.images)
+        return {"layers": torch.stack(self.errors).mean()}
+
+
+class Distillation(Linearization):
+    """Stage 2 of a model without a head: the student learns the teacher's features, those of all tokens."""
+
+    headline = Headline("cosine", "cosine to the teacher")
+    summary_figures: ClassVar[tuple[str, ...]] = ("cosine",)
+
+    def build_model(self) -> nn.Module:
+        wanted, student = self.config.model, super().build_model()
+        if not self.has_head:  # timm's forward is forward_head(forward_features(x))
+            self.teacher.forward_head = student.forward_head = _every_token  # type: ignore[assignment]
+        if wanted.checkpointing:
+            student.set_grad_checkpointing(True)  # type: ignore[operator]  # timm's contract
+        freeze_layers(student, wanted.freeze)
+        if self.config.run.compile:
+            optimize(self.teacher, mode="default")
+        return student
+
+    def taught(self, images: Tensor) -> Tensor:
+        """The teacher's outputs, in float32."""
+        with torch.no_grad(), torch.autocast(images.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+            return self.teacher(images).float()
+
+    def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
+        images, _ = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)
+        return {"features": relative_error(forward(images), self.taught(images))}
+
+
+class LogitDistillation(Distillation):
+    """Stage 2 of a classifier, without labels: the student learns the teacher's probabilities."""
+
+    headline = Headline("agreement", "agreement with the teacher")
+    summary_figures = ("agreement", "cosine")
+
+    def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
+        images, _ = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)
+        return {"teacher": self.divergence(forward(images), self.taught(images))}
+
+    def divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
+        """The divergence of the student's probabilities from the teacher's, with gradients of the usual size."""
+        temperature = self.config.distill.temperature
+        ours, theirs = (F.log_softmax(x.float() / temperature, dim=1) for x in (logits, taught))
+        return temperature**2 * F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
+
+
+class LabelledDistillation(LogitDistillation):
+    """Stage 2 of a classifier, with labels for a share of the loss, and ranked by accuracy."""
+
+    headline = Headline("top1", "top-1")
+    summary_figures = ("top1", "agreement", "cosine")
+
+    def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
+        images, targets = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)
+        logits, share = forward(images), self.config.distill.labels
+        return {
+            "teacher": (1 - share) * self.divergence(logits, self.taught(images)),
+            "class": share * F.cross_entropy(logits.float(), targets),
+        }
+
+
+def _every_token(features: Tensor, pre_logits: bool = False) -> Tensor:
+    """Takes the place of a model's `forward_head`."""
+    return features

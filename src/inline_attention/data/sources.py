@@ -66,9 +66,11 @@ def open_source(config: DataConfig, split: str) -> Source:
     if folder.is_dir():
         return FolderSource(folder)
     there = sorted({p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)})
+    alone = root / config.train_split
+    divided = f" A validation split is made for --data {alone}." if split == config.val_split and alone.is_dir() else ""
     raise ValueError(
         f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
-        "Name the splits with data.train_split and data.val_split (inline eval: --split)."
+        f"Name the splits with data.train_split and data.val_split (inline eval: --split).{divided}"
     )
 
 
@@ -169,18 +171,18 @@ class FolderSource:
         # Sample numbers, and with them every random draw, follow the plain order of the names.
         labels = sorted(range(len(names)), key=names.__getitem__)
         found = [find_files(folder / names[label], IMAGE_EXTENSIONS) for label in labels]
-        self._labels = np.repeat(labels, [len(paths) for paths in found])
-        if len(self._labels) == 0:
+        self.labels = np.repeat(labels, [len(paths) for paths in found])
+        if len(self.labels) == 0:
             raise ValueError(f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
-        _check_every_class_has_images(self._labels, self.class_names, where=f"folder {str(folder)!r}")
+        check_every_class_has_images(self.labels, self.class_names, where=f"folder {str(folder)!r}")
         start = len(os.path.join(folder, ""))
         self._paths = PackedStrings(path[start:] for paths in found for path in paths)
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open_file(self.path(index)), int(self._labels[index])
+        return open_file(self.path(index)), int(self.labels[index])
 
     def path(self, index: int) -> str:
         return os.path.join(self._root, self._paths[index])
@@ -218,7 +220,7 @@ class ZipSource:
         count = int(labels.max()) + 1
         self.class_names, self.named = _folder_names(paths, labels, count=count)
         if named_by == names_from:
-            _check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
+            check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
         if named_by != map_file:
             paths, labels = _read_map(map_file, num_classes=count)
         try:
@@ -495,7 +497,7 @@ def _folder_names(paths: list[str], labels: np.ndarray, *, count: int) -> tuple[
     return [str(label) for label in range(count)], False
 
 
-def _check_every_class_has_images(labels: np.ndarray, class_names: list[str], *, where: str) -> None:
+def check_every_class_has_images(labels: np.ndarray, class_names: list[str], *, where: str) -> None:
     counts = np.bincount(labels, minlength=len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty:

@@ -59,7 +59,8 @@ def train(plan: Plan) -> Outcome:
             ranks.decide(lambda: check_plan(plan, lock))
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
-                ranks.decide(lambda: claim_folder(plan, ranks, lock, notify=reporter.note))
+                files = trainer.task.start_files()
+                ranks.decide(lambda: claim_folder(plan, ranks, lock, notify=reporter.note, files=files))
                 try:
                     return trainer.fit()
                 finally:
@@ -74,6 +75,7 @@ class Trainer:
         config = self.config = plan.config
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
         self.task = plan.task(config)
+        self.task.resumed_run = plan.source
         self.data = self.task.open_data(ranks)
         batch_size = self.data.train.batch_size
         if batch_size != config.data.batch_size:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from inline_attention.data import Batch, Data, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
+from inline_attention.data.tables import SPLIT, with_split_of
 from inline_attention.models.registry import create_model
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
@@ -30,7 +31,7 @@ MAX_DRAWN_CLASSES = 50  # the cells of larger matrices would be too small
 class Classification(Task):
     recipes = RECIPES
     default_recipe = "quickstart"
-    data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
+    data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/…, or CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")
     summary_figures = ("top1", "top5")
     fixed_shapes = True
@@ -50,9 +51,13 @@ class Classification(Task):
 
     def open_data(self, ranks: Ranks) -> Data:
         config = self.config
-        self.data = open_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        data = with_split_of(self.resumed_run, config.data)
+        self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
         return self.data.to(ranks.device)
+
+    def start_files(self) -> dict[str, bytes]:
+        return {} if self.data.table is None else {SPLIT: self.data.table.to_csv()}
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -423,7 +423,7 @@ def test_unfreezing_when_a_run_continues(tmp_path: Path, capsys: pytest.CaptureF
     run(tmp_path / "run", "schedule.epochs=1", "model.freeze=1", "optim.layer_decay=0.8")
     before = _runs.weights(tmp_path / "run")["patch_embed.proj.weight"]
     run(tmp_path / "run", "schedule.epochs=2", "model.freeze=0", "optim.layer_decay=0.8", resume="auto")
-    assert "parameters were frozen before: they start without moments in the optimizer" in capsys.readouterr().out
+    assert "parameters start without moments: they were frozen before" in capsys.readouterr().out
     assert not torch.equal(_runs.weights(tmp_path / "run")["patch_embed.proj.weight"], before)
     run(tmp_path / "run", "schedule.epochs=3", "model.freeze=2", resume="auto")
     assert "were frozen before" not in capsys.readouterr().out

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import timm.optim
 import yaml
 
 from inline_attention.data import LoaderConfig
@@ -22,6 +23,10 @@ from inline_attention.training.schedule import Schedule, ScheduleKind
 def check_setting(setting: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise ValueError(f"{setting}={value}: expected {expected}")
+
+
+# Optimizers of other packages (bitsandbytes, apex), and those that need second derivatives.
+_OTHER_OPTIMIZERS = ["bnb*", "fused*", "adahessian"]
 
 
 @dataclass(frozen=True)
@@ -43,28 +48,38 @@ class BackboneConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW. Rates are per `rate_batch` images and grow linearly with the global batch."""
+    """The optimizer. Rates are per `rate_batch` images and grow linearly with the global batch."""
 
+    name: str = "adamw"  # or another of timm's factory: sgd, lamb, lion, muon, adan, …
     lr: float = 5e-4
     rate_batch: int | None = 512  # None: rates are absolute, whatever the batch
     weight_decay: float = 0.05  # not for biases, norms and the parameters in the model's no_weight_decay()
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, ...] | None = None  # null: the optimizer's own; (0.9, 0.999) for adamw
+    eps: float | None = None  # null: the optimizer's own; 1e-8 for adamw
+    momentum: float = 0.9  # of optimizers that have one, such as sgd and muon
     layer_decay: float | None = None  # each layer group has this times the rate of the next group
     clip_norm: float | None = 5.0
     accumulate: int = 1  # batches per update; part of the global batch
 
     def __post_init__(self) -> None:
         clip, decay = self.clip_norm, self.layer_decay
+        known = timm.optim.list_optimizers(exclude_filters=_OTHER_OPTIMIZERS)
+        if self.name not in known:
+            close = difflib.get_close_matches(self.name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else "."
+            raise ValueError(f"optim.name={self.name} is not known{meant} Known: {', '.join(known)}")
+        has_betas = self.betas is None or timm.optim.get_optimizer_info(self.name).has_betas
+        check_setting("optim.betas", self.betas, has_betas, f"null: {self.name} has none")
         check_setting("optim.lr", self.lr, self.lr > 0, "a positive rate")
         check_setting(
             "optim.rate_batch", self.rate_batch, self.rate_batch is None or self.rate_batch >= 1, "1 or more, or null"
         )
         check_setting("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
         check_setting(
-            "optim.betas", list(self.betas), all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"
+            "optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas or ()), "numbers in [0, 1), or null"
         )
-        check_setting("optim.eps", self.eps, self.eps > 0, "a positive number")
+        check_setting("optim.eps", self.eps, self.eps is None or self.eps > 0, "a positive number, or null")
+        check_setting("optim.momentum", self.momentum, 0 <= self.momentum < 1, "a factor in [0, 1)")
         check_setting("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")
         check_setting("optim.clip_norm", clip, clip is None or clip > 0, "a positive norm, or null for no clipping")
         check_setting("optim.accumulate", self.accumulate, self.accumulate >= 1, "1 or more")
@@ -199,6 +214,8 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_setting("seed", self.seed, 0 <= self.seed < 2**63, "a number from 0 to 2^63 - 1")
+        if self.run.strategy == "fsdp" and self.optim.name != "adamw":
+            raise ValueError(f"run.strategy=fsdp shards adamw only, not optim.name={self.optim.name}: use ddp")
 
     def global_batch(self, world_size: int) -> int:
         """Images per update."""

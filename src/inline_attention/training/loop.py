@@ -341,7 +341,7 @@ class Trainer:
         if saved.step and not self.data.train.exact_resume:
             note("streamed data: the epoch starts again at its first image, and ends as early as it would have")
         if fresh:
-            note(f"{len(fresh)} parameters were frozen before: they start without moments in the optimizer")
+            note(f"{len(fresh)} parameters start without moments: they were frozen before, or had another optimizer")
         note(f"continuing from {checkpoint}: epoch {saved.epoch + 1}, {saved.updates} updates done")
         if plan.changes:
             note(f"with other settings than before: {', '.join(plan.changes)}")

@@ -34,7 +34,7 @@ class Subject:
     def step(self) -> None:
         self.optimizer.backward(self.model(torch.ones(2, 6)).square().sum())
         self.optimizer.step(rate=1e-2)
-        self.average.update()
+        self.average.update(0)
 
     def saved(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer, "average": self.average}

@@ -1,6 +1,7 @@
 import pytest
 import timm.optim
 import torch
+from timm.utils import ModelEmaV3
 
 from inline_attention import create_model
 from inline_attention.training.config import OptimConfig
@@ -167,13 +168,24 @@ def test_average_of_the_weights() -> None:
     with torch.no_grad():
         model.weight.fill_(1.0)
     average = WeightAverage(model, decay=0.75)
-    for value in (3.0, 5.0):
+    for step, value in enumerate((3.0, 5.0)):
         with torch.no_grad():
             model.weight.fill_(value)
-        average.update()
+        average.update(step)
     # ((1 · ¾ + 3 · ¼) · ¾ + 5 · ¼)
     assert torch.allclose(average.average["weight"], torch.full((1, 2), 2.375))
     with average.in_place():
         assert torch.allclose(model.weight, torch.full((1, 2), 2.375))
     assert torch.equal(model.weight, torch.full((1, 2), 5.0))
     assert torch.allclose(average.average["weight"], torch.full((1, 2), 2.375))
+
+
+def test_the_warm_up_of_the_average_is_timms() -> None:
+    model = torch.nn.Linear(2, 1)
+    ours, theirs = WeightAverage(model, decay=0.8, warmup=True), ModelEmaV3(model, decay=0.8, use_warmup=True)
+    for step in range(30):
+        with torch.no_grad():
+            model.weight.fill_(float(step % 7))
+        ours.update(step)
+        theirs.update(model, step=step + 1)
+        assert torch.allclose(ours.average["weight"], theirs.module.weight)

@@ -71,6 +71,8 @@ class Progress:
     best: float | None = None  # highest value of the task's headline figure, in per cent
     best_epoch: int | None = None
     bad_steps: int = 0  # updates skipped for a non-finite gradient
+    stale: int = 0  # evaluations since the best one
+    plateaus: int = 0  # how often `schedule.patience` evaluations were stale; the plateau schedule drops at each
 
     @classmethod
     def from_saved(cls, values: Mapping[str, Any]) -> "Progress":

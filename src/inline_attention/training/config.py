@@ -100,7 +100,10 @@ class ScheduleConfig:
     power: float = 1.0  # poly schedule
     drop_epochs: float = 30  # step schedule: epochs between two drops
     drop_at: tuple[float, ...] = ()  # step schedule: drops at these epochs (or steps) instead
-    drop_factor: float = 0.1
+    drop_factor: float = 0.1  # step and plateau schedules: the rate after a drop, relative to the one before
+    patience: int = 5  # plateau schedule: evaluations without a better result before a drop
+    falling_share: float = 0.2  # wsd schedule: share of the run, at its end, in which the rate falls
+    early_stop: int | None = None  # end the run after so many evaluations without a better result
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps"):
@@ -119,6 +122,9 @@ class ScheduleConfig:
             "schedule.drop_at", list(self.drop_at), [*self.drop_at] == sorted(self.drop_at), "ascending numbers"
         )
         check_setting("schedule.drop_factor", self.drop_factor, 0 < self.drop_factor <= 1, "a factor in (0, 1]")
+        check_setting("schedule.patience", self.patience, self.patience >= 1, "1 or more")
+        check_setting("schedule.falling_share", self.falling_share, 0 <= self.falling_share <= 1, "a share in [0, 1]")
+        check_setting("schedule.early_stop", self.early_stop, (self.early_stop or 1) >= 1, "1 or more, or null")
 
     def decay_steps(self, steps_per_epoch: int) -> int:
         """Updates before the cool-down."""
@@ -145,6 +151,7 @@ class EmaConfig:
 
     decay: float | None = None
     batch: int | None = 4096  # null: decay is per update
+    warmup: bool = False  # a lower decay in the first updates, for short runs: 1 − (updates + 1)^(−2/3), as in timm
 
     def __post_init__(self) -> None:
         check_setting("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
@@ -237,6 +244,7 @@ class LoopConfig:
             drop_factor=plan.drop_factor,
             drop_at=plan.drop_steps(steps_per_epoch),
             power=plan.power,
+            falling_steps=round(plan.falling_share * plan.decay_steps(steps_per_epoch)),
         )
 
 

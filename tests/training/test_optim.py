@@ -141,6 +141,25 @@ def test_other_optimizers_are_timms(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_the_classifier_has_its_own_rate(decay: float | None) -> None:
+    model = tiny_deit()
+    before = parameter_groups(model, OptimConfig(layer_decay=decay))
+    after = parameter_groups(model, OptimConfig(layer_decay=decay, head_rate=10))
+
+    def rates(groups: list[dict]) -> dict[str, tuple[float, float]]:
+        named = zip(groups, names_by_group(model, groups), strict=True)
+        return {name: (group.get("lr_scale", 1.0), group["weight_decay"]) for group, own in named for name in own}
+
+    expected = {
+        name: (scale * (10 if name.startswith("head.") else 1), weight_decay)
+        for name, (scale, weight_decay) in rates(before).items()
+    }
+    assert rates(after) == expected
+    with pytest.raises(ValueError, match=r"optim.head_rate=3: Linear has no classifier; use 1"):
+        parameter_groups(torch.nn.Linear(2, 2), OptimConfig(head_rate=3))
+
+
 def test_muon_leaves_the_classifier_to_adamw() -> None:
     model = tiny_deit()
     groups = parameter_groups(model, OptimConfig(name="muon"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
+import numpy as np
 import torch
 
 from inline_attention.data.batch_augment import BatchAugment
@@ -140,6 +141,7 @@ class Data:
     class_names: list[str]
     in_chans: int
     table: ImageTable | None = None  # the splits of a folder that has none; None: it has its own
+    class_counts: list[int] | None = None  # training images of each class; None: a stream does not say
 
     @property
     def num_classes(self) -> int:
@@ -185,6 +187,7 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
         train_source.class_names,
         in_chans=config.in_chans,
         table=table,
+        class_counts=np.bincount(train_source.labels, minlength=len(train_source.class_names)).tolist(),
     )
 
 

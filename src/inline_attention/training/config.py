@@ -58,12 +58,13 @@ class OptimConfig:
     eps: float | None = None  # null: the optimizer's own; 1e-8 for adamw
     momentum: float = 0.9  # of optimizers that have one, such as sgd and muon
     layer_decay: float | None = None  # each layer group has this times the rate of the next group
+    head_rate: float = 1.0  # times the rate for the classifier, which is new in fine-tuning
     clip_norm: float | None = 5.0
     accumulate: int = 1  # batches per update; part of the global batch
 
     def __post_init__(self) -> None:
         clip, decay = self.clip_norm, self.layer_decay
-        known = timm.optim.list_optimizers(exclude_filters=_OTHER_OPTIMIZERS)
+        known = [str(name) for name in timm.optim.list_optimizers(exclude_filters=_OTHER_OPTIMIZERS)]
         if self.name not in known:
             close = difflib.get_close_matches(self.name, known, n=1)
             meant = f"; did you mean {close[0]}?" if close else "."
@@ -81,6 +82,7 @@ class OptimConfig:
         check_setting("optim.eps", self.eps, self.eps is None or self.eps > 0, "a positive number, or null")
         check_setting("optim.momentum", self.momentum, 0 <= self.momentum < 1, "a factor in [0, 1)")
         check_setting("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")
+        check_setting("optim.head_rate", self.head_rate, self.head_rate > 0, "a positive factor")
         check_setting("optim.clip_norm", clip, clip is None or clip > 0, "a positive norm, or null for no clipping")
         check_setting("optim.accumulate", self.accumulate, self.accumulate >= 1, "1 or more")
 

@@ -26,20 +26,43 @@ def freeze_layers(model: nn.Module, groups: int) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Trainable parameters with and without weight decay. With `layer_decay`, each group also has an `lr_scale`.
+    """Trainable parameters with and without weight decay. `lr_scale` of a group: `layer_decay` and `head_rate`.
 
     1-D parameters, biases and those in `model.no_weight_decay()` have none.
     """
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # timm's contract
     options: dict[str, Any] = {"no_weight_decay_list": exempt}
-    if "muon" in config.name and hasattr(model, "get_classifier"):
+    head = _classifier_parameters(model)
+    if "muon" in config.name:
         # Muon is for weights between hidden layers. timm's has AdamW for the others: tokens, positions, the classifier.
-        classifier = model.get_classifier()
-        head = [f"{name}.*" for name, module in model.named_modules() if module is classifier]
-        options |= {"fallback_list": head, "fallback_no_weight_decay": True}
+        options |= {"fallback_list": list(head), "fallback_no_weight_decay": True}
     if config.layer_decay is None:
-        return param_groups_weight_decay(model, config.weight_decay, **options)
-    return param_groups_layer_decay(model, config.weight_decay, layer_decay=config.layer_decay, **options)
+        groups = param_groups_weight_decay(model, config.weight_decay, **options)
+    else:
+        groups = param_groups_layer_decay(model, config.weight_decay, layer_decay=config.layer_decay, **options)
+    if config.head_rate == 1:
+        return groups
+    if not head:
+        raise ValueError(f"optim.head_rate={config.head_rate}: {type(model).__name__} has no classifier; use 1")
+    of_head = {id(parameter) for parameter in head.values()}
+    parts = []
+    for group in groups:
+        scale = group.get("lr_scale", 1.0)
+        for is_head, factor in ((False, 1.0), (True, config.head_rate)):
+            chosen = [parameter for parameter in group["params"] if (id(parameter) in of_head) == is_head]
+            if chosen:
+                parts.append({**group, "params": chosen, "lr_scale": scale * factor})
+    return parts
+
+
+def _classifier_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the classifier (or of several, in timm's distilled models), by name."""
+    if not hasattr(model, "get_classifier"):
+        return {}
+    found: Any = model.get_classifier()  # type: ignore[operator]  # timm's contract
+    classifiers = found if isinstance(found, tuple) else (found,)
+    own = {id(parameter) for classifier in classifiers for parameter in classifier.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
 class Optimizer:
@@ -60,7 +83,7 @@ class Optimizer:
             )
         else:
             own = {"betas": config.betas, "eps": config.eps}
-            given = {key: value for key, value in own.items() if value is not None}
+            given: dict[str, Any] = {key: value for key, value in own.items() if value is not None}
             self.inner = create_optimizer_v2(groups, config.name, lr=config.lr, momentum=config.momentum, **given)
         self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
         self.clip_norm = config.clip_norm

@@ -8,7 +8,6 @@ from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data import Batch, Data, Mixup, open_data
@@ -20,6 +19,7 @@ from inline_attention.models.weights import load_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from inline_attention.tasks.classification.config import RECIPES, TrainConfig
 from inline_attention.tasks.classification.evaluation import evaluate
+from inline_attention.tasks.classification.losses import ClassifierLoss
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
@@ -54,6 +54,7 @@ class Classification(Task):
         data = with_split_of(self.resumed_run, config.data)
         self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
+        self.loss = ClassifierLoss(config.optim, class_counts=self.data.class_counts).to(ranks.device)
         return self.data.to(ranks.device)
 
     def start_files(self) -> dict[str, bytes]:
@@ -103,8 +104,7 @@ class Classification(Task):
     def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
         images, targets = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)
         logits = forward(images)
-        smoothing = self.config.optim.label_smoothing
-        return {"class": F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)}
+        return {"class": self.loss(logits.float(), targets)}
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)

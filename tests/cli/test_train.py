@@ -186,3 +186,45 @@ def test_a_failed_download_names_options_of_the_command(
     for option in ("model.weights=FILE", "model.weights=null", "model.name=inline_deit_study"):
         assert option in error
     assert "pretrained=" not in error
+
+
+def test_a_folder_without_splits_is_divided_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The split is written down, and is the same when the run continues and for `inline eval`."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(10):
+            image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+            image.save(tmp_path / "pets" / name / f"{number}.png")
+    run, pets = tmp_path / "run", ["--data", str(tmp_path / "pets")]
+    tiny = [
+        "model.name=inline_deit_tiny",
+        "model.weights=null",
+        "data.img_size=8",
+        "data.batch_size=4",
+        "data.workers=0",
+    ]
+    kwargs = "model.kwargs={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4}"
+    assert main(["train", "finetune", *pets, *tiny, kwargs, *SHORT, "--output", str(run), "--seed", "1"]) == 0
+    assert "has no splits: 4 of 20 images are for validation" in caplog.text
+    written = (run / "split.csv").read_text()
+    assert written.splitlines()[0] == "file,label,split"
+    assert written.count(",val") == 4  # 20% of each class
+    more = ["schedule.epochs=3", "log.tensorboard=false", "--seed", "2"]
+    assert main(["train", "--resume", "auto", "--output", str(run), *more]) == 0
+    assert (run / "split.csv").read_text() == written
+    best = ["--weights", str(run / "checkpoints" / "last.safetensors"), "--device", "cpu", "--workers", "0"]
+    result = tmp_path / "result.json"
+    assert main(["eval", *pets, *best, "--json", str(result)]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert json.loads(result.read_text())["images"] == 4
+    assert json.loads(result.read_text())["top1"] == pytest.approx(summary["val_top1"])
+    assert main(["eval", *pets, *best, "--json", str(result), "--split", "all"]) == 0
+    assert json.loads(result.read_text())["images"] == 20
+    (run / "split.csv").rename(tmp_path / "elsewhere.csv")
+    assert main(["eval", *pets, *best]) == 2
+    assert "has no splits: name the table of a run" in capsys.readouterr().err
+    assert main(["eval", *pets, *best, "--split-file", str(tmp_path / "elsewhere.csv"), "--json", str(result)]) == 0
+    assert json.loads(result.read_text())["images"] == 4

@@ -30,6 +30,7 @@ from inline_attention.training.report import Reporter
 from inline_attention.training.run_folder import claim_folder
 from inline_attention.training.run_folder import plan_run as plan_any_run
 from inline_attention.training.signals import StopRequest
+from inline_attention.training.task import Evaluation
 
 plan_run = functools.partial(plan_any_run, task=Classification)
 CALM = ("data.augment=false", "data.mixup=0", "data.cutmix=0", "data.batch_size=32", "log.every_steps=1")
@@ -53,6 +54,48 @@ def run(
     plan = plan_run("inline_deit_tiny", overrides=overrides, flags=flags, output=str(output), resume=resume)
     with _runs.without_pictures() if not pictures else contextlib.nullcontext():
         return train(plan)
+
+
+class Fixed(Classification):
+    """Evaluations that improve once and never again."""
+
+    figures: ClassVar[list[float]] = [10.0, 30.0, 20.0, 30.0, 25.0, 40.0, 30.0, 30.0]
+
+    def evaluate(self, model: torch.nn.Module, **options: Any) -> Evaluation:
+        return Evaluation({"top1": self.figures[int(self.epoch)], "top5": 100.0, "loss": 1.0})
+
+    def losses(self, forward: Any, batch: Any, *, epoch: int, step: int) -> dict[str, torch.Tensor]:
+        self.epoch = epoch
+        return super().losses(forward, batch, epoch=epoch, step=step)
+
+
+def run_fixed(output: Path, *overrides: str, resume: str | None = None) -> Outcome:
+    settings = (*_runs.TINY, *CALM, "ema.decay=null", "schedule.warmup_epochs=0", "schedule.epochs=8", *overrides)
+    flags = {"data": {"path": _runs.images()}, "device": "cpu"}
+    name = None if resume else "inline_deit_tiny"
+    with _runs.without_pictures():
+        return train(plan_any_run(name, overrides=settings, flags=flags, output=str(output), resume=resume, task=Fixed))
+
+
+def test_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = run_fixed(tmp_path / "run", "schedule.early_stop=2", "checkpoint.every_epochs=100").summary
+    assert (summary["epochs"], summary["best_top1"], summary["best_epoch"], summary["val_top1"]) == (4, 30.0, 2, 30.0)
+    assert "2 evaluations without a better result: the run ends; epoch 2 remains the best" in capsys.readouterr().out
+    assert (tmp_path / "run" / "checkpoints" / "step-00000020").is_dir()  # the last state is saved
+    patient = run_fixed(tmp_path / "patient", "schedule.early_stop=4").summary
+    assert (patient["epochs"], patient["best_epoch"]) == (8, 6)
+
+
+def test_plateau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stale evaluations (epochs 3 and 4, 7 and 8) halve the rate, and an improvement does not raise it again."""
+    options = ("schedule.kind=plateau", "schedule.patience=2", "schedule.drop_factor=0.5", "schedule.min_lr=0")
+    run_fixed(tmp_path / "run", *options)
+    before = _runs.metrics(tmp_path / "run")
+    rates = [record["lr"] / before[0]["lr"] for record in before if record["epoch"] % 1 == 0]
+    assert rates == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]
+    monkeypatch.setattr(Fixed, "epoch", 6, raising=False)  # a resumed run begins with the evaluation of epoch 7
+    run_fixed(tmp_path / "run", *options, resume=str(tmp_path / "run" / "checkpoints" / "step-00000035"))
+    assert [record["lr"] for record in _runs.metrics(tmp_path / "run")] == [record["lr"] for record in before]
 
 
 def losses(output: Path) -> list[float]:
@@ -423,7 +466,7 @@ def test_unfreezing_when_a_run_continues(tmp_path: Path, capsys: pytest.CaptureF
     run(tmp_path / "run", "schedule.epochs=1", "model.freeze=1", "optim.layer_decay=0.8")
     before = _runs.weights(tmp_path / "run")["patch_embed.proj.weight"]
     run(tmp_path / "run", "schedule.epochs=2", "model.freeze=0", "optim.layer_decay=0.8", resume="auto")
-    assert "parameters were frozen before: they start without moments in the optimizer" in capsys.readouterr().out
+    assert "parameters start without moments: they were frozen before" in capsys.readouterr().out
     assert not torch.equal(_runs.weights(tmp_path / "run")["patch_embed.proj.weight"], before)
     run(tmp_path / "run", "schedule.epochs=3", "model.freeze=2", resume="auto")
     assert "were frozen before" not in capsys.readouterr().out

@@ -1,5 +1,7 @@
 import pytest
+import timm.optim
 import torch
+from timm.utils import ModelEmaV3
 
 from inline_attention import create_model
 from inline_attention.training.config import OptimConfig
@@ -51,7 +53,7 @@ def test_layer_decay_scales_the_rates() -> None:
     optimizer.step(rate=1.0)
     rate_of = {}
     for group, names in zip(
-        optimizer.adamw.param_groups, names_by_group(model, optimizer.adamw.param_groups), strict=True
+        optimizer.inner.param_groups, names_by_group(model, optimizer.inner.param_groups), strict=True
     ):
         rate_of |= dict.fromkeys(names, group["lr"])
     assert rate_of["head.weight"] == 1.0
@@ -106,15 +108,78 @@ def test_a_non_finite_gradient_changes_nothing() -> None:
     optimizer.backward(model(images).square().sum())
     optimizer.step(rate=1e-2)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    state = [{k: v.clone() for k, v in s.items()} for s in optimizer.adamw.state.values()]
+    state = [{k: v.clone() for k, v in s.items()} for s in optimizer.inner.state.values()]
     optimizer.backward(model(images).sum() * float("nan"))
     assert not optimizer.step(rate=1e-2).isfinite()
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    for before, after in zip(state, optimizer.adamw.state.values(), strict=True):
+    for before, after in zip(state, optimizer.inner.state.values(), strict=True):
         assert all(torch.equal(before[key], after[key]) for key in before)
     optimizer.backward(model(images).square().sum())
     optimizer.step(rate=1e-2)
     assert not all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["sgd", "lamb", "lion", "muon"])
+def test_other_optimizers_are_timms(name: str) -> None:
+    model, twin = tiny_deit(), tiny_deit()
+    config = OptimConfig(name=name, clip_norm=None, layer_decay=0.5, momentum=0.8)
+    optimizer = Optimizer(model, config)
+    plain = timm.optim.create_optimizer_v2(parameter_groups(twin, config), name, lr=1.0, momentum=0.8)
+    for group in plain.param_groups:
+        group["lr"] = 1e-2 * group["lr_scale"]
+    images = torch.randn(4, 1, 8, 8)
+    for _ in range(3):
+        for network in (model, twin):
+            optimizer.backward(network(images).square().sum())
+        optimizer.step(rate=1e-2)
+        plain.step()
+        plain.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.backward(model(images).sum() * float("nan"))
+    optimizer.step(rate=1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_the_classifier_has_its_own_rate(decay: float | None) -> None:
+    model = tiny_deit()
+    before = parameter_groups(model, OptimConfig(layer_decay=decay))
+    after = parameter_groups(model, OptimConfig(layer_decay=decay, head_rate=10))
+
+    def rates(groups: list[dict]) -> dict[str, tuple[float, float]]:
+        named = zip(groups, names_by_group(model, groups), strict=True)
+        return {name: (group.get("lr_scale", 1.0), group["weight_decay"]) for group, own in named for name in own}
+
+    expected = {
+        name: (scale * (10 if name.startswith("head.") else 1), weight_decay)
+        for name, (scale, weight_decay) in rates(before).items()
+    }
+    assert rates(after) == expected
+    with pytest.raises(ValueError, match=r"optim.head_rate=3: Linear has no classifier; use 1"):
+        parameter_groups(torch.nn.Linear(2, 2), OptimConfig(head_rate=3))
+
+
+def test_muon_leaves_the_classifier_to_adamw() -> None:
+    model = tiny_deit()
+    groups = parameter_groups(model, OptimConfig(name="muon"))
+    names = names_by_group(model, groups)
+    fallback = {name for group, own in zip(groups, names, strict=True) if group.get("use_fallback") for name in own}
+    assert fallback == {"head.weight", "head.bias", "pos_embed", "cls_token"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "adamv"}, r"optim.name=adamv is not known; did you mean adam"),
+        ({"name": "bnbadamw"}, r"optim.name=bnbadamw is not known"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, r"optim.betas=\(0.9, 0.99\): expected null: sgd has none"),
+        ({"momentum": 1.0}, r"optim.momentum=1.0: expected a factor in \[0, 1\)"),
+    ],
+)
+def test_optimizers_that_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**settings)
 
 
 def test_average_of_the_weights() -> None:
@@ -122,13 +187,24 @@ def test_average_of_the_weights() -> None:
     with torch.no_grad():
         model.weight.fill_(1.0)
     average = WeightAverage(model, decay=0.75)
-    for value in (3.0, 5.0):
+    for step, value in enumerate((3.0, 5.0)):
         with torch.no_grad():
             model.weight.fill_(value)
-        average.update()
+        average.update(step)
     # ((1 · ¾ + 3 · ¼) · ¾ + 5 · ¼)
     assert torch.allclose(average.average["weight"], torch.full((1, 2), 2.375))
     with average.in_place():
         assert torch.allclose(model.weight, torch.full((1, 2), 2.375))
     assert torch.equal(model.weight, torch.full((1, 2), 5.0))
     assert torch.allclose(average.average["weight"], torch.full((1, 2), 2.375))
+
+
+def test_the_warm_up_of_the_average_is_timms() -> None:
+    model = torch.nn.Linear(2, 1)
+    ours, theirs = WeightAverage(model, decay=0.8, warmup=True), ModelEmaV3(model, decay=0.8, use_warmup=True)
+    for step in range(30):
+        with torch.no_grad():
+            model.weight.fill_(float(step % 7))
+        ours.update(step)
+        theirs.update(model, step=step + 1)
+        assert torch.allclose(ours.average["weight"], theirs.module.weight)

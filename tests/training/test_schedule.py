@@ -36,6 +36,20 @@ def test_linear_schedule_goes_from_peak_to_minimum() -> None:
     assert [schedule.rate(s) for s in (0, 5, 10, 55, 100, 119)] == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1, 0.1])
 
 
+def test_wsd_warms_up_stays_and_falls() -> None:
+    schedule = Schedule("wsd", 1.0, 0.0, 0.1, 10, 100, 5, drop_every=1, drop_factor=0.1, falling_steps=20)
+    rates = [schedule.rate(step) for step in (0, 5, 10, 79, 80, 90, 99, 100, 104)]
+    assert rates == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 0.55, 0.145, 0.1, 0.1])
+    config = load_config("inline_deit_tiny", overrides=["schedule.kind=wsd", "schedule.falling_share=0.25"])
+    assert config.build_schedule(steps_per_epoch=10, world_size=1).falling_steps == 750
+
+
+def test_plateau_drops_to_the_minimum() -> None:
+    schedule = Schedule("plateau", 1.0, 0.0, 0.05, 10, 100, 0, drop_every=1, drop_factor=0.5)
+    assert schedule.rate(5, plateaus=3) == 0.5  # the warm-up
+    assert [schedule.rate(50, plateaus=plateaus) for plateaus in (0, 1, 2, 9)] == [1.0, 0.5, 0.25, 0.05]
+
+
 def test_poly_schedule_is_timms() -> None:
     schedule = Schedule("poly", 0.3, 0.01, 0.02, 7, 50, 5, drop_every=1, drop_factor=0.1, power=0.9)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)

@@ -5,6 +5,7 @@ part of them.
 """
 
 import argparse
+from pathlib import Path
 
 from inline_attention.cli._options import (
     add_device,
@@ -24,7 +25,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="needed only if the weights do not name their model")
     add_weights(parser)
     parser.add_argument("--data", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME")
-    parser.add_argument("--split", default="val", help="split to evaluate on (default: val)")
+    parser.add_argument("--split", default="val", help="split to evaluate on (default: val; all: every image)")
+    parser.add_argument(
+        "--split-file",
+        metavar="FILE",
+        help="table of a folder without splits (default: split.csv of the weights' run)",
+    )
     add_img_size(parser)
     add_eval_transform(parser)
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
@@ -38,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from inline_attention.data import open_eval_data
+    from inline_attention.data.tables import WHOLE, with_split_of
     from inline_attention.tasks.classification.classifier import load_classifier, model_name
     from inline_attention.tasks.classification.evaluation import evaluate
 
@@ -49,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
     config = classifier.data
     config.path, config.val_split, config.num_classes = args.data, args.split, args.num_classes
     config.batch_size, config.workers, config.max_broken = args.batch_size, args.workers, args.max_broken
+    config.split_file = args.split_file
+    if args.split != WHOLE:
+        config = with_split_of(Path(args.weights).parent.parent, config)  # weights are in RUN/checkpoints
     loader = open_eval_data(config, class_names=None if args.by_position else classifier.class_names)
     model = classifier.model.to(device)
     with image_progress("evaluating", total=loader.num_images) as on_images:

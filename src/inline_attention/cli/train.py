@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     configure_training(
         parser,
-        data="folder with train/ and val/, or what data.path accepts",
+        data="folder of class folders, with or without train/ and val/, or what data.path accepts",
         recipe="name of a recipe or a .yaml file (default: quickstart)",
         task=_task,
     )
@@ -48,7 +48,7 @@ def _describe_outcome(outcome: "Outcome") -> str:
     lines += ["", "next:"]
     if summary["recipe"] == "quickstart":
         lines += [
-            "  inline train finetune --data FOLDER    your images: FOLDER/train/CLASS, FOLDER/val/CLASS",
+            "  inline train finetune --data FOLDER    your images: FOLDER/CLASS/…",
             "  inline train --list-recipes            the published models",
         ]
     lines += [

@@ -54,12 +54,14 @@ class LoaderConfig:
 class DataConfig(LoaderConfig):
     """The source of the images and their transforms. The defaults are those of the published training.
 
-    `path` is "digits" (embedded), a folder (class folders, zip or tar layout), or "hfds/NAME", "wds/FOLDER"
-    and "tfds/NAME" for Hugging Face datasets, WebDataset shards and TensorFlow datasets.
+    `path` is "digits" (embedded), a folder (class folders with or without splits, labels.csv, zip or tar layout), or
+    "hfds/NAME", "wds/FOLDER" and "tfds/NAME" for Hugging Face datasets, WebDataset shards and TensorFlow datasets.
     """
 
     path: str = "digits"
     labels: bool = True  # False: a folder's images at any depth, whatever their folders are called
+    split_file: str | None = None  # a folder without splits: the table with file, label and split, as runs write it
+    val_share: float = 0.2  # a folder without splits: the share of each class for validation
     num_classes: int | None = None  # required for WebDataset shards, which do not list their classes
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the default
     target_key: str | None = None  # hfds/, tfds/: the column of the label
@@ -115,6 +117,7 @@ class DataConfig(LoaderConfig):
         if self.img_size is not None:
             is_pair = isinstance(self.img_size, int) or len(self.img_size) == 2
             check("img_size", is_pair and min(self.size) >= 1, "a positive side, [height, width], or null")
+        check("val_share", 0 < self.val_share <= 0.5, "a share above 0, at most 0.5")
         check("in_chans", self.in_chans in (1, 3), "1 (greyscale) or 3 (colour)")
         for name, values in (("mean", self.mean), ("std", self.std)):
             check(

@@ -1,11 +1,13 @@
 """Loaders of normalised batches on the training device, and the functions that open a data set."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
+import numpy as np
 import torch
 
 from inline_attention.data.batch_augment import BatchAugment
@@ -21,11 +23,15 @@ from inline_attention.data.sources import (
     RelabelledSource,
     Source,
     SpreadSource,
+    check_every_class_has_images,
     check_same_classes,
     open_source,
 )
 from inline_attention.data.streams import Stream, StreamDataset, StreamLoader, is_stream
+from inline_attention.data.tables import ImageTable, TableSource, divide, open_table
 from inline_attention.data.workers import BatchLoader, WorkerLoader
+
+_logger = logging.getLogger(__name__)
 
 
 class TrainLoader(Generic[CollatedT, BatchT]):
@@ -134,6 +140,8 @@ class Data:
     val: EvalLoader[RawBatch, Batch]
     class_names: list[str]
     in_chans: int
+    table: ImageTable | None = None  # the splits of a folder that has none; None: it has its own
+    class_counts: list[int] | None = None  # training images of each class; None: a stream does not say
 
     @property
     def num_classes(self) -> int:
@@ -164,17 +172,37 @@ def open_data(
         val = open_eval_data(config, class_names=class_names, rank=rank, world_size=world_size)
         if val.class_names != names:
             raise ValueError(f"splits {config.train_split!r} and {config.val_split!r} have different classes")
+        return Data(train, val, names, in_chans=config.in_chans)
+    splits = (config.train_split, config.val_split)
+    train_source: Source
+    val_source: Source
+    table = open_table(config)
+    if table is not None:
+        if not table.is_divided:
+            table = divide(table, config=config, seed=seed)
+            if rank == 0:
+                held_out = sum(split == config.val_split for split in table.splits)
+                total = len(table.splits)
+                _logger.warning("%s has no splits: %d of %d images are for validation", table.origin, held_out, total)
+        train_source, val_source = tables = [TableSource(Path(config.path), table, split) for split in splits]
+        where = f"split {config.train_split!r} of {table.origin}"
+        check_every_class_has_images(tables[0].labels, tables[0].class_names, where=where)
     else:
-        train_source, val_source = (open_source(config, split) for split in (config.train_split, config.val_split))
+        train_source, val_source = (open_source(config, split) for split in splits)
         check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
-        names = class_names or train_source.class_names
-        if train_source.class_names != names:
-            train_source = RelabelledSource(train_source, names)
-        if val_source.class_names != names:  # also if labels have no names: the split may lack the last ones
-            val_source = RelabelledSource(val_source, names)
-        train = _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size)
-        val = _eval_loader(val_source, config=config, rank=rank, world_size=world_size)
-    return Data(train, val, names, in_chans=config.in_chans)
+    names = class_names or train_source.class_names
+    if train_source.class_names != names:
+        train_source = RelabelledSource(train_source, names)
+    if val_source.class_names != names:  # also if labels have no names: the split may lack the last ones
+        val_source = RelabelledSource(val_source, names)
+    return Data(
+        _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size),
+        _eval_loader(val_source, config=config, rank=rank, world_size=world_size),
+        names,
+        in_chans=config.in_chans,
+        table=table,
+        class_counts=np.bincount(train_source.labels, minlength=len(names)).tolist(),
+    )
 
 
 def open_eval_data(
@@ -193,7 +221,12 @@ def open_eval_data(
     """
     config.validate()
     if not is_stream(config.path):
-        source = open_source(config, config.val_split)
+        table = open_table(config)
+        source: Source
+        if table is not None:
+            source = TableSource(Path(config.path), table, config.val_split)
+        else:
+            source = open_source(config, config.val_split)
         if class_names is not None:
             source = RelabelledSource(source, class_names)
         if max_images is not None and max_images < len(source):

@@ -35,20 +35,20 @@ class DecodedSource:
         decoded = [item for batch in loader for item in batch]
         arrays = [item[0] for item in decoded if not isinstance(item, str)]
         self._shapes = np.array([(0, 0, 0) if isinstance(item, str) else item[0].shape for item in decoded])
-        self._labels = np.array([-1 if isinstance(item, str) else item[1] for item in decoded])
+        self.labels = np.array([-1 if isinstance(item, str) else item[1] for item in decoded])
         self._reasons = {index: item for index, item in enumerate(decoded) if isinstance(item, str)}
         self.skipped = [SkippedImage(source.path(index), reason) for index, reason in self._reasons.items()]
         self._starts = np.concatenate([[0], np.cumsum(self._shapes.prod(axis=1))])
         self._pixels = np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0, np.uint8)
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         if index in self._reasons:
             raise UnreadableImage(self._reasons[index])
         pixels = self._pixels[self._starts[index] : self._starts[index + 1]].reshape(self._shapes[index])
-        return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), int(self._labels[index])
+        return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), int(self.labels[index])
 
     def path(self, index: int) -> str:
         return self._source.path(index)

@@ -37,6 +37,7 @@ class Source(Protocol):
 
     class_names: list[str]
     named: bool
+    labels: np.ndarray  # (images,) int64
 
     def __len__(self) -> int: ...
 
@@ -70,9 +71,11 @@ def open_source(config: DataConfig, split: str) -> Source:
     if folder.is_dir():
         return FolderSource(folder)
     there = sorted({p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)})
+    alone = root / config.train_split
+    divided = f" A validation split is made for --data {alone}." if split == config.val_split and alone.is_dir() else ""
     raise ValueError(
         f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
-        "Name the splits with data.train_split and data.val_split (inline eval: --split)."
+        f"Name the splits with data.train_split and data.val_split (inline eval: --split).{divided}"
     )
 
 
@@ -189,18 +192,18 @@ class FolderSource:
         # Sample numbers, and with them every random draw, follow the plain order of the names.
         labels = sorted(range(len(names)), key=names.__getitem__)
         found = [find_files(folder / names[label], IMAGE_EXTENSIONS) for label in labels]
-        self._labels = np.repeat(labels, [len(paths) for paths in found])
-        if len(self._labels) == 0:
+        self.labels = np.repeat(labels, [len(paths) for paths in found])
+        if len(self.labels) == 0:
             raise ValueError(f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
-        _check_every_class_has_images(self._labels, self.class_names, where=f"folder {str(folder)!r}")
+        check_every_class_has_images(self.labels, self.class_names, where=f"folder {str(folder)!r}")
         start = len(os.path.join(folder, ""))
         self._paths = PackedStrings(path[start:] for paths in found for path in paths)
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open_file(self.path(index)), int(self._labels[index])
+        return open_file(self.path(index)), int(self.labels[index])
 
     def path(self, index: int) -> str:
         return os.path.join(self._root, self._paths[index])
@@ -214,6 +217,7 @@ class FilesSource:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.class_names: list[str] = []
         self._paths = PackedStrings(map(str, paths))
+        self.labels = np.zeros(len(self._paths), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -238,7 +242,7 @@ class ZipSource:
         count = int(labels.max()) + 1
         self.class_names, self.named = _folder_names(paths, labels, count=count)
         if named_by == names_from:
-            _check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
+            check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
         if named_by != map_file:
             paths, labels = _read_map(map_file, num_classes=count)
         try:
@@ -260,11 +264,11 @@ class ZipSource:
         self._sizes = np.array([member.file_size for member in chosen])
         self._checksums = np.array([member.CRC for member in chosen])
         self._deflated = np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in chosen])
-        self._paths, self._labels, self._archive = PackedStrings(paths), labels, str(archive)
+        self._paths, self.labels, self._archive = PackedStrings(paths), labels, str(archive)
         self._opened: tuple[int, BinaryIO] | None = None
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
         # Processes must not share a file handle: its position is shared too.
@@ -284,7 +288,7 @@ class ZipSource:
             raise UnreadableImage(f"not the {size:,} bytes that the archive declares")
         if zlib.crc32(content) != self._checksums[index]:
             raise OSError("wrong checksum: the archive is damaged here")
-        return io.BytesIO(content), int(self._labels[index])
+        return io.BytesIO(content), int(self.labels[index])
 
     def path(self, index: int) -> str:
         return f"{self._archive}:{self._paths[index]}"
@@ -314,6 +318,7 @@ class TarSource:
         # timm orders equal names in different tar files by the file system; ranks need the same order.
         names = [(tar or "", member.name) for member, tar, _ in self._reader.samples]
         self._order = np.array(sorted(range(len(names)), key=names.__getitem__))
+        self.labels = np.array(self._reader.targets)[self._order]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -365,7 +370,7 @@ class HuggingFaceSource:
                 columns = ", ".join(column for column, value in first.items() if value is not None)
                 raise ValueError(f"no column {key!r} in 'hfds/{name}' (data.{option}); there is {columns}")
         names = getattr(self._reader.dataset.features[label_key], "names", None)  # timm reads those of "label" only
-        labels = np.array(self._reader.dataset[label_key])
+        self.labels = labels = np.array(self._reader.dataset[label_key])
         self.named = names is not None
         if not self.named and labels.max() >= MAX_CLASSES:
             raise ValueError(f"label {labels.max()} in 'hfds/{name}' is out of range; expected 0 to {MAX_CLASSES - 1}")
@@ -411,14 +416,14 @@ class DigitsSource:
         pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
         parts = train_test_split(np.arange(len(pixels)), test_size=0.25, stratify=digits.target, random_state=0)
         self._rows = parts[0] if split == "train" else parts[1]
-        self._pixels, self._labels = pixels[self._rows], digits.target[self._rows]
+        self._pixels, self.labels = pixels[self._rows], digits.target[self._rows]
         self.class_names = [str(name) for name in digits.target_names]
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self._pixels[index]), int(self._labels[index])
+        return Image.fromarray(self._pixels[index]), int(self.labels[index])
 
     def path(self, index: int) -> str:
         return f"digits:{self._rows[index]}"
@@ -429,19 +434,18 @@ class SpreadSource:
 
     def __init__(self, source: Source, count: int) -> None:
         self.class_names, self.named = source.class_names, source.named
-        self._source, self._count = source, count
+        self._source = source
+        self._indices = np.arange(count) * len(source) // count
+        self.labels = source.labels[self._indices]
 
     def __len__(self) -> int:
-        return self._count
-
-    def _index(self, index: int) -> int:
-        return index * len(self._source) // self._count
+        return len(self._indices)
 
     def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
-        return self._source.read(self._index(index))
+        return self._source.read(int(self._indices[index]))
 
     def path(self, index: int) -> str:
-        return self._source.path(self._index(index))
+        return self._source.path(int(self._indices[index]))
 
 
 class RelabelledSource:
@@ -452,14 +456,14 @@ class RelabelledSource:
     def __init__(self, source: Source, class_names: list[str]) -> None:
         self._source = source
         self._label_map = label_map(source.class_names, named=source.named, model_classes=class_names)
+        self.labels = self._label_map[source.labels]
         self.class_names = class_names
 
     def __len__(self) -> int:
         return len(self._source)
 
     def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
-        file, label = self._source.read(index)
-        return file, int(self._label_map[label])
+        return self._source.read(index)[0], int(self.labels[index])
 
     def path(self, index: int) -> str:
         return self._source.path(index)
@@ -515,7 +519,7 @@ def _folder_names(paths: list[str], labels: np.ndarray, *, count: int) -> tuple[
     return [str(label) for label in range(count)], False
 
 
-def _check_every_class_has_images(labels: np.ndarray, class_names: list[str], *, where: str) -> None:
+def check_every_class_has_images(labels: np.ndarray, class_names: list[str], *, where: str) -> None:
     counts = np.bincount(labels, minlength=len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty:

@@ -71,6 +71,8 @@ class Progress:
     best: float | None = None  # highest value of the task's headline figure, in per cent
     best_epoch: int | None = None
     bad_steps: int = 0  # updates skipped for a non-finite gradient
+    stale: int = 0  # evaluations since the best one
+    plateaus: int = 0  # how often `schedule.patience` evaluations were stale; the plateau schedule drops at each
 
     @classmethod
     def from_saved(cls, values: Mapping[str, Any]) -> "Progress":
@@ -128,7 +130,7 @@ class Checkpoints:
         }
         sharded = is_sharded(model)
         if not sharded:
-            state["optimizer"] = get_optimizer_state_dict(model, optimizer.adamw, options=_WHOLE)
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer.inner, options=_WHOLE)
 
         def prepare() -> None:
             self._make_folder()
@@ -136,7 +138,7 @@ class Checkpoints:
             unfinished.mkdir()
 
         def write_shards() -> None:
-            dcp.save(get_optimizer_state_dict(model, optimizer.adamw), checkpoint_id=unfinished / SHARDS)
+            dcp.save(get_optimizer_state_dict(model, optimizer.inner), checkpoint_id=unfinished / SHARDS)
 
         def write_rest() -> None:
             write_synced(unfinished / WEIGHTS, self._weights_file(weights))
@@ -262,8 +264,8 @@ def restore(
 ) -> tuple[Progress, list[str]]:
     """Load an intact checkpoint, which may have been saved with another strategy or number of ranks.
 
-    Returns the progress, and the names of parameters that are trained now and were frozen before: their moments start
-    at zero.
+    Returns the progress, and the names of parameters whose moments start at zero: they were frozen before, or had
+    another optimizer.
     """
     weights: dict[str, Any] = safetensors.torch.load_file(checkpoint / WEIGHTS)
     set_model_state_dict(model, weights, options=_WHOLE_ON_EACH_RANK)
@@ -276,35 +278,42 @@ def restore(
                 target.copy_(_sharded_like(values[name], target))
     state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
     shards = checkpoint / SHARDS if (checkpoint / SHARDS).exists() else None
-    fresh = _restore_optimizer(model, optimizer.adamw, whole=state.get("optimizer"), shards=shards)
+    fresh = _restore_optimizer(model, optimizer.inner, whole=state.get("optimizer"), shards=shards)
     if optimizer.scaler is not None and state["scaler"] is not None:
         optimizer.scaler.load_state_dict(state["scaler"])
     return Progress.from_saved(state["progress"]), fresh
 
 
 def _restore_optimizer(
-    model: nn.Module, adamw: torch.optim.Optimizer, *, whole: Mapping[str, Any] | None, shards: Path | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: Mapping[str, Any] | None, shards: Path | None
 ) -> list[str]:
     """Load the moments of the parameters that are trained now. Returns the names of those without saved moments.
 
     The settings of the parameter groups come from the configuration, not from the checkpoint.
     """
-    current: dict[str, Any] = get_optimizer_state_dict(model, adamw)  # this rank's part
-    states: dict[str, dict[str, Tensor]] = current["state"]
+    current: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # this rank's part
+    states: dict[str, dict[str, Any]] = current["state"]
     if shards is not None:
         stored = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
         fresh = [name for name in states if f"state.{name}.step" not in stored]
         dcp.load({"state": {name: state for name, state in states.items() if name not in fresh}}, checkpoint_id=shards)
     else:
         assert whole is not None
-        fresh = [name for name in states if name not in whole["state"]]
-        for name, saved in whole["state"].items():
-            for key, target in states.get(name, {}).items():  # a parameter that is frozen now has no state
-                target.copy_(_sharded_like(saved[key], target))
+        before: dict[str, dict[str, Any]] = whole["state"]
+        fresh = [name for name in states if states[name].keys() != before.get(name, {}).keys()]
+        for name in states.keys() - set(fresh):  # a parameter that is frozen now has no state
+            states[name] = {key: _like(before[name][key], target) for key, target in states[name].items()}
+        # Some optimizers count the updates of a group, not of each parameter.
+        counts = {name: group["step"] for group in whole["param_groups"] if "step" in group for name in group["params"]}
+        for group in current["param_groups"]:
+            if "step" in group:
+                group["step"] = counts.get(group["params"][0], 0)
     for name in fresh:
-        for target in states[name].values():
-            target.zero_()
-    set_optimizer_state_dict(model, adamw, current)
+        states[name] = {
+            key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
+            for key, value in states[name].items()
+        }
+    set_optimizer_state_dict(model, optimizer, current)
     return fresh
 
 
@@ -354,6 +363,11 @@ def _sharded_like(value: Tensor, target: Tensor) -> Tensor:
     if isinstance(target, DTensor):
         return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
     return value
+
+
+def _like(value: Any, target: Any) -> Any:
+    """A saved value of the optimizer in the place of `target`."""
+    return target.copy_(_sharded_like(value, target)) if isinstance(target, Tensor) else value
 
 
 def _pickled(state: Mapping[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import timm.optim
 import yaml
 
 from inline_attention.data import LoaderConfig
@@ -22,6 +23,10 @@ from inline_attention.training.schedule import Schedule, ScheduleKind
 def check_setting(setting: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise ValueError(f"{setting}={value}: expected {expected}")
+
+
+# Optimizers of other packages (bitsandbytes, apex), and those that need second derivatives.
+_OTHER_OPTIMIZERS = ["bnb*", "fused*", "adahessian"]
 
 
 @dataclass(frozen=True)
@@ -43,29 +48,41 @@ class BackboneConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW. Rates are per `rate_batch` images and grow linearly with the global batch."""
+    """The optimizer. Rates are per `rate_batch` images and grow linearly with the global batch."""
 
+    name: str = "adamw"  # or another of timm's factory: sgd, lamb, lion, muon, adan, …
     lr: float = 5e-4
     rate_batch: int | None = 512  # None: rates are absolute, whatever the batch
     weight_decay: float = 0.05  # not for biases, norms and the parameters in the model's no_weight_decay()
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, ...] | None = None  # null: the optimizer's own; (0.9, 0.999) for adamw
+    eps: float | None = None  # null: the optimizer's own; 1e-8 for adamw
+    momentum: float = 0.9  # of optimizers that have one, such as sgd and muon
     layer_decay: float | None = None  # each layer group has this times the rate of the next group
+    head_rate: float = 1.0  # times the rate for the classifier, which is new in fine-tuning
     clip_norm: float | None = 5.0
     accumulate: int = 1  # batches per update; part of the global batch
 
     def __post_init__(self) -> None:
         clip, decay = self.clip_norm, self.layer_decay
+        known = [str(name) for name in timm.optim.list_optimizers(exclude_filters=_OTHER_OPTIMIZERS)]
+        if self.name not in known:
+            close = difflib.get_close_matches(self.name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else "."
+            raise ValueError(f"optim.name={self.name} is not known{meant} Known: {', '.join(known)}")
+        has_betas = self.betas is None or timm.optim.get_optimizer_info(self.name).has_betas
+        check_setting("optim.betas", self.betas, has_betas, f"null: {self.name} has none")
         check_setting("optim.lr", self.lr, self.lr > 0, "a positive rate")
         check_setting(
             "optim.rate_batch", self.rate_batch, self.rate_batch is None or self.rate_batch >= 1, "1 or more, or null"
         )
         check_setting("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
         check_setting(
-            "optim.betas", list(self.betas), all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"
+            "optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas or ()), "numbers in [0, 1), or null"
         )
-        check_setting("optim.eps", self.eps, self.eps > 0, "a positive number")
+        check_setting("optim.eps", self.eps, self.eps is None or self.eps > 0, "a positive number, or null")
+        check_setting("optim.momentum", self.momentum, 0 <= self.momentum < 1, "a factor in [0, 1)")
         check_setting("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")
+        check_setting("optim.head_rate", self.head_rate, self.head_rate > 0, "a positive factor")
         check_setting("optim.clip_norm", clip, clip is None or clip > 0, "a positive norm, or null for no clipping")
         check_setting("optim.accumulate", self.accumulate, self.accumulate >= 1, "1 or more")
 
@@ -85,7 +102,10 @@ class ScheduleConfig:
     power: float = 1.0  # poly schedule
     drop_epochs: float = 30  # step schedule: epochs between two drops
     drop_at: tuple[float, ...] = ()  # step schedule: drops at these epochs (or steps) instead
-    drop_factor: float = 0.1
+    drop_factor: float = 0.1  # step and plateau schedules: the rate after a drop, relative to the one before
+    patience: int = 5  # plateau schedule: evaluations without a better result before a drop
+    falling_share: float = 0.2  # wsd schedule: share of the run, at its end, in which the rate falls
+    early_stop: int | None = None  # end the run after so many evaluations without a better result
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps"):
@@ -104,6 +124,9 @@ class ScheduleConfig:
             "schedule.drop_at", list(self.drop_at), [*self.drop_at] == sorted(self.drop_at), "ascending numbers"
         )
         check_setting("schedule.drop_factor", self.drop_factor, 0 < self.drop_factor <= 1, "a factor in (0, 1]")
+        check_setting("schedule.patience", self.patience, self.patience >= 1, "1 or more")
+        check_setting("schedule.falling_share", self.falling_share, 0 <= self.falling_share <= 1, "a share in [0, 1]")
+        check_setting("schedule.early_stop", self.early_stop, (self.early_stop or 1) >= 1, "1 or more, or null")
 
     def decay_steps(self, steps_per_epoch: int) -> int:
         """Updates before the cool-down."""
@@ -130,6 +153,7 @@ class EmaConfig:
 
     decay: float | None = None
     batch: int | None = 4096  # null: decay is per update
+    warmup: bool = False  # a lower decay in the first updates, for short runs: 1 − (updates + 1)^(−2/3), as in timm
 
     def __post_init__(self) -> None:
         check_setting("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
@@ -199,6 +223,8 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_setting("seed", self.seed, 0 <= self.seed < 2**63, "a number from 0 to 2^63 - 1")
+        if self.run.strategy == "fsdp" and self.optim.name != "adamw":
+            raise ValueError(f"run.strategy=fsdp shards adamw only, not optim.name={self.optim.name}: use ddp")
 
     def global_batch(self, world_size: int) -> int:
         """Images per update."""
@@ -220,6 +246,7 @@ class LoopConfig:
             drop_factor=plan.drop_factor,
             drop_at=plan.drop_steps(steps_per_epoch),
             power=plan.power,
+            falling_steps=round(plan.falling_share * plan.decay_steps(steps_per_epoch)),
         )
 
 

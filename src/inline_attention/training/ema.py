@@ -12,19 +12,22 @@ from torch.distributed.tensor import DTensor
 class WeightAverage:
     """average ← decay · average + (1 − decay) · weights, for parameters and floating-point buffers.
 
-    The average is sharded like the weights.
+    The average is sharded like the weights. With `warmup` the decay begins at 0 and grows to `decay`, as in timm's
+    ModelEmaV3: the first weights are soon forgotten.
     """
 
-    def __init__(self, model: nn.Module, *, decay: float) -> None:
-        self.decay = decay
+    def __init__(self, model: nn.Module, *, decay: float, warmup: bool = False) -> None:
+        self.decay, self.warmup = decay, warmup
         self.shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.live = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
         self.average = {name: tensor.detach().clone() for name, tensor in self.live.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, updates: int) -> None:
+        """updates: how many the weights had before the latest one."""
+        decay = min(self.decay, 1 - (updates + 1) ** (-2 / 3)) if self.warmup else self.decay
         average = [_local(tensor) for tensor in self.average.values()]
-        torch._foreach_lerp_(average, [_local(tensor) for tensor in self.live.values()], 1 - self.decay)
+        torch._foreach_lerp_(average, [_local(tensor) for tensor in self.live.values()], 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

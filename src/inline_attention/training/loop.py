@@ -59,7 +59,8 @@ def train(plan: Plan) -> Outcome:
             ranks.decide(lambda: check_plan(plan, lock))
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
-                ranks.decide(lambda: claim_folder(plan, ranks, lock, notify=reporter.note))
+                files = trainer.task.start_files()
+                ranks.decide(lambda: claim_folder(plan, ranks, lock, notify=reporter.note, files=files))
                 try:
                     return trainer.fit()
                 finally:
@@ -74,6 +75,7 @@ class Trainer:
         config = self.config = plan.loop_settings
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
         self.task = plan.task(plan.config)
+        self.task.resumed_run = plan.source
         self.data = self.task.open_data(ranks)
         batch_size = self.data.train.batch_size
         if batch_size != config.data.batch_size:
@@ -105,7 +107,7 @@ class Trainer:
         scaler = torch.amp.GradScaler(ranks.device.type) if self.amp_dtype == torch.float16 else None
         self.optimizer = Optimizer(self.model, config.optim, scaler=scaler)
         decay = config.ema.decay_per_step(config.global_batch(ranks.world_size))
-        self.average = None if decay is None else WeightAverage(self.model, decay=decay)
+        self.average = None if decay is None else WeightAverage(self.model, decay=decay, warmup=config.ema.warmup)
 
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
@@ -136,6 +138,12 @@ class Trainer:
                 return Outcome(self.folder, self.summary(result), signal, self.ranks.is_first)
             if self.is_due(self.config.log.eval_epochs):
                 result = self.evaluate_epoch()
+                if self.stops_early:
+                    self.save()
+                    best = f"epoch {progress.best_epoch} remains the best"
+                    self.reporter.note(f"{progress.stale} evaluations without a better result: the run ends; {best}")
+                    progress.epoch, progress.step = progress.epoch + 1, 0
+                    break
             progress.epoch, progress.step = progress.epoch + 1, 0
         if result is None:  # the run was complete before it was resumed
             result = self.evaluate()
@@ -177,6 +185,11 @@ class Trainer:
         return min(self.steps_per_epoch, self.schedule.total_steps - self.progress.epoch * self.steps_per_epoch)
 
     @property
+    def stops_early(self) -> bool:
+        patience = self.config.schedule.early_stop
+        return patience is not None and self.progress.stale >= patience and self.updates_left > 0
+
+    @property
     def updates_left(self) -> int:
         return max(0, self.schedule.total_steps - self.progress.position)
 
@@ -197,12 +210,16 @@ class Trainer:
             if len(losses) > 1:
                 for name, value in losses.items():
                     parts[name] = parts.get(name, 0) + value.detach() / accumulate
-        norm = self.optimizer.step(self.schedule.rate(progress.position))
+        norm = self.optimizer.step(self.rate(progress.position))
         if self.average is not None:
-            self.average.update()
+            self.average.update(progress.updates)
         # The fp16 scaler finds its scale by causing infinite gradients: with a scaler the loss shows divergence.
         checked = norm if self.optimizer.scaler is None else total
         self.meter.add(total, norm, bad=~checked.isfinite(), parts=parts)
+
+    def rate(self, position: int) -> float:
+        """The learning rate of an update of this epoch."""
+        return self.schedule.rate(position, plateaus=self.progress.plateaus)
 
     def call_model(self, *inputs: Any) -> Any:
         with torch.autocast(self.ranks.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
@@ -228,6 +245,7 @@ class Trainer:
         """Evaluate the weights and their average, and keep the best weights of all epochs."""
         progress, headline = self.progress, self.task.headline
         result = self.evaluate()
+        progress.stale += 1
         record: dict[str, Any] = {"kind": "eval", "update": progress.updates, "epoch": progress.epoch + 1}
         record |= {f"val_{name}": value for name, value in result.figures.items()}
         self.keep_best(result, weights="model")
@@ -237,6 +255,8 @@ class Trainer:
                 self.keep_best(averaged, weights="ema")
             both = [name for name in (headline.key, "loss") if name in averaged.figures]
             record |= {f"ema_{name}": averaged.figures[name] for name in both}
+        if progress.stale and progress.stale % self.config.schedule.patience == 0:
+            progress.plateaus += 1
         self.reporter.record(record)
         return result
 
@@ -245,7 +265,7 @@ class Trainer:
         progress, key = self.progress, self.task.headline.key
         figure = result.figures[key]
         if progress.best is None or figure > progress.best:
-            progress.best, progress.best_epoch = figure, progress.epoch + 1
+            progress.best, progress.best_epoch, progress.stale = figure, progress.epoch + 1, 0
             about = {"weights": weights, "epoch": str(progress.epoch + 1), key: f"{figure:.4f}"}
             self.checkpoints.save_best(self.model, about=about)
 
@@ -272,7 +292,7 @@ class Trainer:
                 "epoch": round(self.progress.position / self.steps_per_epoch, 4),
                 "loss": reading.loss,
                 **{f"loss_{name}": value for name, value in reading.parts.items()},
-                "lr": self.schedule.rate(self.progress.position - 1),
+                "lr": self.rate(self.progress.position - 1),
                 "grad_norm": reading.grad_norm,
                 "images_per_second": images / seconds,
                 "waiting": (self.data.train.waiting_seconds - self.waited) / seconds,
@@ -334,12 +354,12 @@ class Trainer:
                 f"in {self.folder}; raise schedule.{'epochs' if self.config.schedule.steps is None else 'steps'}"
             )
         else:  # the best weights so far are in the other run's folder
-            saved = dataclasses.replace(saved, best=None, best_epoch=None)
+            saved = dataclasses.replace(saved, best=None, best_epoch=None, stale=0)
         self.progress = saved
         if saved.step and not self.data.train.exact_resume:
             note("streamed data: the epoch starts again at its first image, and ends as early as it would have")
         if fresh:
-            note(f"{len(fresh)} parameters were frozen before: they start without moments in the optimizer")
+            note(f"{len(fresh)} parameters start without moments: they were frozen before, or had another optimizer")
         note(f"continuing from {checkpoint}: epoch {saved.epoch + 1}, {saved.updates} updates done")
         if plan.changes:
             note(f"with other settings than before: {', '.join(plan.changes)}")

@@ -117,14 +117,18 @@ def default_folder(config: LoopConfig) -> Path:
     return Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def claim_folder(plan: Plan, ranks: Ranks, lock: FileLock, *, notify: Callable[[str], None]) -> None:
+def claim_folder(
+    plan: Plan, ranks: Ranks, lock: FileLock, *, notify: Callable[[str], None], files: Mapping[str, bytes] | None = None
+) -> None:
     """Create and lock the folder. Write config.yaml, and environment.json with one entry for each start of the run.
 
-    Only rank 0 calls this, after everything else was checked.
+    files: further files, by name. Only rank 0 calls this, after everything else was checked.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     _take(lock)  # `check_plan` has locked a folder that existed
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
+    for name, content in (files or {}).items():
+        write_atomically(plan.folder / name, content)
     path = plan.folder / ENVIRONMENT
     starts = _read_starts(path, notify=notify)
     starts.append(

@@ -102,6 +102,7 @@ class Task(ABC):
     def __init__(self, config: Any) -> None:
         """config: an instance of the type of `defaults()`."""
         self.config = config
+        self.resumed_run: Path | None = None  # folder of the run that is continued; set before `open_data`
 
     @property
     def title(self) -> str:
@@ -111,6 +112,10 @@ class Task(ABC):
     @abstractmethod
     def open_data(self, ranks: Ranks) -> TaskData:
         """Open this rank's share of both splits on its device. ValueError: the data cannot be used."""
+
+    def start_files(self) -> dict[str, bytes]:
+        """Files that the run folder has from the start, by name, for what a resumed run must find again."""
+        return {}
 
     def fetch_weights(self) -> None:
         """Download the weights that `model.weights` names into the cache. Only rank 0 calls this."""

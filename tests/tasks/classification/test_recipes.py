@@ -81,7 +81,12 @@ def test_published_training_settings(recipe: str) -> None:
     assert config.ema.decay_per_step(config.global_batch(RANKS)) == average
     assert config.model.drop_path == drop_path
     assert Classification(config).config.data.img_size == size
-    assert (config.optim.betas, config.optim.eps, config.optim.label_smoothing) == ((0.9, 0.999), 1e-8, 0.1)
+    assert (config.optim.name, config.optim.betas, config.optim.eps, config.optim.label_smoothing) == (
+        "adamw",
+        None,
+        None,
+        0.1,
+    )
     data = config.data
     assert data.auto_augment == "rand-m9-mstd0.5-inc1"
     assert (data.color_jitter, data.random_erase, data.mixup, data.cutmix, data.mixup_switch) == (

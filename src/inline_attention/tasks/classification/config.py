@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from inline_attention.data import DataConfig
 from inline_attention.training.config import BackboneConfig, LoopConfig, OptimConfig, check_setting, load_recipe
@@ -26,9 +26,11 @@ class ModelConfig(BackboneConfig):
 
 @dataclass(frozen=True)
 class ClassifierOptimConfig(OptimConfig):
-    """AdamW, and the loss of a classifier."""
+    """The optimizer, and the loss of a classifier."""
 
     label_smoothing: float = 0.1
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"  # bce: binary cross-entropy, each class against the rest
+    class_weights: bool = False  # classes with few training images weigh more: each class counts the same
 
     def __post_init__(self) -> None:
         super().__post_init__()

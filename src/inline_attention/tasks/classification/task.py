@@ -8,17 +8,18 @@ from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data import Batch, Data, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
+from inline_attention.data.tables import SPLIT, with_split_of
 from inline_attention.models.registry import create_model
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from inline_attention.tasks.classification.config import RECIPES, TrainConfig
 from inline_attention.tasks.classification.evaluation import evaluate
+from inline_attention.tasks.classification.losses import ClassifierLoss
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
@@ -30,7 +31,7 @@ MAX_DRAWN_CLASSES = 50  # the cells of larger matrices would be too small
 class Classification(Task):
     recipes = RECIPES
     default_recipe = "quickstart"
-    data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/… (or --data digits, the embedded set)"
+    data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/…, or CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")
     summary_figures = ("top1", "top5")
     fixed_shapes = True
@@ -52,9 +53,14 @@ class Classification(Task):
         config = self.config
         if not config.data.labels:
             raise ValueError("data.labels=false: a classifier learns from labels; `inline linearize` needs none")
-        self.data = open_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        data = with_split_of(self.resumed_run, config.data)
+        self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
+        self.loss = ClassifierLoss(config.optim, class_counts=self.data.class_counts).to(ranks.device)
         return self.data.to(ranks.device)
+
+    def start_files(self) -> dict[str, bytes]:
+        return {} if self.data.table is None else {SPLIT: self.data.table.to_csv()}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -100,8 +106,7 @@ class Classification(Task):
     def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
         images, targets = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)
         logits = forward(images)
-        smoothing = self.config.optim.label_smoothing
-        return {"class": F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)}
+        return {"class": self.loss(logits.float(), targets)}
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)

@@ -1,0 +1,41 @@
+"""The loss of a classifier, for targets that mixup and cutmix may have mixed."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inline_attention.tasks.classification.config import ClassifierOptimConfig
+
+
+class ClassifierLoss:
+    """Cross-entropy, or binary cross-entropy of each class against the rest, with smoothed labels.
+
+    class_counts: training images of each class, for `class_weights`. Cross-entropy then weights an image of class c by
+    images/(classes · images of c), binary cross-entropy the positives of c by (other images)/(images of c).
+    """
+
+    def __init__(self, config: ClassifierOptimConfig, *, class_counts: Sequence[int] | None) -> None:
+        self._config = config
+        self._weights: Tensor | None = None
+        if config.class_weights:
+            if class_counts is None:
+                raise ValueError(
+                    "optim.class_weights=true: a stream does not say how many images a class has; use false"
+                )
+            counts = torch.tensor(class_counts, dtype=torch.float32).clamp(min=1)
+            total = counts.sum()
+            self._weights = (total - counts) / counts if config.loss == "bce" else total / (len(counts) * counts)
+
+    def to(self, device: torch.device) -> "ClassifierLoss":
+        self._weights = None if self._weights is None else self._weights.to(device)
+        return self
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits (B, classes), targets (B, classes) shares that add up to one → ()"""
+        smoothing = self._config.label_smoothing
+        if self._config.loss == "cross_entropy":
+            return F.cross_entropy(logits, targets, weight=self._weights, label_smoothing=smoothing)
+        smoothed = targets * (1 - smoothing) + smoothing / targets.shape[1]
+        return F.binary_cross_entropy_with_logits(logits, smoothed, pos_weight=self._weights)

@@ -59,6 +59,7 @@ class DataConfig(LoaderConfig):
     """
 
     path: str = "digits"
+    train_share: float = 1.0  # train on this share of the images, evenly spaced over the split; not for streams
     num_classes: int | None = None  # required for WebDataset shards, which do not list their classes
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the default
     target_key: str | None = None  # hfds/, tfds/: the column of the label
@@ -132,6 +133,7 @@ class DataConfig(LoaderConfig):
         for name in ("color_jitter", "repeats", "mixup", "cutmix"):
             check(name, getattr(self, name) >= 0, "0 or more")
         check("eval_transform", self.eval_transform in EVAL_TRANSFORMS, _one_of(EVAL_TRANSFORMS))
+        check("train_share", 0 < self.train_share <= 1, "above 0, at most 1")
         check("crop_pct", 0 < self.crop_pct <= 1, "above 0, at most 1")
         if self.augment_on_device:
             where = "with data.augment_on_device"

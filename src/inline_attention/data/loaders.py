@@ -149,6 +149,8 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
     """Open both splits. Raises ValueError if something is wrong with the configuration or the data."""
     config.validate()
     if is_stream(config.path):
+        if config.train_share < 1:
+            raise ValueError(f"data.train_share is {config.train_share:g}; expected 1 for the stream {config.path!r}")
         train, class_names = _open_train_stream(config, seed=seed, rank=rank, world_size=world_size)
         val = open_eval_data(config, rank=rank, world_size=world_size)
         if val.class_names != class_names:
@@ -159,6 +161,8 @@ def open_data(config: DataConfig, *, seed: int = 0, rank: int = 0, world_size: i
         class_names = train_source.class_names
         if val_source.class_names != class_names:  # labels without names: the split may lack the last ones
             val_source = RelabelledSource(val_source, class_names)
+        if config.train_share < 1:
+            train_source = SpreadSource(train_source, max(1, round(config.train_share * len(train_source))))
         train = _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size)
         val = _eval_loader(val_source, config=config, rank=rank, world_size=world_size)
     return Data(train, val, class_names, in_chans=config.in_chans)

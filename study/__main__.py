@@ -251,7 +251,8 @@ def run_report(args: argparse.Namespace) -> int:
     images = measures.IMAGES if args.max_images is None else args.max_images
     _check_least("--max-images", images, 1)
 
-    out.mkdir(parents=True, exist_ok=True)
+    if args.onto is not None:
+        out.mkdir(parents=True, exist_ok=True)
     if args.onto is None or has_runs(out):
         results = collect(out)
         if results.runs and not args.no_analyses:

@@ -1,7 +1,8 @@
 """The paper's argument on a small scale: probes of one layer, a grid of trained models, and a report.
 
-`probes` takes minutes on a CPU. `expansion` replaces the attention of a trained model without training it. `train` runs
-a grid of trainings on one GPU, each an ordinary `inline train`. It can be stopped at any time and continues later.
+`probes` takes minutes on a CPU. `expansion` replaces the attention of a trained model without training it. `plan`
+prints what the grid has and what it still needs. `train` runs a grid of trainings on one GPU, each an ordinary `inline
+train`. It can be stopped at any time and continues later.
 `report` writes tables, figures and verdicts for the finished runs. `pack` writes the weights of the package. Run it
 from a checkout: `python -m study --help`.
 """
@@ -56,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on one device (1)")
     train.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to continue")
     train.add_argument("--whole-runs", action="store_true", help="with --minutes: skip runs that cannot finish in time")
+    train.add_argument("--onto", type=Path, metavar="JSON", help="skip the runs of an earlier results.json")
     train.add_argument("--retry", action="store_true", help="make failed runs again")
     train.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
     train.add_argument(
@@ -64,12 +66,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     train.set_defaults(run=run_train)
 
+    plan = parts.add_parser("plan", help="print the groups of the grid: runs, finished, missing, minutes on one H200")
+    plan.add_argument("out", nargs="?", default=OUT, metavar="DIR", help=f"the --output of `train` ({OUT})")
+    plan.add_argument("--onto", type=Path, metavar="JSON", help="runs of an earlier results.json count as finished too")
+    plan.add_argument("--groups", nargs="+", metavar="G", help="these groups (all but check)")
+    plan.add_argument("--main-epochs", type=int, metavar="N", help="epochs of the main rows")
+    plan.set_defaults(run=run_plan)
+
     report = parts.add_parser("report", help="write tables, figures and verdicts for the finished runs")
     report.add_argument("out", metavar="DIR", help="the --output of `probes` and `train`")
     report.add_argument("--data", metavar="NAME=PATH,…", help="images for the analyses, as for `train`")
     report.add_argument("--no-analyses", action="store_true", help="skip the analyses, which need weights and images")
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
-    report.add_argument("--max-images", type=int, metavar="N", help="images for the analyses, evenly spaced (200)")
+    report.add_argument("--max-images", type=int, metavar="N", help="images for the analyses, evenly spaced (1000)")
     report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
     report.add_argument("--docs", metavar="FOLDER", help="also write the page of the documentation")
     add_device(report)
@@ -77,10 +86,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     expansion = parts.add_parser("expansion", help="replace softmax attention by its tangent, without training")
     expansion.add_argument("--data", required=True, metavar="FOLDER", help="Tiny-ImageNet-100")
-    expansion.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
+    expansion.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the table to a file; its rows are kept"
+    )
     add_loading(expansion, batch_size=128)
     add_device(expansion)
     expansion.set_defaults(run=run_expansion)
+
+    ablation = parts.add_parser("ablation", help="take the residual or the attention away from a trained model")
+    ablation.add_argument("--data", required=True, metavar="FOLDER", help="Tiny-ImageNet-100")
+    ablation.add_argument("--weights", metavar="FILE", help="of a run (default: InLine attention of the package)")
+    ablation.add_argument("--max-images", type=int, metavar="N", help="validation images, evenly spaced (1000)")
+    ablation.add_argument("--json", type=Path, metavar="FILE", help="also write the table")
+    add_loading(ablation, batch_size=128)
+    add_device(ablation)
+    ablation.set_defaults(run=run_ablation)
 
     pack = parts.add_parser("pack", help="write the weights that come with the package")
     pack.add_argument("out", metavar="DIR", help="the --output of `train`")
@@ -115,16 +135,40 @@ def run_probes(args: argparse.Namespace) -> int:
 def run_expansion(args: argparse.Namespace) -> int:
     from inline_attention.environment import choose_device, describe_environment
     from inline_attention.printing import write_json
-    from study.expansion import TEACHER_SHA256, evaluate_rows
+    from study.expansion import TEACHER_SHA256, evaluate_rows, read_rows
 
-    rows = []
-    for row in evaluate_rows(
-        args.data, device=choose_device(args.device), batch_size=args.batch_size, workers=args.workers
-    ):
+    known = read_rows(args.json) if args.json else []
+    device, rows = choose_device(args.device), []
+    for row in evaluate_rows(args.data, device=device, batch_size=args.batch_size, workers=args.workers, known=known):
         rows.append(row)
         say(f"{row.title:28} top-1 {row.top1:.2f}%  top-5 {row.top5:.2f}%  {row.images} images")
+        if args.json and row not in known:
+            facts = dict(environment=describe_environment(), teacher=TEACHER_SHA256, rows=[r._asdict() for r in rows])
+            write_json(args.json, facts)
+    return 0
+
+
+def run_ablation(args: argparse.Namespace) -> int:
+    from inline_attention.environment import choose_device, describe_environment
+    from inline_attention.printing import write_json
+    from study.ablation import IMAGES, SHIPPED, Row, ablate
+
+    def show(row: Row) -> None:
+        say(f"{row.title:28} top-1 {row.top1:.1f}%  changed {row.changed:.1f}%  {row.images} images")
+
+    images = IMAGES if args.max_images is None else args.max_images
+    _check_least("--max-images", images, 1)
+    rows = ablate(
+        args.data,
+        weights=args.weights,
+        device=choose_device(args.device),
+        batch_size=args.batch_size,
+        images=images,
+        on_row=show,
+    )
     if args.json:
-        facts = dict(environment=describe_environment(), teacher=TEACHER_SHA256, rows=[row._asdict() for row in rows])
+        model = SHIPPED if args.weights is None else Path(args.weights).name
+        facts = dict(environment=describe_environment(), model=model, rows=[row._asdict() for row in rows])
         write_json(args.json, facts)
     return 0
 
@@ -132,11 +176,15 @@ def run_expansion(args: argparse.Namespace) -> int:
 def run_train(args: argparse.Namespace) -> int:
     from inline_attention.environment import choose_device
     from study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs, command_line
+    from study.plan import expected_seconds
+    from study.results import read_report
     from study.runner import GridRunner, dataset_paths
 
     main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
     _check_least("--main-epochs", main_epochs, 1)
     runs = build_runs(args.groups or DEFAULT_GROUPS, main_epochs=main_epochs, rows=args.rows)
+    recorded = read_report(args.onto).runs if args.onto else []
+    runs = [run for run in runs if run not in {result.run for result in recorded}]
     paths = dataset_paths(args.data)
     settings = [*args.set, *([f"device={args.device}"] if args.device else [])]
     out = args.output
@@ -154,6 +202,7 @@ def run_train(args: argparse.Namespace) -> int:
         whole_runs=args.whole_runs,
         settings=settings,
         retry=args.retry,
+        estimate=lambda run: expected_seconds(run, recorded),
     )
     outcome = _make(runner, runs)
     say("", f"{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
@@ -164,24 +213,53 @@ def run_train(args: argparse.Namespace) -> int:
     return 1 if outcome.failed else 0
 
 
+def run_plan(args: argparse.Namespace) -> int:
+    from inline_attention.printing import say_text, table
+    from study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs
+    from study.plan import JOBS, plan
+    from study.results import collect, has_runs, no_results
+
+    main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
+    _check_least("--main-epochs", main_epochs, 1)
+    groups = args.groups or DEFAULT_GROUPS
+    build_runs(groups)  # reports a wrong name
+    out = Path(args.out)
+    results = collect(out, onto=args.onto) if args.onto or has_runs(out) else no_results()
+    plans = plan(results, groups, main_epochs=main_epochs)
+    lines = [
+        [p.name, p.question, len(p.runs), len(p.runs) - len(p.left), len(p.left), _minutes(p.minutes)] for p in plans
+    ]
+    header = ["group", "what it asks", "runs", "finished", "missing", "minutes"]
+    say_text(table(header, [[str(cell) for cell in line] for line in lines]))
+    say("", f"Minutes: of the missing runs on one H200, {JOBS} at a time, from recorded runs. –: none is like them.")
+    return 0
+
+
+def _minutes(minutes: float | None) -> str:
+    return "–" if minutes is None else f"{minutes:.0f}"
+
+
 def run_report(args: argparse.Namespace) -> int:
     from inline_attention.bench.timing import Effort
     from inline_attention.environment import choose_device
     from study import measures
     from study.report import write_docs, write_report
-    from study.results import collect
+    from study.results import collect, has_runs
     from study.runner import dataset_paths
 
     out, device = Path(args.out), choose_device(args.device)
     images = measures.IMAGES if args.max_images is None else args.max_images
     _check_least("--max-images", images, 1)
 
-    results = collect(out)
-    if results.runs and not args.no_analyses:
-        measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, log=say)
-    if not args.no_speed:
-        runs = [result.run for result in results.runs]
-        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), log=say)
+    if args.onto is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    if args.onto is None or has_runs(out):
+        results = collect(out)
+        if results.runs and not args.no_analyses:
+            measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, log=say)
+        if not args.no_speed:
+            runs = [result.run for result in results.runs]
+            measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), log=say)
     results = collect(out, onto=args.onto)
     files = write_report(results, out)
     if args.docs:

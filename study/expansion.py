@@ -4,8 +4,10 @@ The weights of `softmax_deit_study` are used as they are. Only the attention of 
 """
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -58,13 +60,35 @@ def carry_over(teacher: nn.Module, attention: str, anchors: int) -> nn.Module:
     return model.eval()
 
 
-def evaluate_rows(data: str, *, device: torch.device, batch_size: int, workers: int) -> Iterator[Row]:
-    """Yields the accuracy of each row as soon as it is known."""
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a table that was written before. None if there is no file. ValueError if it is another table."""
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        teacher, rows = content["teacher"], [Row(**row) for row in content["rows"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a table of `python -m study expansion`: {error!r}; name another file"
+        ) from error
+    if teacher != TEACHER_SHA256:
+        raise ValueError(f"{path} is the table of the teacher {teacher}; expected {TEACHER_SHA256}: name another file")
+    return rows
+
+
+def evaluate_rows(
+    data: str, *, device: torch.device, batch_size: int, workers: int, known: Iterable[Row] = ()
+) -> Iterator[Row]:
+    """Yields the accuracy of each row as soon as it is known, and the known rows at once."""
     check_teacher()
+    found = {row.title: row for row in known}
     classifier = load_classifier(TEACHER, "pretrained")
     config = classifier.data
     config.path, config.batch_size, config.workers = data, batch_size, workers
     for title, (attention, anchors) in ROWS.items():
+        if title in found:
+            yield found[title]
+            continue
         model = carry_over(classifier.model, attention, anchors).to(device)
         loader = open_eval_data(config, class_names=classifier.class_names)
         with image_progress(title, total=loader.num_images) as on_images:

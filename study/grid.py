@@ -168,6 +168,7 @@ FAMILY = {
     for residual in (False, True)
     if residual or attention != "focused"
 }  # fmt: skip
+FAMILY["softmax_residual"] = _deit("softmax with residual", attention="local_softmax", mlp_ratio=WITH_RESIDUAL)
 DEEP = {
     f"{name}_deep": Row(f"{MAIN[name].title}, twice as deep", {**MAIN[name].kwargs, "depth": 2 * DEIT["depth"]})
     for name in ("softmax", "linear", "inline")
@@ -179,7 +180,38 @@ RATES = {
     for name in ("linear", "linear_residual", "inline")
     for factor, rate in (("half", 1e-3), ("twice", 4e-3))  # of the recipe's 2e-3
 }
-_SETS = (MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, FAMILY, WINDOWS, DEEP, RATES)
+# A learned gain per head, started as in the published models and larger. At the start, rows of InLine attention are
+# about eight times nearer to uniform than those of linear attention.
+LARGER_START = 8.0
+GAINS = {
+    "inline_gain": replace(MAIN["inline"], title="InLine with residual, learned gain",
+                           kwargs={**MAIN["inline"].kwargs, "gain": True}),
+    "inline_larger_start": replace(MAIN["inline"], title="InLine with residual, learned gain from 8",
+                                   kwargs={**MAIN["inline"].kwargs, "gain": LARGER_START}),
+}  # fmt: skip
+# The published augmentation and clipping. Policies and erasing work on single images, so workers augment.
+PUBLISHED_SETTINGS = {
+    "data.augment_on_device": False, "data.workers": 2, "data.auto_augment": "rand-m9-mstd0.5-inc1",
+    "data.random_erase": 0.25, "optim.clip_norm": 5.0,
+}  # fmt: skip
+PUBLISHED = {
+    f"{name}_published": replace(
+        row, title=f"{row.title}, published augmentation", settings={**row.settings, **PUBLISHED_SETTINGS}
+    )
+    for name, row in {**MAIN, **WITH_SHARED_MAP}.items()
+    if name in ("softmax", "linear_residual", "inline", "inline_relu_residual")
+}
+DATA_SHARES = {"quarter": 0.25, "half": 0.5}  # of the training images; all of them: the main rows
+SMALLER_DATA = {
+    f"{name}_{part}_data": replace(
+        MAIN[name], title=f"{MAIN[name].title}, {100 * share:g} % of the images", settings={"data.train_share": share}
+    )
+    for part, share in DATA_SHARES.items()
+    for name in ("softmax", "linear", "linear_residual", "inline")
+}
+_SETS = (
+    MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, FAMILY, WINDOWS, DEEP, RATES, GAINS, PUBLISHED, SMALLER_DATA,
+)  # fmt: skip
 ROWS = {name: row for rows in _SETS for name, row in rows.items()}
 assert len(ROWS) == sum(map(len, _SETS))
 
@@ -247,27 +279,14 @@ def as_yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("\n...\n").strip()
 
 
-# In the order of training. The runs that decide verdicts come first.
-GROUPS = (
-    "pilot",
-    "main",
-    "tokens",
-    "feature_maps",
-    "shared_maps",
-    "family",
-    "baselines",
-    "windows",
-    "deep",
-    "rates",
-    "long",
-    "check",
-)
-DEFAULT_GROUPS = GROUPS[:-1]
 PILOT_EPOCHS = (10, 20, 40)  # short runs first: they show how long the others will take
 MAIN_EPOCHS = 40  # one of the pilot's lengths, so that its runs are the first seed
 VARIANT_EPOCHS = 20  # one of the pilot's lengths, so that the main rows exist at it
 TOKENS_EPOCHS = 30
 LONG_EPOCHS = 120
+PUBLISHED_EPOCHS = 300
+CHECK_EPOCHS = 8
+SEEDS = (0, 1, 2)
 # {linear, InLine} × {ReLU, ReLU(A·x + b)} × {without, with residual}
 SHARED_MAP_ROWS = tuple(
     shared_map_row(attention, name, residual=residual)
@@ -277,41 +296,64 @@ SHARED_MAP_ROWS = tuple(
 )
 # One recipe for all: the leaderboard.
 FAMILY_ROWS = (*MAIN, "focused", *FAMILY)
-LONG_ROWS = ("softmax", "linear", "linear_residual", "inline")
-CHECK_EPOCHS = 8
-SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that answer one question."""
+
+    question: str
+    rows: tuple[str, ...]
+    epochs: tuple[int, ...]  # 0: the length of the main rows, which the command line can change
+    seeds: tuple[int, ...] = (0,)
+    dataset: str = "tiny_imagenet"
+
+    def runs(self, *, main_epochs: int = MAIN_EPOCHS) -> list[Run]:
+        return [
+            Run(self.dataset, row, self._length(row, epochs or main_epochs), seed, patch)
+            for epochs in self.epochs
+            for seed in self.seeds
+            for patch in DATASETS[self.dataset].patches
+            for row in self.rows
+        ]
+
+    @staticmethod
+    def _length(row: str, epochs: int) -> int:
+        """Fewer images are seen more often, so that the number of updates is the same."""
+        return round(epochs / ROWS[row].settings.get("data.train_share", 1))
+
+
+# In the order of training. The runs that decide verdicts come first.
+GROUPS = {
+    "pilot": Group("how long runs take, and the first seed", tuple(MAIN), PILOT_EPOCHS),
+    "main": Group("the five main models, three seeds", tuple(MAIN), (0,), SEEDS),
+    "shared_maps": Group("injectivity at equal φ", SHARED_MAP_ROWS, (0,), SEEDS),
+    "gain": Group("does a learned gain or a larger start close the gap?", tuple(GAINS), (0,), SEEDS),
+    "family": Group("every attention under one recipe: the leaderboard", FAMILY_ROWS, (0,), SEEDS),
+    "long": Group("the five main models for longer", tuple(MAIN), (LONG_EPOCHS,), SEEDS),
+    "data_size": Group("do the gaps depend on the number of images?", tuple(SMALLER_DATA), (0,), SEEDS),
+    "published": Group("published augmentation and clipping", tuple(PUBLISHED), (PUBLISHED_EPOCHS,), SEEDS[:2]),
+    "tokens": Group("the number of tokens", tuple(MAIN), (TOKENS_EPOCHS,), dataset="imagenette"),
+    "feature_maps": Group("other feature maps", tuple(FEATURE_MAPS), (VARIANT_EPOCHS,)),
+    "baselines": Group("older linear attentions", tuple(BASELINES), (VARIANT_EPOCHS,)),
+    "windows": Group("the size of the windows", tuple(WINDOWS), (VARIANT_EPOCHS,)),
+    "deep": Group("twice the depth", tuple(DEEP), (VARIANT_EPOCHS,)),
+    "rates": Group("other learning rates", tuple(RATES), (VARIANT_EPOCHS,)),
+    "check": Group("the whole chain on digits", tuple(MAIN), (CHECK_EPOCHS,), SEEDS[:2], dataset="digits"),
+}
+DEFAULT_GROUPS = tuple(name for name in GROUPS if name != "check")
 
 
 def build_runs(
     groups: Sequence[str] = DEFAULT_GROUPS, *, main_epochs: int = MAIN_EPOCHS, rows: Sequence[str] | None = None
 ) -> list[Run]:
     """The runs of these groups in the order of training, each once. `rows` selects some of their rows."""
-    for name, known in ((set(groups), GROUPS), (set(rows or ()), tuple(ROWS))):
+    for name, known in ((set(groups), tuple(GROUPS)), (set(rows or ()), tuple(ROWS))):
         if unknown := sorted(name - set(known)):
             raise ValueError(f"there is no {', '.join(unknown)} in the grid; expected some of {', '.join(known)}")
-    made = [run for group in groups for run in _group(group, main_epochs=main_epochs)]
+    made = [run for group in groups for run in GROUPS[group].runs(main_epochs=main_epochs)]
     chosen = [run for run in dict.fromkeys(made) if rows is None or run.row in rows]
     if rows and not chosen:
         has = ", ".join(dict.fromkeys(run.row for run in made))
         raise ValueError(f"there is no {', '.join(rows)} in {', '.join(groups)}; expected some of {has}")
     return chosen
-
-
-def _group(group: str, *, main_epochs: int) -> list[Run]:
-    if group == "check":
-        return [Run("digits", row, CHECK_EPOCHS, seed, 2) for seed in SEEDS[:2] for row in MAIN]
-    if group == "main":
-        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in MAIN]
-    if group == "shared_maps":
-        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in SHARED_MAP_ROWS]
-    if group == "family":
-        return [Run("tiny_imagenet", row, main_epochs, seed, 4) for seed in SEEDS for row in FAMILY_ROWS]
-    if group == "pilot":
-        return [Run("tiny_imagenet", row, epochs, 0, 4) for epochs in PILOT_EPOCHS for row in MAIN]
-    if group == "tokens":
-        patches = DATASETS["imagenette"].patches
-        return [Run("imagenette", row, TOKENS_EPOCHS, 0, patch) for patch in patches for row in MAIN]
-    if group == "long":
-        return [Run("tiny_imagenet", row, LONG_EPOCHS, 0, 4) for row in LONG_ROWS]
-    variants = {"feature_maps": FEATURE_MAPS, "baselines": BASELINES, "windows": WINDOWS, "deep": DEEP, "rates": RATES}
-    return [Run("tiny_imagenet", row, VARIANT_EPOCHS, 0, 4) for row in variants[group]]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from inline_attention.analysis import (
     ConfusionResult,
+    MaskingResult,
     measure_confusion,
     measure_locality,
     measure_masking,
@@ -27,14 +28,16 @@ from inline_attention.models import create_model
 from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.training.run_folder import write_atomically
 from study.grid import DATASETS, Run
+from study.intervals import bootstrap
 from study.results import ANALYSIS, SPEED, run_folders
 from study.runner import is_finished
 
-IMAGES = 200  # evenly spaced in the validation split; a fifth of the images above MANY_TOKENS
-RANK_IMAGES = 10  # singular values take the most time; a tenth of the images above MANY_TOKENS
+IMAGES = 1000  # evenly spaced in the validation split; a fifth of the images above MANY_TOKENS
+RANK_IMAGES = 50  # singular values take the most time; a tenth of the images above MANY_TOKENS
 MANY_TOKENS = 300
 MASKED_SIDES = (3, 5, 7)
-CONFUSED_AT = ((0.1, 0.3), (0.3, 1.0))  # (τ, ρ); the paper does not give its thresholds
+# (τ, ρ), from strict to loose. The paper does not give its thresholds, so no single pair decides.
+CONFUSED_AT = ((0.03, 0.3), (0.1, 0.3), (0.1, 1.0), (0.3, 1.0))
 SPEED_BATCH = {"cuda": 256}  # by device; 16 elsewhere
 
 
@@ -51,9 +54,9 @@ def analyse_runs(
     images: int = IMAGES,
     log: Callable[[str], None],
 ) -> None:
-    """Write analysis.json for each finished run of seed 0 that has weights and no such file yet."""
+    """Write analysis.json for each finished run that has weights and no such file yet."""
     for run, folder in run_folders(out):
-        due = is_finished(folder) and run.seed == 0 and not (folder / ANALYSIS).exists()
+        due = is_finished(folder) and not (folder / ANALYSIS).exists()
         if not due or not weights_file(folder).exists():
             continue
         if run.dataset not in paths:
@@ -65,7 +68,7 @@ def analyse_runs(
 
 
 def analyse_model(weights: Path, *, path: str, device: torch.device, images: int) -> dict[str, Any]:
-    """Confusion, locality, masking and rank of a weights file, as plain values."""
+    """Confusion, locality, masking and rank of a weights file, as plain values with intervals over the images."""
     classifier = load_classifier(None, str(weights))
     config = classifier.data
     config.path, config.batch_size, config.workers, config.in_memory = path, 20, 0, True
@@ -81,24 +84,38 @@ def analyse_model(weights: Path, *, path: str, device: torch.device, images: int
     # A window must not cover the whole map.
     sides = [s for s in MASKED_SIDES if s < side] or [3]
     masking = measure_masking(model, ((b.images, b.targets) for b in loader), sides=sides)
-    outcomes = [
-        dict(o.condition._asdict(), top1=o.top1, agreement=o.agreement, logit_change=o.logit_change)
-        for o in masking.outcomes
-    ]
     found = dict(
         images=images,
         confused=[_confused(confusion, tau, rho) for tau, rho in CONFUSED_AT],
-        locality=dict(locality.summary(), by_layer=locality.share, chance=locality.chance),
+        locality=dict(
+            locality.summary(), by_layer=locality.share, chance=locality.chance, interval=bootstrap(locality.by_image)
+        ),
         rank=dict(rank.summary(), by_layer=rank.means(rank.effective)),
-        masking=dict(outcomes=outcomes, images=masking.images),
+        masking=dict(outcomes=_masked(masking), images=masking.images),
     )
     return to_plain(found)
 
 
 def _confused(result: ConfusionResult, tau: float, rho: float) -> dict[str, Any]:
     by_layer = result.share_by_layer(tau, rho)
-    share = float(by_layer @ result.pairs / result.pairs.sum())
-    return dict(tau=tau, rho=rho, share_of_pairs=share, by_layer=by_layer, images=len(result.by_image))
+    images, pairs = len(result.by_image), result.pairs.sum()
+    share = float(by_layer @ result.pairs / pairs)
+    of_images = result.by_image[:, result.taus.index(tau), result.rhos.index(rho)] / (pairs / images)
+    return dict(
+        tau=tau, rho=rho, share_of_pairs=share, interval=bootstrap(of_images), by_layer=by_layer, images=images
+    )  # fmt: skip
+
+
+def _masked(result: MaskingResult) -> list[dict[str, Any]]:
+    """Outcomes as plain values. `lost`: top-1 less than unmasked, with its interval; images are paired."""
+    outcomes, plain = [], result.outcomes[0].correct
+    for o in result.outcomes:
+        values = dict(o.condition._asdict(), top1=o.top1, agreement=o.agreement, logit_change=o.logit_change)
+        if plain is not None and o.correct is not None:
+            lost = plain.astype(float) - o.correct
+            values |= dict(lost=lost.mean(), lost_interval=bootstrap(lost))
+        outcomes.append(values)
+    return outcomes
 
 
 def uniform_over_chance(locality: Mapping[str, Any]) -> float:

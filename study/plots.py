@@ -1,5 +1,6 @@
 """Figures of the study. This module imports matplotlib, which is optional: import it only to draw."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from study.intervals import Effect
 from study.measures import masking_drops, uniform_over_chance
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860", "#da8bc3", "#8c8c8c")
@@ -66,6 +68,40 @@ def draw_probes(content: Mapping[str, Any]) -> Figure:
         "tested on parts of them not trained on.\n"
         "Dotted: chance. Bound: what no readout of the layer's outputs can exceed."
     )
+    figure.supxlabel(caption, fontsize=8, color=GREY)
+    return figure
+
+
+def draw_answer(
+    accuracies: Mapping[int, Mapping[str, Sequence[float]]],
+    effects: Sequence[tuple[str, Effect, str]],
+    *,
+    caption: str,
+) -> Figure:
+    """Left: top-1 of each row by length of training, a point for each seed. Right: effects with intervals."""
+    figure = _figure(13, 5.4)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+    rows = list(dict.fromkeys(title for by_row in accuracies.values() for title in by_row))
+    for i, row in enumerate(rows):
+        for j, (epochs, by_row) in enumerate(accuracies.items()):
+            values = by_row.get(row, [])
+            place = [len(rows) - 1 - i + 0.15 * (len(accuracies) - 1 - 2 * j)] * len(values)
+            label = f"{epochs} epochs" if i == 0 else None
+            left.plot(values, place, "o", color=COLOURS[j], alpha=0.8, label=label)
+    left.set_yticks(range(len(rows)), rows[::-1])
+    left.legend(fontsize=8)
+    left.set(title="Accuracy", xlabel="validation top-1 (%)", ylim=(-0.6, len(rows) - 0.4))
+    for i, (_, effect, verdict) in enumerate(effects):
+        place = len(effects) - 1 - i
+        colour = {"supported": COLOURS[2], "contradicted": COLOURS[4]}.get(verdict, GREY)
+        right.errorbar(effect.mean, place, xerr=effect.margin, marker="o", color=colour, capsize=3)
+    names = [textwrap.fill(f"{claim}: {verdict}", 48) for claim, _, verdict in effects]
+    right.set_yticks(range(len(effects)), names[::-1], fontsize=7)
+    right.axvline(0, linestyle=":", color=GREY)
+    right.set(title="Claims", xlabel="points")
+    for axes in (left, right):
+        axes.grid(alpha=0.3, axis="x")
+        axes.set_axisbelow(True)
     figure.supxlabel(caption, fontsize=8, color=GREY)
     return figure
 

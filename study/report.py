@@ -1,4 +1,4 @@
-"""results.json, figures and a page in Markdown from a folder of runs."""
+"""results.json, figures, a page for people and a page of tables, from a folder of runs."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inline_attention.bench.model import EAGER
-from study.claims import Claim, judge
+from study.claims import EARLIER, Claim, judge
 from study.grid import (
     BASELINES,
     DATASETS,
@@ -27,11 +27,13 @@ from study.grid import (
     feature_map_row,
     shared_map_row,
 )
+from study.intervals import Effect
 from study.measures import build_model, masking_drops, speed_name, uniform_over_chance
 from study.pages import fill
+from study.plan import plan
 from study.results import Results, RunResult, Sample, Setting, describe_seeds
 
-RESULTS, PAGE = "results.json", "results.md"
+RESULTS, PAGE, TABLES = "results.json", "results.md", "tables.md"
 
 
 def count_parameters(run: Run) -> int:
@@ -41,16 +43,19 @@ def count_parameters(run: Run) -> int:
 def write_report(results: Results, out: Path) -> list[Path]:
     """Write all files to `out`. Figures without data are left out."""
     claims = judge(results)
-    figures = _draw(results, out)
+    figures = _draw(results, claims, out)
+    names = [path.name for path in figures]
     (out / RESULTS).write_text(_dump(results, claims))
-    (out / PAGE).write_text(page(results, claims, [path.name for path in figures]))
-    return [out / RESULTS, out / PAGE, *figures]
+    (out / PAGE).write_text(page(results, claims, names))
+    (out / TABLES).write_text(tables(results, claims, names))
+    return [out / RESULTS, out / PAGE, out / TABLES, *figures]
 
 
 def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Path]:
-    """Write the report into the documentation: DOCS/results.md, DOCS/results/study.json, DOCS/images/study-….png
+    """Write the report into the documentation.
 
-    The README beside DOCS gets the first table and a figure, between its two marks.
+    DOCS/results.md for people, DOCS/results/study-tables.md, DOCS/results/study.json and DOCS/images/study-….png. The
+    README beside DOCS gets the first table, between its two marks.
     """
     claims = judge(results)
     for folder in ("results", "images"):
@@ -58,16 +63,16 @@ def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Pa
     copies = [docs / "images" / f"study-{path.name}" for path in figures]
     for source, copy in zip(figures, copies, strict=True):
         shutil.copyfile(source, copy)
-    numbers, target = docs / "results" / "study.json", docs / PAGE
+    numbers, target, rows = docs / "results" / "study.json", docs / PAGE, docs / "results" / "study-tables.md"
     numbers.write_text(_dump(results, claims))
     links = [path.relative_to(docs).as_posix() for path in copies]
     target.write_text(fill("docs", {"page": page(results, claims, links)}))
-    written = [target, numbers, *copies]
+    rows.write_text(fill("docs_tables", {"page": tables(results, claims, [f"../{link}" for link in links])}))
+    written = [target, rows, numbers, *copies]
     readme = docs.parent / "README.md"
     if readme.exists() and all(mark in (text := readme.read_text()) for mark in _MARKS):
         before, after = text.split(_MARKS[0])[0], text.split(_MARKS[1])[1]
-        names = [path.relative_to(docs.parent).as_posix() for path in copies]
-        readme.write_text(f"{before}{_MARKS[0]}\n\n{front(results, names)}\n{_MARKS[1]}{after}")
+        readme.write_text(f"{before}{_MARKS[0]}\n\n{front(results, claims)}\n{_MARKS[1]}{after}")
         written.append(readme)
     return written
 
@@ -103,21 +108,25 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
                     "commit": sorted({result.commit for result in runs}),
                     "machine": sorted({result.machine for result in runs}),
                     "command": remake(runs[0]),
-                    "analysis": runs[0].analysis,
+                    "analyses": [result.analysis for result in runs],
                 }
             )
         settings.append({**setting._asdict(), "tokens": setting.tokens, "title": str(setting), "rows": lines})
     return {
         "settings": settings,
-        "claims": [dataclasses.asdict(claim) for claim in claims],
+        "claims": [_claim(claim) for claim in claims],
         "again": [{"run": r.run.name, "top1": r.top1, "commit": r.commit, "machine": r.machine} for r in results.again],
         "failures": results.failures,
-        "seed_deviation": results.deviation,
         "device_minutes": round(results.device_seconds / 60, 1),
         "speed": results.speed,
         "sweep": None if results.sweep is None else results.sweep._asdict(),
         "probes": results.probes,
     }
+
+
+def _claim(claim: Claim) -> dict[str, Any]:
+    effect = None if claim.effect is None else claim.effect._asdict()
+    return {**dataclasses.asdict(claim), "effect": effect, "reading": claim.reading}
 
 
 def remake(result: RunResult) -> str:
@@ -128,7 +137,7 @@ def remake(result: RunResult) -> str:
 # Pictures
 
 
-def _draw(results: Results, out: Path) -> list[Path]:
+def _draw(results: Results, claims: Sequence[Claim], out: Path) -> list[Path]:
     from study import plots
 
     made: list[Path] = []
@@ -141,11 +150,18 @@ def _draw(results: Results, out: Path) -> list[Path]:
         keep(plots.draw_probes(results.probes), "probes.png")
     if (varied := _variants_setting(results)) is not None:
         rows = results.rows(varied)
-        caption = f"{varied}; {_seeds_varied(results, rows)}"
+        caption = f"{varied}; {describe_seeds(rows.values())}"
         keep(plots.draw_variants(**_variants(rows), caption=caption), "variants.png")
     main = results.main_setting
     if main is None:
         return made
+    accuracies = {
+        setting.epochs: {ROWS[row].title: sample.values for row, sample in results.rows(setting).items() if row in MAIN}
+        for setting in [main, *results.longer_settings]
+    }
+    effects = [(claim.claim, claim.effect, claim.verdict) for claim in claims if claim.effect and _is_drawn(claim)]
+    caption = f"{DATASETS[main.dataset].title}. Left: a point for each seed. Right: 95 % intervals, paired by seed"
+    keep(plots.draw_answer(accuracies, effects, caption=caption), "answer.png")
     curves = {ROWS[row].title: [r.curve for r in results.runs if r.setting == main and r.run.row == row]
               for row in results.rows(main) if row in MAIN}  # fmt: skip
     keep(plots.draw_curves(curves, title=str(main)), "curves.png")
@@ -173,6 +189,11 @@ def _draw(results: Results, out: Path) -> list[Path]:
     return made
 
 
+def _is_drawn(claim: Claim) -> bool:
+    """Whether a claim is about accuracy on the main data and has an interval."""
+    return claim.effect is not None and claim.effect.margin is not None and "epochs" in claim.where
+
+
 def _variants_setting(results: Results) -> Setting | None:
     """The setting with the most feature maps, other attentions and windows."""
     variants = {*FEATURE_MAPS, *BASELINES, *WINDOWS}
@@ -195,12 +216,6 @@ def _variants(rows: Mapping[str, Sample]) -> dict[str, Any]:
         "attentions": means({ROWS[row].title: row for row in (*MAIN, *BASELINES)}) if BASELINES.keys() & rows else {},
         "windows": {title: by_size for title, by_size in windows.items() if by_size},
     }
-
-
-def _seeds_varied(results: Results, rows: Mapping[str, Sample]) -> str:
-    """The number of seeds of these rows, and the margin of their differences."""
-    seeds, margin = describe_seeds(rows.values()), results.margin(1, 1)
-    return seeds if margin is None else f"{seeds}; two standard errors between single seeds: {margin:.1f} points"
 
 
 def _seeds_shown(results: Results, settings: Sequence[Setting]) -> str:
@@ -248,14 +263,27 @@ def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
 
 
 def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
-    """The page as Markdown. `figures` are links."""
+    """The page for people, as Markdown. `figures` are links."""
     main = results.main_setting
     values: dict[str, object] = {
-        "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in Counter(c.verdict for c in claims).items()),
+        "verdicts": _counts(claims),
         "claim_table": claim_table(claims),
+        "claim_texts": claim_texts(claims),
+        "changed_table": changed_table(claims),
+        "answer_picture": _pictures(figures, "answer"),
+        "missing_table": missing_table(results),
+    }
+    if main is not None:
+        values |= {"setting": main, "highest": _highest(results, main)}
+    return fill("results", values)
+
+
+def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
+    """All tables, commands and commits, as Markdown. `figures` are links."""
+    main = results.main_setting
+    values: dict[str, object] = {
         "settings": "\n".join(_setting(results, s) for s in sorted(results.settings, key=lambda s: s != main)),
         "gap_table": gap_table(results),
-        "deviation": _deviation(results),
         "shared_map_table": shared_map_table(results),
         "leaderboard": leaderboard(results),
         "failure_table": failure_table(results),
@@ -268,8 +296,7 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         "probe_pictures": _pictures(figures, "probes"),
     }
     if main is not None:
-        values |= {"setting": main, "front_table": front_table(results, main), "longer": _longer(results)}
-        values |= {"highest": _highest(results, main)}
+        values |= {"setting": main, "front_table": front_table(results, main)}
     if results.speed is not None:
         where = _where(results.speed["commits"], results.speed["machine"])
         values |= {"how_timed": _how_timed(results.speed), "timed_where": where}
@@ -278,7 +305,56 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
         where = _where([environment["inline-attention"]], environment["cpu"])
         values |= {"probes_where": where, "probes_seed": results.probes["seed"]}
         values |= {"probe_table": probe_table(results.probes)}
-    return fill("results", values)
+    return fill("tables", values)
+
+
+def _counts(claims: Sequence[Claim]) -> str:
+    """A text such as "2 supported, 1 inconclusive"."""
+    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(claim.verdict for claim in claims).items())
+
+
+def claim_table(claims: Sequence[Claim]) -> str:
+    lines = [[claim.claim, *_effect(claim), claim.where or "–", f"**{claim.verdict}**"] for claim in claims]
+    return _table(["claim", "effect", "95 % interval", "measured on", "verdict"], lines)
+
+
+def _effect(claim: Claim) -> tuple[str, str]:
+    """The effect with its unit, and its interval."""
+    effect = claim.effect
+    if effect is None:
+        return "–", "–"
+    if effect.low is None or effect.high is None:
+        number = f"{effect.mean:.2f}" if effect.seeds == 0 else f"{effect.mean:+.2f}"
+        return f"{number} {claim.unit}".replace("-", "−"), "–" if effect.seeds == 0 else "one seed"
+    interval = f"{effect.low:+.2f} to {effect.high:+.2f}"
+    return f"{effect.mean:+.2f} {claim.unit}".replace("-", "−"), interval.replace("-", "−")
+
+
+def claim_texts(claims: Sequence[Claim]) -> str:
+    """At most four sentences for each claim: what was compared, and what the interval says."""
+    return "\n\n".join(
+        f"**{claim.claim}:** {claim.verdict}. {claim.about}{' ' if claim.reading else ''}{claim.reading}"
+        for claim in claims
+    )
+
+
+def changed_table(claims: Sequence[Claim]) -> str:
+    """What an earlier report said otherwise. Empty if nothing has changed."""
+    words = {"confirmed": "supported", "not confirmed": "contradicted"}
+    lines = [
+        [claim.claim, earlier, claim.verdict]
+        for claim in claims
+        if (earlier := EARLIER.get(claim.name)) is not None and words[earlier] != claim.verdict
+    ]
+    return _table(["claim", "version 0.1", "now"], lines) if lines else ""
+
+
+def missing_table(results: Results) -> str:
+    """Groups of the grid that are not complete. Empty if all are."""
+    lines = [
+        [f"`{group.name}`", group.question, len(group.runs), len(group.left)] for group in plan(results) if group.left
+    ]
+    return _table(["group", "what it asks", "runs", "missing"], lines) if lines else ""
 
 
 def _setting(results: Results, setting: Setting) -> str:
@@ -292,10 +368,6 @@ def _setting(results: Results, setting: Setting) -> str:
     return fill("setting", values)
 
 
-def _deviation(results: Results) -> str | None:
-    return None if results.deviation is None else f"{results.deviation:.2f}"
-
-
 _CAPTIONS = {
     "speed": "Accuracy against the time an image takes",
     "curves": "Accuracy over the epochs, a line for each seed",
@@ -303,6 +375,7 @@ _CAPTIONS = {
     "tokens": "Accuracy against the number of tokens",
     "variants": "Accuracy with other feature maps, other attentions, other windows",
     "causes": "Confused pairs, attention to the neighbourhood, masking and rank of the first seed's models",
+    "answer": "Left: accuracy of the five main models. Right: differences with their 95 % intervals",
     "probes": "Three probes",
 }
 
@@ -367,28 +440,29 @@ def gap_table(results: Results) -> str:
 
 
 def _gap(results: Results, setting: Setting, pair: tuple[str, str]) -> str:
-    rows = results.rows(setting)
-    if not set(pair) <= rows.keys():
-        return "–"
-    gap = results.gap(*(rows[name] for name in pair))
-    return f"**{gap}**" if gap.is_told_apart else str(gap)
+    effect = results.difference(setting, *pair)
+    return "–" if effect is None else f"**{effect}**" if _is_told_apart(effect) else str(effect)
+
+
+def _is_told_apart(effect: Effect) -> bool:
+    return effect.margin is not None and abs(effect.mean) > effect.margin
 
 
 def shared_map_table(results: Results) -> str:
     """Linear against InLine attention with the same φ, without and with the residual. Empty without a pair."""
-    setting, lines = results.main_setting, []
-    for name in SHARED_MAPS:
+    lines = []
+    for name in PHI:
         for residual in (False, True):
-            pair = tuple(shared_map_row(attention, name, residual=residual) for attention in ("inline", "linear"))
-            if setting is not None and set(pair) <= (rows := results.rows(setting)).keys():
-                cells = [PHI[name], "with" if residual else "without", rows[pair[1]], rows[pair[0]]]
-                lines.append([*cells, _gap(results, setting, (pair[0], pair[1]))])
-    return _table(["φ", "residual", "linear (%)", "InLine (%)", "InLine − linear"], lines) if lines else ""
-
-
-def claim_table(claims: Sequence[Claim]) -> str:
-    lines = [[claim.claim, claim.measured or "–", claim.verdict, claim.rule] for claim in claims]
-    return _table(["claim", "measured here", "verdict", "rule"], lines)
+            if residual and name not in SHARED_MAPS:
+                continue
+            pair = [shared_map_row(attention, name, residual=residual) for attention in ("inline", "linear")]
+            for setting in results.settings_of(*pair)[:1]:
+                rows, effect = results.rows(setting), results.difference(setting, *pair)
+                assert effect is not None
+                cells = [PHI[name], "with" if residual else "without", setting.epochs, effect.seeds]
+                lines.append([*cells, rows[pair[1]], rows[pair[0]], _gap(results, setting, (pair[0], pair[1]))])
+    header = ["φ", "residual", "epochs", "seeds", "linear (%)", "InLine (%)", "InLine − linear"]
+    return _table(header, lines) if lines else ""
 
 
 def failure_table(results: Results) -> str:
@@ -409,25 +483,21 @@ def again_table(results: Results) -> str:
     return _table(["run", "top-1 (%)", "again", "the row, over its seeds", "commit, machine"], lines)
 
 
-def front(results: Results, figures: Sequence[str]) -> str:
-    """The part of the README. `figures` are links; one of them is used."""
+def front(results: Results, claims: Sequence[Claim]) -> str:
+    """The part of the README: one table."""
     main = results.main_setting
     if main is None:
         return ""
     inline = results.find(main, "inline")
     assert inline is not None
-    gaps = [[f"{ROWS[a].title} − {ROWS[b].title}", _gap(results, main, (a, b))] for a, b in _GAP_PAIRS]
     return fill(
         "front",
         {
-            "setting": main,
+            "data": DATASETS[main.dataset].title,
             "parameters": f"{count_parameters(inline.run) / 1e6:.1f}",
             "front_table": front_table(results, main),
             "highest": _highest(results, main),
-            "deviation": _deviation(results),
-            "gap_table": _table(["difference of means", "points"], [line for line in gaps if line[1] != "–"]),
-            "longer": _longer(results),
-            "picture": _pictures(figures, "speed", "curves").partition("\n")[0],
+            "verdicts": _counts(claims),
         },
     )
 
@@ -438,17 +508,6 @@ def _highest(results: Results, setting: Setting) -> str:
     return ROWS[max(rows, key=lambda row: rows[row].mean)].title
 
 
-def _longer(results: Results) -> str:
-    """The main rows in settings that were trained longer than those of the first table."""
-    parts = []
-    for setting in results.longer_settings:
-        rows = {row: sample for row, sample in results.rows(setting).items() if row in MAIN}
-        if rows:
-            parts.append(f"After {setting.epochs} epochs ({describe_seeds(rows.values())}):")
-            parts.append(_table(["model", "top-1 (%)"], [[ROWS[row].title, str(rows[row])] for row in rows]))
-    return "\n\n".join(parts)
-
-
 def _how_timed(speed: Mapping[str, Any]) -> str:
     batch = max(row["batch"] for row in speed["rows"].values())
     mode = "not compiled" if speed["mode"] == EAGER else f"compiled in mode {speed['mode']}"
@@ -456,15 +515,26 @@ def _how_timed(speed: Mapping[str, Any]) -> str:
 
 
 def front_table(results: Results, setting: Setting) -> str:
-    """The main rows in the few columns that fit into the README."""
-    return _short_table(results, setting, [row for row in results.rows(setting) if row in MAIN])
+    """The main rows in the few columns that fit into the README, with the lengths of training beside each other."""
+    settings = [setting, *results.longer_settings]
+    samples = {s: {row: sample for row, sample in results.rows(s).items() if row in MAIN} for s in settings}
+    speeds = {point["title"]: point for point in speed_points(results, setting)}
+    lines = []
+    for row in samples[setting]:
+        speed = speeds.get(ROWS[row].title, {})
+        rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
+        lines.append([ROWS[row].title, *(samples[s].get(row, "–") for s in settings), *rates])
+    accuracy = [f"top-1 (%), {s.epochs} epochs, {describe_seeds(samples[s].values())}" for s in settings if samples[s]]
+    return _table(["model", *accuracy, "training, images/s", "inference, images/s"], lines)
 
 
 def leaderboard(results: Results) -> str:
-    """All attentions of the family under the main recipe, the highest mean first. Empty without the newer ones."""
-    setting = results.main_setting
-    if setting is None or not FAMILY.keys() & (rows := results.rows(setting)).keys():
+    """All attentions of the family under one recipe, the highest mean first. Empty without the newer ones."""
+    settings = [s for row in FAMILY for s in results.settings_of("inline", row)]
+    if not settings:
         return ""
+    setting = max(settings, key=lambda s: (settings.count(s), s.epochs))
+    rows = results.rows(setting)
     ranked = sorted((row for row in rows if row in FAMILY_ROWS), key=lambda row: -rows[row].mean)
     return _short_table(results, setting, ranked)
 

@@ -1,7 +1,6 @@
 """Reads a folder of runs: accuracies with their spread, curves, times."""
 
 import json
-import math
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,8 @@ from inline_attention.training import settings
 from inline_attention.training.config import read_yaml
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import CONFIG, ENVIRONMENT
-from study.grid import DATASETS, ROWS, Run, as_yaml, parse_name
+from study.grid import DATASETS, MAIN, ROWS, Run, as_yaml, parse_name
+from study.intervals import Effect, paired
 from study.runner import FAILURE, SESSIONS, has_failed, is_finished
 
 ANALYSIS, SPEED, PROBES = "analysis.json", "speed.json", "probes.json"
@@ -72,11 +72,15 @@ class RunResult:
 class Sample:
     """Top-1 of one row in one setting over its seeds."""
 
-    values: list[float]
+    by_seed: dict[int, float]
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.by_seed.values())
 
     @property
     def seeds(self) -> int:
-        return len(self.values)
+        return len(self.by_seed)
 
     @property
     def mean(self) -> float:
@@ -100,26 +104,12 @@ def describe_seeds(samples: Iterable[Sample]) -> str:
 
 
 class Sweep(NamedTuple):
-    """InLine-DeiT-T against DeiT-T with FlashAttention in inference."""
+    """InLine-DeiT-T against DeiT-T in inference, by the side of the images."""
 
-    ratios: dict[int, float]  # by the side of the images
+    ratios: dict[int, float]  # the counterpart with FlashAttention
+    math_ratios: dict[int, float]  # the counterpart with softmax written out, which the paper compares with
     commit: str
     machine: str
-
-
-class Gap(NamedTuple):
-    """The difference between the means of two rows, in points."""
-
-    points: float
-    margin: float | None  # two standard errors; None if the spread over seeds is unknown
-
-    @property
-    def is_told_apart(self) -> bool:
-        return self.margin is not None and abs(self.points) > self.margin
-
-    def __str__(self) -> str:
-        text = f"{self.points:+.2f}" if self.margin is None else f"{self.points:+.2f} ± {self.margin:.2f}"
-        return text.replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -138,11 +128,11 @@ class Results:
 
     def rows(self, setting: Setting) -> dict[str, Sample]:
         """In the order of the grid."""
-        found: dict[str, list[RunResult]] = {}
+        found: dict[str, dict[int, float]] = {}
         for result in self.runs:
             if result.setting == setting:
-                found.setdefault(result.run.row, []).append(result)
-        return {row: Sample([r.top1 for r in found[row]]) for row in ROWS if row in found}
+                found.setdefault(result.run.row, {})[result.run.seed] = result.top1
+        return {row: Sample(found[row]) for row in ROWS if row in found}
 
     @property
     def main_setting(self) -> Setting | None:
@@ -152,34 +142,43 @@ class Results:
 
     @property
     def longer_settings(self) -> list[Setting]:
-        """Settings with the data and tokens of the main one and more epochs, but fewer seeds of InLine attention."""
+        """Settings of main rows with the data and tokens of the main one, more epochs and fewer seeds."""
         main = self.main_setting
-        return [s for s in self.settings if main is not None and s[:2] == main[:2] and s.epochs > main.epochs]
+        longer = [s for s in self.settings if main is not None and s[:2] == main[:2] and s.epochs > main.epochs]
+        return [s for s in longer if MAIN.keys() & self.rows(s).keys()]
 
-    @property
-    def deviation(self) -> float | None:
-        """Standard deviation of a run from the mean of its row, pooled over all rows of the main setting.
+    def settings_of(self, *rows: str) -> list[Setting]:
+        """Settings that have all of these rows and decide verdicts: the most common seeds first, then epochs."""
+        found = {}
+        for setting in filter(lambda s: s.is_evidence, self.settings):
+            samples = self.rows(setting)
+            if set(rows) <= samples.keys() and (seeds := set.intersection(*(set(samples[r].by_seed) for r in rows))):
+                found[setting] = (len(seeds), setting.epochs)
+        return sorted(found, key=found.__getitem__, reverse=True)
 
-        It is pooled because a row has only a few seeds. None if no row has two seeds.
-        """
-        samples = [] if self.main_setting is None else list(self.rows(self.main_setting).values())
-        freedom = sum(sample.seeds - 1 for sample in samples)
-        squares = sum((value - sample.mean) ** 2 for sample in samples for value in sample.values)
-        return math.sqrt(squares / freedom) if freedom else None
+    def difference(self, setting: Setting, a: str, b: str) -> Effect | None:
+        """Row a − row b in points, paired by seed. None if a row or a common seed is missing."""
+        rows = self.rows(setting)
+        return paired(rows[a].by_seed, rows[b].by_seed) if {a, b} <= rows.keys() else None
 
-    def gap(self, a: Sample, b: Sample) -> Gap:
-        """The lead of a over b. Rows of other settings are assumed to vary with the seed like those of the main one."""
-        return Gap(a.mean - b.mean, self.margin(a.seeds, b.seeds))
-
-    def margin(self, seeds: int, others: int) -> float | None:
-        """Two standard errors of the difference between two rows with these numbers of seeds."""
-        deviation = self.deviation
-        return None if deviation is None else 2 * deviation * math.sqrt(1 / seeds + 1 / others)
+    def analyses(self, setting: Setting, row: str) -> dict[int, dict[str, Any]]:
+        """The analyses of a row by seed. Those of an early definition, which decide nothing, are left out."""
+        found = ((r.run.seed, r.analysis) for r in self.runs if r.setting == setting and r.run.row == row)
+        return {seed: analysis for seed, analysis in found if analysis is not None and "confused" in analysis}
 
     def find(self, setting: Setting, row: str) -> RunResult | None:
         """The run of the lowest seed."""
         found = [r for r in self.runs if r.setting == setting and r.run.row == row]
         return min(found, key=lambda r: r.run.seed, default=None)
+
+
+def no_results() -> Results:
+    return Results(runs=[], again=[], failures={}, device_seconds=0.0, probes=None, speed=None, sweep=None)
+
+
+def has_runs(out: Path) -> bool:
+    """Whether a folder has runs or probes to report."""
+    return out.is_dir() and (bool(run_folders(out)) or (out / PROBES).exists())
 
 
 def run_folders(out: Path) -> list[tuple[Run, Path]]:
@@ -190,10 +189,11 @@ def run_folders(out: Path) -> list[tuple[Run, Path]]:
 def collect(out: Path, *, onto: Path | None = None) -> Results:
     """Finished runs of a folder, added to those of an earlier report's results.json if `onto` names one.
 
-    ValueError if there are none.
+    With `onto`, the folder may be missing or empty. ValueError if there are no runs at all.
     """
     if onto is not None:
-        return _added(_read_report(onto), collect(out))
+        old = read_report(onto)
+        return _added(old, collect(out)) if has_runs(out) else old
     if not out.is_dir():
         raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` creates it")
     folders = run_folders(out)
@@ -208,7 +208,7 @@ def collect(out: Path, *, onto: Path | None = None) -> Results:
     return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED), _read_sweep(out / SWEEP))
 
 
-def _read_report(path: Path) -> Results:
+def read_report(path: Path) -> Results:
     """The results of an earlier report, without the folders of its runs."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -222,7 +222,15 @@ def _read_report(path: Path) -> Results:
             device_seconds=60 * content["device_minutes"],
             probes=content["probes"],
             speed=content["speed"],
-            sweep=sweep and Sweep(**sweep | {"ratios": {int(side): ratio for side, ratio in sweep["ratios"].items()}}),
+            sweep=sweep
+            and Sweep(
+                *(
+                    {int(side): ratio for side, ratio in sweep.get(key, {}).items()}
+                    for key in ("ratios", "math_ratios")
+                ),
+                sweep["commit"],
+                sweep["machine"],
+            ),
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a results.json that `python -m study report` wrote: {error!r}") from error
@@ -240,12 +248,18 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
             images=row.get("images", [0] * len(row["seeds"]))[i],  # missing in early reports
             curve=[(epoch, top1) for epoch, top1 in row["curves"][i]],
             seconds=row["seconds"][i],
-            analysis=row["analysis"] if i == 0 else None,
+            analysis=_analysis_of(row, i),
             # The report has the command of the first seed only.
             changed=[word for word in shlex.split(row["command"])[1:] if word not in (*usual, *_of_seed(run, row))],
             commit=" and ".join(row["commit"]),
             machine=" and ".join(row["machine"]),
         )
+
+
+def _analysis_of(row: dict[str, Any], index: int) -> dict[str, Any] | None:
+    if "analyses" in row:
+        return row["analyses"][index]
+    return row["analysis"] if index == 0 else None  # early reports have that of the first seed alone
 
 
 def _of_seed(run: Run, row: dict[str, Any]) -> list[str]:
@@ -332,10 +346,13 @@ def _read_sweep(path: Path) -> Sweep | None:
     _, facts, results = read_record(path, kinds=("model",))
     deit = [r for r in results if (r["model"], r["task"]) == ("inline_deit_tiny", "infer") and r["error"] is None]
     rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in fastest(deit, lambda r: (r["img_size"],))}
-    sides = sorted(side for side, contender in rates if contender == "peer" and (side, "fused") in rates)
-    ratios = {side: rates[side, "fused"] / rates[side, "peer"] for side in sides}
+
+    def ratios(peer: str) -> dict[int, float]:
+        sides = sorted(side for side, contender in rates if contender == peer and (side, "fused") in rates)
+        return {side: rates[side, "fused"] / rates[side, peer] for side in sides}
+
     gpus = [value for name, value in facts.items() if name.startswith("gpu ")]
-    return Sweep(ratios, facts["inline-attention"], gpus[0] if gpus else facts["cpu"])
+    return Sweep(ratios("peer"), ratios("peer_math"), facts["inline-attention"], gpus[0] if gpus else facts["cpu"])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

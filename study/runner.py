@@ -30,6 +30,7 @@ FAILURE = "failure.txt"  # of a run that ended without a result, such as a diver
 LOG = "log.txt"
 CLAIM = ".claim"  # locked by the call that trains the run, because its process locks the folder only after the start
 WALL = "wall.json"  # seconds from start to end and until the first record, summed over the starts of a run
+START_SECONDS = 60.0  # processes, images and compilation, if no run has finished here
 STOP_SECONDS = 25.0  # time for a run to finish its update and save
 STOPPED = {sign for number in STOP_SIGNALS for sign in (128 + number, -number)}  # <0: during its start
 POLL_SECONDS = 0.5
@@ -80,6 +81,7 @@ class GridRunner:
         whole_runs: skip runs that cannot finish in time, judged by the finished ones.
         settings: key=value, for every run.
         retry: train failed runs again.
+        estimate: the seconds that a run trains, if nothing like it has finished here. None: not known.
         log: called with a line about each event.
         show: called often, with the epoch of each running run, the number of finished runs, and the number of all.
     """
@@ -94,6 +96,7 @@ class GridRunner:
         whole_runs: bool = False,
         settings: Sequence[str] = (),
         retry: bool = False,
+        estimate: Callable[[Run], float | None] = lambda run: None,
         log: Callable[[str], None] = print,
         show: Callable[[dict[str, float | None], int, int], None] | None = None,
     ) -> None:
@@ -102,7 +105,7 @@ class GridRunner:
         if minutes is not None and 60 * minutes <= STOP_SECONDS:
             raise ValueError(f"--minutes is {minutes:g}; runs need {STOP_SECONDS:g} s to save: give 1 or more")
         self.out, self.paths, self.jobs, self.settings = out, paths, jobs, tuple(settings)
-        self.retry, self.whole_runs = retry, whole_runs
+        self.retry, self.whole_runs, self.estimate = retry, whole_runs, estimate
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.log, self.show = log, show
         self.running: list[_Job] = []
@@ -217,11 +220,13 @@ class GridRunner:
             if (other := parse_name(folder.name)) is not None and is_finished(folder) and (wall := _wall(folder))
         ]
         known = [(other, wall) for other, wall in known if other.row == run.row] or known
+        left = 1 - (_epoch(self.out / run.name) or 0) / run.epochs
         if not known:
-            return None
+            seconds = self.estimate(run)
+            return None if seconds is None else START_SECONDS + left * seconds
         start = max(wall["under_way"] for _, wall in known)
         epoch = max((wall["seconds"] - wall["under_way"]) / other.epochs for other, wall in known)
-        return start + epoch * (run.epochs - (_epoch(self.out / run.name) or 0))
+        return start + epoch * run.epochs * left
 
     def _start(self, run: Run, claim: FileLock) -> None:
         folder = self.out / run.name

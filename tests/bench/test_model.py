@@ -115,6 +115,22 @@ def test_sdpa_is_forced_for_one_counterpart_alone() -> None:
         assert {m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")} == {expected}
 
 
+def test_softmax_is_written_out_for_one_counterpart_alone() -> None:
+    """A DeiT has SDPA by itself. The paper compares with one that has not."""
+    outputs = []
+    for build, expected in [
+        (contenders.build_peer, True),
+        (contenders.build_peer_math, False),
+        (contenders.build_peer, True),
+    ]:
+        torch.manual_seed(0)
+        model = build("inline_deit_tiny", 32).eval()
+        assert {bool(m.fused_attn) for m in model.modules() if hasattr(m, "fused_attn")} == {expected}
+        with torch.no_grad():
+            outputs.append(model(torch.ones(1, 3, 32, 32)))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+
+
 def test_latency_gets_more_samples() -> None:
     [measured] = bench.run_setting(
         bench.Setting("inline_deit_tiny", 32, 1, training=False), contenders=["peer"], **OPTIONS

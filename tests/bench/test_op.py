@@ -65,6 +65,7 @@ def test_softmax_is_softmax(case: str) -> None:
     x = inputs(case)
     matrix = attention_matrix(x.q, x.k, kind="softmax")
     torch.testing.assert_close(op.softmax(x), (matrix @ x.v.transpose(1, 2)).transpose(1, 2))
+    torch.testing.assert_close(op.softmax_math(x), op.softmax(x))
     assert op.softmax_wide(x).shape == x.q.shape
 
 

@@ -36,6 +36,19 @@ def folder(make_folder: MakeFolder) -> Path:
     return make_folder(train=CLASSES, val=CLASSES)
 
 
+def test_a_share_of_the_training_images(folder: Path) -> None:
+    """Every class keeps its share, and the validation images stay."""
+    whole, half = (open_data(config(folder, train_share=share), seed=1) for share in (1.0, 0.5))
+    assert 2 * half.train.steps_per_epoch == whole.train.steps_per_epoch
+    assert half.val.num_images == whole.val.num_images
+    _, labels, _ = merged(half.train.epoch(0))
+    assert len(labels.unique()) == len(half.class_names)
+    with pytest.raises(ValueError, match=r"data\.train_share is 0; expected above 0"):
+        open_data(config(folder, train_share=0))
+    with pytest.raises(ValueError, match="expected 1 for the stream"):
+        open_data(config("wds/nowhere", train_share=0.5))
+
+
 # Randomness
 
 

@@ -17,7 +17,7 @@ import torch
 from inline_attention.training.run_folder import LOCK
 from study import runner as _runner
 from study.__main__ import main
-from study.claims import NOT_MEASURED, NOT_TESTABLE
+from study.claims import INCONCLUSIVE, NOT_TESTABLE
 from study.grid import CHECK_EPOCHS, Run
 from study.runner import CLAIM, GridRunner, has_failed, is_finished
 
@@ -80,13 +80,18 @@ def test_report(grid: Path, tmp_path: Path) -> None:
         assert line["top1"] == [summary["val_top1"]]
         assert line["std"] is None
         assert line["command"].startswith("inline train study/study.yaml --data DIGITS --seed 0")
-        thresholds = [(found["tau"], found["rho"]) for found in line["analysis"]["confused"]]
-        assert thresholds == [(0.1, 0.3), (0.3, 1.0)]
-        assert all(0 <= found["share_of_pairs"] <= 1 for found in line["analysis"]["confused"])
+        (analysis,) = line["analyses"]
+        thresholds = [(found["tau"], found["rho"]) for found in analysis["confused"]]
+        assert thresholds == [(0.03, 0.3), (0.1, 0.3), (0.1, 1.0), (0.3, 1.0)]
+        for found in analysis["confused"]:
+            assert 0 <= found["interval"][0] <= found["share_of_pairs"] <= found["interval"][1] <= 1
+        for found in analysis["masking"]["outcomes"]:
+            assert found["lost_interval"][0] <= found["lost"] <= found["lost_interval"][1]
+        assert len(analysis["locality"]["interval"][0]) == len(analysis["locality"]["by_layer"])
         assert results["speed"]["rows"][f"digits-p2-{run.row}"]["train"] > 0
     # Digits are for trying the study out: no verdict rests on them.
-    assert {claim["verdict"] for claim in results["claims"]} == {NOT_MEASURED, NOT_TESTABLE}
-    page = (grid / "results.md").read_text()
+    assert {claim["verdict"] for claim in results["claims"]} == {INCONCLUSIVE, NOT_TESTABLE}
+    page = (grid / "tables.md").read_text()
     assert "| InLine (with residual) |" in page
     where = f"`{setting['rows'][0]['commit'][0]}` on {results['speed']['machine']}"
     assert f"not compiled, fp32, 16 images at a time, {where}" in page
@@ -99,24 +104,23 @@ def test_report(grid: Path, tmp_path: Path) -> None:
         "10 validation images, evenly spaced (10 for the rank); masks of 9 tokens, where one image is 10 points" in page
     )
     assert "spread evenly has 0.69 times chance" in page  # 4 × 4 tokens: (10/4)² neighbours of 9
-    unmeasured, untestable = ([c["verdict"] for c in results["claims"]].count(v) for v in (NOT_MEASURED, NOT_TESTABLE))
-    assert f"{unmeasured} {NOT_MEASURED}, {untestable} {NOT_TESTABLE}." in page
+    open_, untestable = ([c["verdict"] for c in results["claims"]].count(v) for v in (INCONCLUSIVE, NOT_TESTABLE))
+    assert f"{open_} {INCONCLUSIVE}, {untestable} {NOT_TESTABLE}." in (grid / "results.md").read_text()
     assert all(line["command"] in page.splitlines() for line in setting["rows"])
     for name in ("curves.png", "speed.png", "causes.png"):
         assert (grid / name).stat().st_size > 5000
         assert f"({name})" in page
-    linked = (docs / "results.md").read_text()
+    linked = (docs / "results" / "study-tables.md").read_text()
     for name in ("curves", "speed", "causes"):
-        assert f"(images/study-{name}.png)" in linked
+        assert f"(../images/study-{name}.png)" in linked
         assert (docs / "images" / f"study-{name}.png").read_bytes() == (grid / f"{name}.png").read_bytes()
+    assert "(images/study-answer.png)" in (docs / "results.md").read_text()
     assert json.loads((docs / "results" / "study.json").read_text()) == results
     front = readme.read_text()
     assert front.startswith("before\n<!-- results of the study -->\n\nTrained here: digits")
     assert front.endswith("\n\n<!-- end of the results -->\nafter\n")
     assert "of before" not in front
     assert "| InLine (with residual) |" in front
-    assert "| InLine (with residual) − linear (ReLU) | " in front
-    assert "(docs/images/study-speed.png)" in front
 
 
 def test_what_fails_is_noted_and_made_again_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

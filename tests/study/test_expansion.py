@@ -50,3 +50,17 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["expansion", "--data", str(tmp_path), "--workers", "0", "--json", str(tmp_path / "table.json")]) == 0
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [(row["title"], row["images"]) for row in rows] == [("softmax", 2), ("tangent", 2)]
+
+
+def test_a_table_that_was_begun_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, known = tmp_path / "table.json", expansion.Row("softmax", "softmax", 1, 5000, 45.8, 73.0)
+    table.write_text(json.dumps({"teacher": expansion.TEACHER_SHA256, "rows": [known._asdict()]}))
+    monkeypatch.setattr(expansion, "ROWS", {"softmax": ("softmax", 1)})
+    assert list(
+        expansion.evaluate_rows(
+            "nowhere", device=torch.device("cpu"), batch_size=1, workers=0, known=expansion.read_rows(table)
+        )
+    ) == [known]
+    table.write_text(json.dumps({"teacher": "another", "rows": []}))
+    with pytest.raises(ValueError, match="the table of the teacher another"):
+        expansion.read_rows(table)

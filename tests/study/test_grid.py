@@ -2,6 +2,7 @@
 
 import pytest
 
+from inline_attention.tasks.classification.config import TrainConfig
 from study.grid import (
     DEEP,
     GROUPS,
@@ -15,6 +16,7 @@ from study.grid import (
     build_runs,
     parse_name,
 )
+from study.measures import build_model
 from study.report import count_parameters
 
 
@@ -48,7 +50,7 @@ def test_every_run_is_a_valid_command_and_has_its_own_name() -> None:
     for run in runs:
         config = run.config()
         assert config.schedule.epochs == run.epochs
-        assert config.data.augment_on_device
+        assert config.data.augment_on_device == (not run.row.endswith("_published"))
         assert config.run.compile == (run.dataset != "digits")
         assert parse_name(run.name) == run
 
@@ -74,6 +76,44 @@ def test_shared_maps_cross_attention_map_and_residual() -> None:
     }
     assert {run.epochs for run in runs} == {MAIN_EPOCHS}
     assert len(set(build_runs(["shared_maps"])) - set(build_runs(["main"]))) == 18
+
+
+def test_gains_are_learned_from_one_and_from_more() -> None:
+    kwargs = {run.row: run.config().model.kwargs for run in build_runs(["gain"])}
+    assert {row: options["gain"] for row, options in kwargs.items()} == {
+        "inline_gain": True,
+        "inline_larger_start": 8.0,
+    }
+
+
+def test_the_leaderboard_has_each_attention_with_and_without_residual() -> None:
+    runs = build_runs(["family"])
+    kinds = {run.row.removesuffix("_residual").removesuffix("_plain") for run in runs}
+    assert kinds == {"softmax", "linear", "inline", "mala", "rala", "polaformer", "tangent", "focused"}
+    for kind in kinds - {"inline"}:
+        rows = {run.row: {r.seed for r in runs if r.row == run.row} for run in runs if run.row.startswith(kind)}
+        assert rows == {kind: {0, 1, 2}, f"{kind}_residual": {0, 1, 2}}
+    for row in {run.row for run in runs}:
+        model = build_model(Run("tiny_imagenet", row, 1, 0, 4))
+        has_local = row.endswith("_residual") or row == "inline"
+        assert all((block.attn.local is not None) == has_local for block in model.blocks), row
+
+
+def test_smaller_data_has_as_many_updates() -> None:
+    runs = build_runs(["data_size"])
+    shares = {run.row: run.config().data.train_share for run in runs}
+    assert set(shares.values()) == {0.25, 0.5}
+    assert {run.epochs * shares[run.row] for run in runs} == {MAIN_EPOCHS}
+
+
+def test_published_rows_have_the_published_augmentation() -> None:
+    runs, published = build_runs(["published"]), TrainConfig()
+    assert {(run.epochs, run.seed) for run in runs} == {(300, 0), (300, 1)}
+    for run in runs:
+        config = run.config()
+        assert (config.data.auto_augment, config.data.random_erase, config.optim.clip_norm) == (
+            published.data.auto_augment, published.data.random_erase, 5.0,
+        )  # fmt: skip
 
 
 def test_variants_and_main_rows_have_lengths_of_the_pilot() -> None:

@@ -1,6 +1,7 @@
 """Tables and pictures of the study say what the runs' files say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,26 @@ from study_results import LINEAR, SOFTMAX, analysis, write_runs
 from study.claims import judge
 from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
 from study.pages import fill
-from study.report import front, gap_table, leaderboard, page, shared_map_table, to_json, write_report
+from study.report import (
+    front,
+    gap_table,
+    leaderboard,
+    missing_table,
+    page,
+    shared_map_table,
+    tables,
+    to_json,
+    write_report,
+)
 from study.results import collect
 
 
-def test_gaps_beyond_two_standard_errors_are_bold(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"inline": [43.0, 43.4, 43.2], "linear": LINEAR, "softmax": SOFTMAX})
-    # One seed of another length varies as the main rows do: 2 · 0.173 · √2. The first difference: softmax − linear.
+def test_gaps_whose_interval_does_not_contain_zero_are_bold(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [43.0, 43.4, 43.2], "linear": LINEAR, "softmax": [43.5, 40.0, 43.4]})
     write_runs(tmp_path, {"inline": [30.4], "linear": [30.0], "softmax": [31.0]}, epochs=20)
     short, main = gap_table(collect(tmp_path)).splitlines()[2:]
-    assert main.endswith("| 3 | **+3.30 ± 0.28** | **+3.00 ± 0.28** | **−0.30 ± 0.28** | – | – | – | – |")
-    assert short.endswith("| 1 | **+1.00 ± 0.49** | +0.40 ± 0.49 | **−0.60 ± 0.49** | – | – | – | – |")
+    assert main.endswith("| 3 | +2.10 ± 5.39 | **+3.00 ± 0.00** | +0.90 ± 5.39 | – | – | – | – |")
+    assert short.endswith("| 1 | +1.00 | +0.40 | −0.60 | – | – | – | – |")  # one seed has no interval
 
 
 def test_gaps_under_another_condition_have_a_line_of_their_own(tmp_path: Path) -> None:
@@ -40,7 +50,7 @@ def test_windows_too_small_for_a_mask(tmp_path: Path) -> None:
     unmasked["masking"]["outcomes"] = [o for o in unmasked["masking"]["outcomes"] if o["what"] == "none"]
     found = {"linear": usual, "swin_window2": unmasked, "swin_window4": smaller, "swin_window8": usual}
     write_runs(tmp_path, {row: [30.0] for row in found}, analyses=found)
-    text = page(collect(tmp_path), [], [])
+    text = tables(collect(tmp_path), [], [])
     lines = {line.split(" | ")[0]: line.split(" | ")[8] for line in text.splitlines() if line.startswith("| InLine-S")}
     assert list(lines.values()) == ["–", "2.0 / 0.0 (9 tokens)", "3.0 / 1.0"]
     deit, swin = text.split("InLine-Swin instead of DeiT")
@@ -57,7 +67,7 @@ def test_variants_are_drawn_where_there_are_some(tmp_path: Path, group: dict[str
     write_runs(tmp_path, {row: [30.0] for row in (*MAIN, *group)}, epochs=20)
     assert "variants.png" in [path.name for path in write_report(collect(tmp_path), tmp_path)]
     assert (tmp_path / "variants.png").stat().st_size > 5000
-    assert "(variants.png)" in (tmp_path / "results.md").read_text()
+    assert "(variants.png)" in (tmp_path / "tables.md").read_text()
 
 
 @pytest.mark.parametrize("row", [next(iter(FEATURE_MAPS)), "softmax_relu", next(iter(BASELINES)), next(iter(WINDOWS))])
@@ -66,7 +76,7 @@ def test_a_variant_alone_is_drawn(tmp_path: Path, row: str) -> None:
     pytest.importorskip("matplotlib")
     write_runs(tmp_path, {row: [30.0]}, epochs=20)
     assert [path.name for path in write_report(collect(tmp_path), tmp_path)] == [
-        "results.json", "results.md", "variants.png",
+        "results.json", "results.md", "tables.md", "variants.png",
     ]  # fmt: skip
 
 
@@ -75,44 +85,65 @@ def test_evenly_spread_attention_is_told_of_maps_of_one_size(tmp_path: Path) -> 
     found = {row: analysis(local=0.0, random=0.0) for row in ("linear", "swin_window8")}
     found["swin_window8"]["locality"]["chance"] = [0.1, 0.2]
     write_runs(tmp_path, {row: [30.0] for row in found}, analyses=found)
-    deit, swin = page(collect(tmp_path), [], []).split("InLine-Swin instead of DeiT")
+    deit, swin = tables(collect(tmp_path), [], []).split("InLine-Swin instead of DeiT")
     assert "spread evenly has 0.91 times chance" in deit
     assert "spread evenly" not in swin
 
 
-def test_a_longer_training_is_told_first(tmp_path: Path) -> None:
+def test_a_longer_training_is_a_column_of_the_first_table(tmp_path: Path) -> None:
     write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
-    assert "After 120 epochs" not in page(collect(tmp_path), [], [])
+    assert "120 epochs" not in front(collect(tmp_path), [])
     write_runs(tmp_path, {"inline": [50.0], "linear": [45.0]}, epochs=120)
-    start = page(collect(tmp_path), [], []).split("[Claims]")[0]
-    assert "After 120 epochs (one seed each):\n\n| model" in start
-    assert "| linear (ReLU) | 45.00 |\n| InLine (with residual) | 50.00 |" in start
+    text = front(collect(tmp_path), [])
+    assert "top-1 (%), 40 epochs, 3 seeds each | top-1 (%), 120 epochs, one seed each" in text
+    assert "| linear (ReLU) | 40.10 ± 0.10 | 45.00 |" in text
+    assert "| softmax | 40.10 ± 0.10 | – |" in text
 
 
-def test_a_longer_training_of_other_rows_is_not_told_first(tmp_path: Path) -> None:
+def test_a_longer_training_of_other_rows_is_not_in_the_first_table(tmp_path: Path) -> None:
     write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
     write_runs(tmp_path, {"focused": [50.0]}, epochs=120)
-    assert "After 120 epochs" not in page(collect(tmp_path), [], [])
+    assert "120 epochs" not in front(collect(tmp_path), [])
 
 
 def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
-    """One seed, no timings, no record of the calls that trained."""
+    """No timings, no record of the calls that trained."""
     write_runs(tmp_path, {"inline": [40.0], "linear": [39.0]})
-    results = collect(tmp_path)
-    assert "minutes" not in page(results, [], [])
-    first = front(results, ["docs/images/study-curves.png"])
-    assert "standard errors" not in first
-    assert "![Accuracy over the epochs, a line for each seed](docs/images/study-curves.png)" in first
+    text = tables(collect(tmp_path), [], [])
+    assert "minutes" not in text
+    assert "Images a second" not in text
+
+
+def test_claims_for_people(tmp_path: Path) -> None:
+    """A line of the table, a paragraph of at most four sentences, and what has changed."""
+    write_runs(tmp_path, {"inline": [43.0, 43.5, 43.1], "linear": LINEAR, "softmax": SOFTMAX})
+    claims = judge(collect(tmp_path))
+    text = page(collect(tmp_path), claims, ["answer.png"])
+    assert "| +3.00 points | +2.75 to +3.25 | 60 epochs, 3 seeds | **supported** |" in text
+    assert "![Left: accuracy" in text
+    assert "| InLine attention is ahead of linear attention | not confirmed | supported |" in text
+    paragraphs = [line for line in text.splitlines() if line.startswith("**")]
+    assert len(paragraphs) == len(claims)
+    for paragraph in paragraphs:
+        sentences = re.findall(r"[^.]+\.(?= |$)", paragraph.partition(":** ")[2])
+        assert 1 <= len(sentences) <= 5, paragraph  # the verdict and at most four
+
+
+def test_missing_groups_are_named(tmp_path: Path) -> None:
+    write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
+    lines = missing_table(collect(tmp_path)).splitlines()
+    assert not [line for line in lines if line.startswith("| `main`")]
+    assert [line for line in lines if line.startswith("| `gain`") and line.endswith("| 6 | 6 |")]
 
 
 def test_the_same_feature_map_is_compared(tmp_path: Path) -> None:
     write_runs(tmp_path, {"inline": [43.0, 43.4, 43.2], "linear": LINEAR, "inline_relu": [40.9, 41.0, 41.1]})
     (line,) = shared_map_table(collect(tmp_path)).splitlines()[2:]
-    assert line.startswith("| ReLU | without | 40.20 ± 0.20 | 41.00 ± 0.10 | **+0.80 ± ")
-    text = page(collect(tmp_path), [], [])
+    assert line.startswith("| ReLU | without | 60 | 3 | 40.20 ± 0.20 | 41.00 ± 0.10 | **+0.80 ± 0.43** |")
+    text = tables(collect(tmp_path), [], [])
     assert "## The same feature map\n\nLinear and InLine" in text
     write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})
-    assert "The same feature map" not in page(collect(tmp_path / "other"), [], [])
+    assert "The same feature map" not in tables(collect(tmp_path / "other"), [], [])
 
 
 def test_the_leaderboard_begins_with_the_highest(tmp_path: Path) -> None:
@@ -121,9 +152,9 @@ def test_the_leaderboard_begins_with_the_highest(tmp_path: Path) -> None:
     assert [line.split(" | ")[0] for line in lines] == [
         "| MALA with residual", "| InLine (with residual)", "| linear (ReLU)",
     ]  # fmt: skip
-    assert "## Every attention under one recipe" in page(collect(tmp_path), [], [])
+    assert "## Every attention under one recipe" in tables(collect(tmp_path), [], [])
     write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})
-    assert "Every attention" not in page(collect(tmp_path / "other"), [], [])
+    assert "Every attention" not in tables(collect(tmp_path / "other"), [], [])
 
 
 def test_new_runs_go_onto_an_earlier_report(tmp_path: Path) -> None:
@@ -142,6 +173,7 @@ def test_new_runs_go_onto_an_earlier_report(tmp_path: Path) -> None:
     claims = judge(expected)
     assert judge(both) == claims
     assert page(both, claims, []) == page(expected, claims, [])
+    assert tables(both, claims, []) == tables(expected, claims, [])
     assert to_json(both, claims) == to_json(expected, claims)
     write_runs(second, {"linear": [30.0]})
     assert collect(second, onto=first / "results.json").rows(both.settings[0])["linear"].values == [30.0, *LINEAR[1:]]
@@ -155,8 +187,8 @@ def test_the_recorded_results_can_be_added_to(tmp_path: Path) -> None:
     write_runs(tmp_path, {"inline_relu": [39.0, 39.5, 40.0]}, epochs=40)
     record = Path(__file__).parents[2] / "docs" / "results" / "study.json"
     results = collect(tmp_path, onto=record)
-    line = shared_map_table(results).splitlines()[2]
-    assert line.startswith("| ReLU | without | 38.47 ± 0.66 | 39.50 ± 0.50 | +1.03 ± ")
+    (line,) = (line for line in shared_map_table(results).splitlines() if line.startswith("| ReLU | without"))
+    assert line.startswith("| ReLU | without | 40 | 3 | 38.47 ± 0.66 | 39.50 ± 0.50 | +1.03 ± ")
     old = json.loads(record.read_text())
     assert {s["title"] for s in old["settings"]} == {str(setting) for setting in results.settings}
 
@@ -165,12 +197,9 @@ def test_a_page_leaves_out_what_is_not_known() -> None:
     empty = fill("setting", {"setting": "here", "provenance": "there"})
     assert empty == "## here\n\nthere\n"
     assert "InLine-Swin instead of DeiT" in fill("setting", {"setting": "here", "swin_table": "| a |"})
-    assert fill("results", {"settings": "## here\n\nthere"}).startswith("## here\n\nthere")
-    assert fill("docs", {"page": "## here"}).startswith("# Results\n\nWhat [the study]")
-    known = fill("results", {"deviation": "1.00", "gap_table": "| a |"})
-    assert "A run is 1.00 points" in known
-    assert "not known yet" not in known
-    assert "What a seed changes is not known yet." in fill("results", {"gap_table": "| a |"})
+    assert fill("tables", {"settings": "## here\n\nthere"}).startswith("## here\n\nthere")
+    assert fill("docs", {"page": "## here"}).startswith("# Results\n\nThe paper says")
+    assert "These claims have another verdict" not in fill("results", {"claim_table": "| a |", "verdicts": "1"})
 
 
 def test_failures_alone(tmp_path: Path) -> None:

@@ -215,8 +215,18 @@ def build_peer(name: str, img_size: Size) -> nn.Module:
 
 def build_peer_sdpa(name: str, img_size: Size) -> nn.Module:
     """The peer with SDPA everywhere. By default timm does not use it in Swin's windows, whose bias is a mask."""
+    return _build_peer(name, img_size, fused=True)
+
+
+def build_peer_math(name: str, img_size: Size) -> nn.Module:
+    """The peer with softmax written out, the N×N matrix in memory: what the paper's speeds are compared with."""
+    return _build_peer(name, img_size, fused=False)
+
+
+def _build_peer(name: str, img_size: Size, *, fused: bool) -> nn.Module:
+    """The peer with timm's switch for SDPA set, which its modules read when they are built."""
     before = timm.layers.use_fused_attn(), timm.layers.use_fused_attn(experimental=True)
-    timm.layers.set_fused_attn(True, experimental=True)
+    timm.layers.set_fused_attn(fused, experimental=fused)
     try:
         return build_peer(name, img_size)
     finally:
@@ -254,6 +264,7 @@ CONTENDERS = {
     "textbook": Contender("InLine, textbook", build_textbook),
     "peer": Contender("counterpart", build_peer),
     "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa),
+    "peer_math": Contender("counterpart, softmax written out", build_peer_math),
     "free": Contender("counterpart, free attention", build_free),
     "softmax": Contender("softmax", build_softmax),
 }
@@ -273,7 +284,7 @@ def check_classifiers(models: Sequence[str], contenders: Sequence[str]) -> None:
         raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
     check_contenders(contenders, OF_CLASSIFIERS)
     without = [name for name in models if name not in COUNTERPARTS]
-    if without and {*PEERS, "free"} & set(contenders):
+    if without and {*PEERS, "peer_math", "free"} & set(contenders):
         raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference,textbook")
 
 

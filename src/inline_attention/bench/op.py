@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inline_attention.ops import (
     inline_attention,
@@ -195,6 +196,12 @@ def softmax(x: Inputs) -> Tensor:
     return _softmax(x.q, x.k, x.v)
 
 
+def softmax_math(x: Inputs) -> Tensor:
+    """Softmax written out, the N×N matrix in memory. FlashAttention and the other fused kernels are not used."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return _softmax(x.q, x.k, x.v)
+
+
 def softmax_wide(x: Inputs) -> Tensor:
     """Half as many heads of twice the width, as in softmax models of the same width."""
     heads = (x.case.heads // 2, 2 * x.case.head_dim)
@@ -225,6 +232,7 @@ CONTENDERS = {
     "reference": Contender("InLine, reference", reference, _separate),
     "textbook": Contender("InLine, textbook", textbook, _separate),
     "softmax": Contender("softmax (SDPA)", softmax, _plain),
+    "softmax_math": Contender("softmax (SDPA, written out)", softmax_math, _plain),
     "softmax_wide": Contender("softmax, half the heads", softmax_wide, _plain),
     "linear": Contender("linear, fused", linear, _projected),
     "linear_textbook": Contender("linear, textbook", linear_textbook, _separate),

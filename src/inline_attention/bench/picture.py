@@ -7,7 +7,8 @@ from typing import Any
 from .contenders import CONTENDERS
 from .model import best_of, describe_size, fastest_peers, row_of
 
-COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "free": "0.6"}
+COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "peer_math": "C5",
+           "free": "0.6"}  # fmt: skip
 
 
 def check_picture(path: Path) -> None:

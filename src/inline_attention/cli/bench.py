@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--batch-sizes", nargs="+", type=int, metavar="B", help=f"one, or one for each side (default: {batches})"
         )
-        _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, free")
+        _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, peer_math, free")
     for sub in (model, sweep):
         _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")
         sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="and batch 1")

@@ -62,6 +62,7 @@ class DataConfig(LoaderConfig):
     labels: bool = True  # False: a folder's images at any depth, whatever their folders are called
     split_file: str | None = None  # a folder without splits: the table with file, label and split, as runs write it
     val_share: float = 0.2  # a folder without splits: the share of each class for validation
+    train_share: float = 1.0  # train on this share of the images, evenly spaced over the split; not for streams
     num_classes: int | None = None  # required for WebDataset shards, which do not list their classes
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the default
     target_key: str | None = None  # hfds/, tfds/: the column of the label
@@ -136,6 +137,7 @@ class DataConfig(LoaderConfig):
         for name in ("color_jitter", "repeats", "mixup", "cutmix"):
             check(name, getattr(self, name) >= 0, "0 or more")
         check("eval_transform", self.eval_transform in EVAL_TRANSFORMS, _one_of(EVAL_TRANSFORMS))
+        check("train_share", 0 < self.train_share <= 1, "above 0, at most 1")
         check("crop_pct", 0 < self.crop_pct <= 1, "above 0, at most 1")
         if self.augment_on_device:
             where = "with data.augment_on_device"

@@ -168,6 +168,8 @@ def open_data(
     """
     config.validate()
     if is_stream(config.path):
+        if config.train_share < 1:
+            raise ValueError(f"data.train_share is {config.train_share:g}; expected 1 for the stream {config.path!r}")
         train, names = _open_train_stream(config, class_names=class_names, seed=seed, rank=rank, world_size=world_size)
         val = open_eval_data(config, class_names=class_names, rank=rank, world_size=world_size)
         if val.class_names != names:
@@ -195,6 +197,8 @@ def open_data(
         train_source = RelabelledSource(train_source, names)
     if val_source.class_names != names:  # also if labels have no names: the split may lack the last ones
         val_source = RelabelledSource(val_source, names)
+    if config.train_share < 1:
+        train_source = SpreadSource(train_source, max(1, round(config.train_share * len(train_source))))
     return Data(
         _train_loader(train_source, config=config, seed=seed, rank=rank, world_size=world_size),
         _eval_loader(val_source, config=config, rank=rank, world_size=world_size),

@@ -4,6 +4,7 @@ A new attention is a registered subclass of `Attention`, which every model then 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -107,6 +108,40 @@ class AffineMap(nn.Module):
         return y + self.bias.to(y.dtype)  # a float32 bias would widen autocast's dtype
 
 
+class HeadGain(nn.Module):
+    """A learned factor of the queries of each head.
+
+    It multiplies the rows of the projection that make the queries. These are few, so that no pass over the tokens is
+    added and the operation stays as it is.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        start: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 < start < math.inf:
+            raise ValueError(f"gain={start!r}; expected True, or the positive number that it starts at")
+        self.start = start
+        self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.start)
+
+    def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """`linear`, whose first C outputs are the queries, with the gains: (…, C) → (…, its outputs)"""
+        queries = linear.in_features
+        factor = self.weight.repeat_interleave(queries // len(self.weight))
+        factor = F.pad(factor, (0, linear.out_features - queries), value=1.0)
+        bias = None if linear.bias is None else factor * linear.bias
+        return F.linear(x, factor[:, None] * linear.weight, bias)
+
+
 class Attention(nn.Module):
     """The projections, heads and local terms that all attentions share. A subclass defines `global_attention`.
 
@@ -120,6 +155,9 @@ class Attention(nn.Module):
         grid: (height, width) of the token map that the module is built for. Only attentions with learned positions
             need it.
         qkv_bias: bias of the q, k, v projections.
+        gain: multiply the queries of each head by a learned number, which starts at 1, or at `gain` if that is a
+            number. In InLine attention this is the size of a row's deviation from the mean; in softmax attention, and
+            with φ = exp, it is a temperature. Attentions that divide by a sum linear in the query do not depend on it.
         fused_qkv: one projection `qkv`. Otherwise there are two, `q` and `kv`, as in PVT.
         proj_drop: dropout after the output projection.
         backend: of operations that have several, as for `inline_attention`. It is an attribute too, to be set later.
@@ -135,7 +173,7 @@ class Attention(nn.Module):
     """
 
     kind: str  # the name that models take
-    # The model-wide choices (feature_map, local_residual) that reach this attention.
+    # The model-wide choices (feature_map, local_residual, gain) that reach this attention.
     follows: ClassVar[tuple[str, ...]] = ()
     # Whether a token mask is all that an image in a padded batch needs. It is not if a term depends on how tokens are
     # laid out, such as a learned position. Blocks then run images one by one.
@@ -154,6 +192,7 @@ class Attention(nn.Module):
         num_prefix_tokens: int = 0,
         grid: Grid | None = None,
         qkv_bias: bool = True,
+        gain: bool | float = False,
         fused_qkv: bool = True,
         proj_drop: float = 0.0,
         backend: Backend = "auto",
@@ -177,6 +216,8 @@ class Attention(nn.Module):
             )
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("qk_norm and scale_norm need norm_layer, the class of the norms, such as nn.LayerNorm")
+        if gain and qk_norm:
+            raise ValueError(f"gain={gain} with qk_norm: the norm of the queries undoes it; expected one of them")
         self.factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -192,6 +233,7 @@ class Attention(nn.Module):
         if norm_layer is not None and qk_norm:
             self.q_norm = norm_layer(self.head_dim, **self.factory)
             self.k_norm = norm_layer(self.head_dim, **self.factory)
+        self.query_gain = HeadGain(num_heads, start=float(gain), **self.factory) if gain else None
         self.affine = None
         if feature_map == "relu_affine":
             self.affine = AffineMap(num_heads, self.head_dim, **self.factory)
@@ -221,9 +263,10 @@ class Attention(nn.Module):
         """x (B, N, C) → q, k and v as the projections return them: tensors (B, N, m, heads, d) of m of them each"""
         heads = (self.num_heads, self.head_dim)
         if self.fused_qkv:
-            projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (3, *heads)),)
+            projections: tuple[Tensor, ...] = (self.project_queries(x, self.qkv).unflatten(-1, (3, *heads)),)
         else:
-            projections = self.q(x).unflatten(-1, (1, *heads)), self.kv(x).unflatten(-1, (2, *heads))
+            q = self.project_queries(x, self.q).unflatten(-1, (1, *heads))
+            projections = q, self.kv(x).unflatten(-1, (2, *heads))
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = unstack(projections)
             projections = tuple(y.unsqueeze(2) for y in (self.q_norm(q).type_as(v), self.k_norm(k).type_as(v), v))
@@ -231,6 +274,10 @@ class Attention(nn.Module):
             q, k, v = unstack(projections)
             projections = tuple(y.unsqueeze(2) for y in (self.affine(q), self.affine(k), v))
         return projections
+
+    def project_queries(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """A projection whose first C outputs are the queries, with their gains: (B, N, C) → (B, N, its outputs)"""
+        return linear(x) if self.query_gain is None else self.query_gain.project(x, linear)
 
     def mean_query(self, token_mean: Tensor) -> Tensor:
         """The mean of the queries, from the mean of the tokens: (B, C) → (B, 1, heads, d)
@@ -452,7 +499,7 @@ class FusedAttention(Attention):
 
     normalization: ClassVar[Normalization]
     matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
-    follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual")
+    follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual", "gain")
 
     def __init__(self, dim: int, num_heads: int, *, rope: bool = False, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -610,6 +657,7 @@ class LinearAttention(FusedAttention):
     """
 
     kind = "linear"
+    follows = ("feature_map", "local_residual")
     normalization = "divide"
     matrix_kind = "linear"
 
@@ -622,10 +670,11 @@ class SoftmaxAttention(Attention):
     """Softmax attention through PyTorch's scaled_dot_product_attention."""
 
     kind = "softmax"
+    follows: ClassVar[tuple[str, ...]] = ("gain",)
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        if self.feature_map != "identity" and self.kind == SoftmaxAttention.kind:
+        if self.feature_map != "identity" and self.kind != MappedSoftmaxAttention.kind:
             raise ValueError(
                 f"feature_map={self.feature_map!r}: {type(self).__name__} has none. "
                 f"MappedSoftmaxAttention ({MappedSoftmaxAttention.kind!r}) applies one to q and k before the softmax"
@@ -662,10 +711,21 @@ class MappedSoftmaxAttention(SoftmaxAttention):
     """Softmax attention with φ applied to q and k before it. The default, ReLU, makes it non-injective."""
 
     kind = "mapped_softmax"
-    follows = ("feature_map",)
+    follows = ("feature_map", "gain")
 
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:
         super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
+
+
+@register_attention
+class LocalSoftmaxAttention(SoftmaxAttention):
+    """Softmax attention with InLine's local residual, for comparisons at equal parts."""
+
+    kind = "local_softmax"
+    follows = ("local_residual", "gain")
+
+    def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)
 
 
 def softmax_feature_map(name: str, feature_map: str | None) -> str | None:
@@ -736,10 +796,11 @@ def build_attention(
     *,
     feature_map: str | None = None,
     local_residual: bool | None = None,
+    gain: bool | float = False,
     **kwargs: Any,
 ) -> Attention:
     """An attention by name. Model-wide choices reach the attentions that follow them; None keeps the default."""
     cls = ATTENTIONS[name]
-    choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual)
+    choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual, gain=gain)
     chosen = {key: value for key, value in choices.items() if value is not None and key in cls.follows}
     return cls(dim, num_heads, **chosen, **kwargs)

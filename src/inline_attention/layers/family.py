@@ -198,7 +198,7 @@ class TangentAttention(FusedAttention):
     kind = "tangent"
     normalization = "subtract"
     matrix_kind = "inline"
-    follows = ("local_residual",)
+    follows = ("local_residual", "gain")
 
     def __init__(self, dim: int, num_heads: int, *, anchors: int = 1, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)

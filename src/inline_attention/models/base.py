@@ -11,7 +11,7 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from inline_attention.layers.attention import AffineMap
+from inline_attention.layers.attention import AffineMap, HeadGain
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.local import ParameterPair
 from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
@@ -107,7 +107,7 @@ class VisionModel(nn.Module):
                 trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, ParameterPair, AffineMap)):
+            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, ParameterPair, AffineMap, HeadGain)):
                 module.reset_parameters()
         for name, parameter in self.named_parameters():
             if name.rpartition(".")[2] in ("pos_embed", "cls_token", "relative_position_bias_table"):

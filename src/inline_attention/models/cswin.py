@@ -176,6 +176,8 @@ class CSwin(PyramidModel):
         attention: the attention of each stage; see `parse_attention`.
         feature_map: φ of InLine and linear attention; None for the default of each.
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
+        gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
+            models have none.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
         drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
@@ -198,6 +200,7 @@ class CSwin(PyramidModel):
         attention: AttentionSpec = "IISS",
         feature_map: str | None = None,
         local_residual: bool | None = None,
+        gain: bool | float = False,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -214,7 +217,7 @@ class CSwin(PyramidModel):
         def attn(name: str, stage: int) -> Attention:
             dim, heads = dims[stage], num_heads[stage]
             grid = ceil_grid(self.img_size, 4 * 2**stage)
-            options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
+            options: dict[str, Any] = dict(gain=gain, proj_drop=proj_drop_rate)
             if (phi := softmax_feature_map(name, feature_map)) is not None:
                 stripe = None if stage == len(dims) - 1 or max(grid) <= stripes[stage] else stripes[stage]
                 softmax = StripeAttention if phi == "identity" else MappedStripeAttention

@@ -51,6 +51,8 @@ class DeiT(VisionModel):
         attention: the attention of the blocks; see `parse_attention`. The model is one stage.
         feature_map: φ of InLine and linear attention; None for the default of each.
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
+        gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
+            models have none.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
         drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
@@ -75,6 +77,7 @@ class DeiT(VisionModel):
         attention: AttentionSpec = "inline",
         feature_map: str | None = None,
         local_residual: bool | None = None,
+        gain: bool | float = False,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -102,6 +105,7 @@ class DeiT(VisionModel):
                 num_heads,
                 feature_map=feature_map,
                 local_residual=local_residual,
+                gain=gain,
                 num_prefix_tokens=self.num_prefix_tokens,
                 grid=self.grid,
                 proj_drop=proj_drop_rate,

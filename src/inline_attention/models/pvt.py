@@ -59,7 +59,7 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         heads = (self.num_heads, self.head_dim)
-        q = self.q(x).unflatten(-1, (1, *heads))
+        q = self.project_queries(x, self.q).unflatten(-1, (1, *heads))
         if self.reduction > 1:
             if min(grid) < self.reduction:
                 raise ValueError(
@@ -137,6 +137,8 @@ class PVT(PyramidModel):
         attention: the attention of each stage; see `parse_attention`.
         feature_map: φ of InLine and linear attention; None for the default of each.
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
+        gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
+            models have none.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
         drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
@@ -159,6 +161,7 @@ class PVT(PyramidModel):
         attention: AttentionSpec = "inline",
         feature_map: str | None = None,
         local_residual: bool | None = None,
+        gain: bool | float = False,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -173,7 +176,7 @@ class PVT(PyramidModel):
 
         def attn(name: str, stage: int) -> Attention:
             dim, heads = embed_dims[stage], num_heads[stage]
-            options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
+            options: dict[str, Any] = dict(gain=gain, proj_drop=proj_drop_rate)
             if (phi := softmax_feature_map(name, feature_map)) is not None:
                 softmax = ReducedSoftmaxAttention if phi == "identity" else MappedReducedSoftmaxAttention
                 return softmax(dim, heads, reduction=reductions[stage], feature_map=phi, **options)

@@ -187,6 +187,8 @@ class Swin(PyramidModel):
         attention: the attention of each stage; see `parse_attention`.
         feature_map: φ of InLine and linear attention; None for the default of each.
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
+        gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
+            models have none.
         window_size: the window of all attentions but softmax; None for the whole map at every input size.
         softmax_window_size: the window of softmax attention. Default: max(7, window_size // 8), or 7 without one.
         drop_rate: dropout before the head.
@@ -210,6 +212,7 @@ class Swin(PyramidModel):
         attention: AttentionSpec = "IIIS",
         feature_map: str | None = None,
         local_residual: bool | None = None,
+        gain: bool | float = False,
         window_size: int | Sequence[int] | None = None,
         softmax_window_size: int | Sequence[int] | None = None,
         drop_rate: float = 0.0,
@@ -247,7 +250,7 @@ class Swin(PyramidModel):
             blocks = []
             for j, (name, rate) in enumerate(zip(self.attention[i], rates[i], strict=True)):
                 attn: Attention
-                options: dict[str, Any] = dict(proj_drop=proj_drop_rate)
+                options: dict[str, Any] = dict(gain=gain, proj_drop=proj_drop_rate)
                 if (phi := softmax_feature_map(name, feature_map)) is not None:
                     options.update(window=softmax_window, feature_map=phi)
                     softmax = WindowSoftmaxAttention if phi == "identity" else MappedWindowSoftmaxAttention

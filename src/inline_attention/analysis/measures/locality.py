@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class LocalityResult:
     layers: list[str]
     kinds: list[str]
     by_head: list[np.ndarray]  # for each layer (heads,)
+    by_image: np.ndarray = field(metadata={"plain": False})  # (images, layers), over queries and heads
     chance: np.ndarray  # (layers,) side² / N
     uniform: np.ndarray  # (layers,) the value for weights of 1/N, lower because of the borders
     skipped: dict[str, str]  # layer without a definition → reason
@@ -62,6 +64,7 @@ class _Layer:
     chance: float = 0.0
     uniform: float = 0.0
     queries: int = 0
+    of_images: list[Tensor] = field(default_factory=list)  # for each batch (images,)
 
 
 @dataclass
@@ -71,7 +74,7 @@ class _Sums:
     divergence: Divergence = field(default_factory=Divergence)
     side: int = SIDE
 
-    def add(self, record: LayerAttention) -> None:
+    def add(self, record: LayerAttention, images: int) -> None:
         if record.key_grid is not None:
             self.skipped[record.name] = "its keys are a reduced map"
             return
@@ -88,6 +91,7 @@ class _Sums:
         if present is None:
             present = torch.ones(samples, tokens, dtype=torch.bool, device=record.q.device)
         count = present.sum(1)  # (S,)
+        of_samples = torch.zeros(samples, dtype=torch.float64)
         for rows in record.row_chunks():
             weights = record.weights(rows)
             self.divergence.add(weights)
@@ -95,10 +99,13 @@ class _Sums:
             index = at.clamp(min=0).expand(*weights.shape[:2], -1, -1)
             near_weight = (weights.gather(3, index) * (at >= 0)).sum(-1)  # (S, heads, rows); zero for prefix tokens
             layer.total += near_weight.sum((0, 2)).cpu().double()
+            of_samples += near_weight.sum((1, 2)).cpu().double()
         near = (present[:, around.clamp(min=0)] & (around >= 0)).sum(-1)  # (S, N)
         on_map = present[:, prefix:]
-        queries = int(on_map.sum())
-        layer.queries += queries
+        queries = on_map.sum(1).cpu()
+        layer.queries += int(queries.sum())
+        of_images, each = (x.view(images, -1).sum(1) for x in (of_samples, queries))
+        layer.of_images.append(of_images / (each * record.num_heads))
         layer.chance += float((on_map.sum(1) * self.side**2 / count).sum())
         layer.uniform += float((near[:, prefix:] * on_map / count[:, None]).sum())
 
@@ -120,7 +127,7 @@ def measure_locality(
     sums = _Sums(side=side)
     seen = 0
     for batch in images:
-        observe(model, batch, sums.add, layers=layers)
+        observe(model, batch, partial(sums.add, images=len(batch)), layers=layers)
         seen += len(batch)
         if on_images is not None:
             on_images(len(batch))
@@ -132,6 +139,7 @@ def measure_locality(
         layers=list(sums.layers),
         kinds=[layer.kind for layer in found],
         by_head=[(layer.total / layer.queries).numpy() for layer in found],
+        by_image=torch.stack([torch.cat(layer.of_images) for layer in found], 1).numpy(),
         chance=np.array([layer.chance / layer.queries for layer in found]),
         uniform=np.array([layer.uniform / layer.queries for layer in found]),
         skipped=sums.skipped,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,9 @@ class Outcome:
     agreement: float  # share of images with the prediction of the unmasked model
     top1: float | None  # share of images with the right prediction; None without labels
     logit_change: float  # mean over images of ‖change of logits‖ / ‖logits‖
+    # (images,) bool, what `agreement` and `top1` are the means of
+    agreed: np.ndarray = field(compare=False, metadata={"plain": False})
+    correct: np.ndarray | None = field(compare=False, metadata={"plain": False})
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,22 @@ def random_mask(record: LayerAttention, side: int, generator: torch.Generator) -
 
 @dataclass
 class _Tally:
-    agree: int = 0
-    correct: int = 0
+    agreed: list[Tensor] = field(default_factory=list)
+    correct: list[Tensor] = field(default_factory=list)
     change: float = 0.0
 
     def add(self, logits: Tensor, plain: Tensor, targets: Tensor | None) -> None:
         predicted = logits.argmax(1)
-        self.agree += int((predicted == plain.argmax(1)).sum())
+        self.agreed.append(predicted == plain.argmax(1))
         self.change += float(((logits - plain).norm(dim=1) / plain.norm(dim=1)).sum())
         if targets is not None:
-            self.correct += int((predicted == targets).sum())
+            self.correct.append(predicted == targets)
+
+    def outcome(self, condition: Condition, *, labelled: bool) -> Outcome:
+        agreed = torch.cat(self.agreed).cpu().numpy()
+        correct = torch.cat(self.correct).cpu().numpy() if labelled else None
+        top1 = None if correct is None else float(correct.mean())
+        return Outcome(condition, float(agreed.mean()), top1, self.change / len(agreed), agreed, correct)
 
 
 @dataclass
@@ -160,7 +170,6 @@ def measure_masking(
         raise ValueError(f"sides={tuple(sides)}; expected odd numbers")
     maskers: list[_Masker] = []
     tallies: list[_Tally] = []
-    unmasked = _Tally()
     images, labelled = 0, True
     for number, (batch, targets) in enumerate(batches):
         has_local = False
@@ -173,7 +182,6 @@ def measure_masking(
         if not maskers:
             maskers = [_Masker(condition, side, seed) for condition, side in _conditions(sides, has_local)]
             tallies = [_Tally() for _ in maskers]
-        unmasked.add(plain, plain, targets)
         labelled = labelled and targets is not None
         for masker, tally in zip(maskers, tallies, strict=True):
             masker.start(number)
@@ -184,13 +192,12 @@ def measure_masking(
     if not images:
         raise ValueError("there are no images to mask")
     outcomes = [
-        Outcome(m.condition, t.agree / images, t.correct / images if labelled else None, t.change / images)
+        t.outcome(m.condition, labelled=labelled)
         for m, t in zip(maskers, tallies, strict=True)
         if m.masked or m.condition.what == "none"  # leave out windows that masked nothing
     ]
     masked, skipped = ({k: v for m in maskers for k, v in getattr(m, name).items()} for name in ("masked", "skipped"))
-    top1 = unmasked.correct / images if labelled else None
-    return MaskingResult(outcomes, top1, images, masked, skipped, seed)
+    return MaskingResult(outcomes, outcomes[0].top1, images, masked, skipped, seed)
 
 
 def _conditions(sides: Sequence[int], has_local: bool) -> list[tuple[Condition, int]]:

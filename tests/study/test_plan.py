@@ -1,0 +1,68 @@
+"""What is finished, what is missing, and how long that takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from study_results import write_runs
+
+from study.__main__ import main
+from study.grid import MAIN, Run
+from study.plan import JOBS, expected_seconds, plan
+from study.results import collect, no_results
+
+RECORD = Path(__file__).parents[2] / "docs" / "results" / "study.json"
+
+
+def test_finished_runs_are_not_missing(tmp_path: Path) -> None:
+    write_runs(tmp_path, {row: [40.0, 40.1] for row in MAIN}, epochs=40)
+    (found,) = plan(collect(tmp_path), ["main"])
+    assert (len(found.runs), {run.seed for run in found.left}) == (15, {2})
+    # Every recorded run took 10 seconds.
+    assert found.minutes == pytest.approx(5 * 10 / JOBS / 60)
+
+
+def test_time_is_in_proportion_to_the_images(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [40.0]}, epochs=40)
+    known = collect(tmp_path).runs
+    assert expected_seconds(Run("tiny_imagenet", "inline", 120, 0, 4), known) == pytest.approx(30)
+    assert expected_seconds(Run("tiny_imagenet", "inline_quarter_data", 160, 0, 4), known) == pytest.approx(10)
+
+
+def test_nothing_is_guessed_of_other_data_and_other_costs(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [40.0]}, epochs=40)
+    known = collect(tmp_path).runs
+    for run in (
+        Run("imagenette", "inline", 30, 0, 4),
+        Run("tiny_imagenet", "inline_published", 300, 0, 4),  # workers augment
+        Run("tiny_imagenet", "swin_window2", 20, 0, 4),
+    ):
+        assert expected_seconds(run, known) is None
+    assert plan(no_results(), ["main"])[0].minutes is None
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path), "--onto", str(RECORD), "--groups", "main", "gain"]) == 0
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[:4]]
+    assert lines[0] == ["group", "what it asks", "runs", "finished", "missing", "minutes"]
+    assert lines[2][0::2] == ["main", "15", "0"]
+    assert lines[3][0::2] == ["gain", "6", "6"]
+    assert float(lines[3][5]) > 1
+    assert main(["plan", str(tmp_path), "--groups", "mian"]) == 2
+    assert "there is no mian in the grid" in capsys.readouterr().err
+
+
+def test_recorded_runs_are_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = ["--list", "--output", str(tmp_path), "--groups", "shared_maps"]
+    assert main(["train", *recorded]) == 0
+    everything = capsys.readouterr().out.splitlines()
+    assert main(["train", *recorded, "--onto", str(RECORD)]) == 0
+    left = capsys.readouterr().out.splitlines()
+    done = sum(
+        len(row["seeds"])
+        for setting in json.loads(RECORD.read_text())["settings"]
+        if setting["epochs"] == 40
+        for row in setting["rows"]
+        if any(f"-e40-{row['row']}-s0" in line for line in everything)
+    )
+    assert len(left) == len(everything) - done

@@ -86,7 +86,7 @@ class Task(ABC):
     default_recipe: ClassVar[str | None]  # None: the user must name a recipe
     data_hint: ClassVar[str]  # error message for a run without data
     headline: ClassVar[Headline]
-    summary_figures: ClassVar[tuple[str, ...]]  # figures of the last evaluation that summary.json contains
+    summary_figures: tuple[str, ...]  # figures of the last evaluation that summary.json contains
     fixed_shapes: ClassVar[bool]  # one input shape in training and one in evaluation, as CUDA graphs need
 
     @staticmethod

@@ -15,20 +15,20 @@ from inline_attention.tasks.detection.average_precision import ApResult
 from inline_attention.tasks.detection.config import DetectionConfig
 from inline_attention.tasks.detection.data import DetectionBatch, DetectionData, open_detection_data
 from inline_attention.tasks.detection.evaluation import evaluate
+from inline_attention.tasks.detection.layouts import EXPECTED
+from inline_attention.tasks.detection.model import has_masks
 from inline_attention.tasks.detection.weights import MODELS
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.task import Evaluation, Headline, Writer
 
 PRECISION, PER_CLASS = "average_precision.json", "per_class.csv"
+MAIN_FIGURES = ("box_ap", "box_ap50", "mask_ap", "mask_ap50")
 
 
 class Detection(DenseTask):
     recipes = "tasks/detection/recipes"
-    data_hint = (
-        "give --data FOLDER with annotations/instances_SPLIT.json and the images in SPLIT/, for train2017 and val2017"
-    )
+    data_hint = f"give --data FOLDER with {EXPECTED}"
     headline = Headline("box_ap", "box AP")
-    summary_figures = ("box_ap", "box_ap50", "mask_ap", "mask_ap50")
     models = MODELS
 
     config: DetectionConfig
@@ -38,9 +38,16 @@ class Detection(DenseTask):
     def defaults() -> DetectionConfig:
         return DetectionConfig()
 
+    def __init__(self, config: DetectionConfig) -> None:
+        super().__init__(config)
+        self.masks = has_masks(config.model.head)
+        self.summary_figures = MAIN_FIGURES if self.masks else MAIN_FIGURES[:2]
+
     def open_data(self, ranks: Ranks) -> DetectionData:
         config = self.config
-        self.data = open_detection_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        self.data = open_detection_data(
+            config.data, masks=self.masks, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size
+        )
         return self.data.to(ranks.device)
 
     def losses(self, forward: Callable[..., Any], batch: DetectionBatch, *, epoch: int, step: int) -> dict[str, Tensor]:
@@ -49,33 +56,31 @@ class Detection(DenseTask):
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
-        return Evaluation(figures(result.precision), details=result.precision)
+        return Evaluation(self.figures(result.precision), details=result.precision)
 
     def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
         precision: ApResult = evaluation.details
         return {PRECISION: partial(write_figures, precision), PER_CLASS: partial(write_per_class, precision)}
 
-
-def figures(precision: ApResult) -> dict[str, float]:
-    """Figures by names such as box_ap50. Those without objects are left out, except the main ones, which are then 0."""
-    named = {
-        f"{kind}_{name.lower()}": value
-        for kind, values in (("box", precision.box), ("mask", precision.mask))
-        for name, value in values.items()
-    }
-    main = dict.fromkeys(Detection.summary_figures, 0.0)
-    return main | {name: value for name, value in named.items() if value is not None} | {"images": precision.images}
+    def figures(self, precision: ApResult) -> dict[str, float]:
+        """By names such as box_ap50. Those without objects are left out, except the main ones, which are then 0."""
+        named = {
+            f"{kind}_{name.lower()}": value
+            for kind, values in precision.by_kind().items()
+            for name, value in values.items()
+        }
+        main = dict.fromkeys(self.summary_figures, 0.0)
+        return main | {name: value for name, value in named.items() if value is not None} | {"images": precision.images}
 
 
 def write_figures(precision: ApResult, path: Path) -> None:
-    content = {"images": precision.images, "box": precision.box, "mask": precision.mask}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps({"images": precision.images, **precision.by_kind()}, indent=1) + "\n")
 
 
 def write_per_class(precision: ApResult, path: Path) -> None:
     """One row for each class: AP of boxes and masks in per cent, empty if there is no object"""
     rows = (
-        (name, *("" if value is None else f"{value:.3f}" for value in values))
+        (name, *("" if value is None else f"{value:.3f}" for value in values.values()))
         for name, values in precision.per_class.items()
     )
-    write_csv(path, ("class", "box AP", "mask AP"), rows)
+    write_csv(path, ("class", *(f"{kind} AP" for kind in precision.by_kind())), rows)

@@ -103,6 +103,15 @@ class Task(ABC):
         """A short name of the model, for messages."""
         return self.config.model.name
 
+    def choose_from_data(self, world_size: int) -> dict[str, Any]:
+        """Values for the settings that `config.from_data` names, by name. Only rank 0 calls this.
+
+        The run continues with them: its config.yaml holds them, and a resumed run does not choose again.
+        """
+        if self.config.from_data:
+            raise ValueError(f"from_data={self.config.from_data[0]}: this task chooses nothing from the data")
+        return {}
+
     @abstractmethod
     def open_data(self, ranks: Ranks) -> TaskData:
         """Open this rank's share of both splits on its device. ValueError: the data cannot be used."""

@@ -186,7 +186,7 @@ def test_layouts_are_found(folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 def test_a_folder_without_annotations_says_what_was_looked_for(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")
-    message = r"annotations/instances_SPLIT.json .*\(COCO\), or with data.yaml, .*\(YOLO\); there is photo.png"
+    message = r"annotations/instances_SPLIT.json .*\(COCO\), or with data.yaml, .*\(YOLO\); there is 'photo.png'"
     with pytest.raises(ValueError, match=message):
         find_layout(tmp_path)
     with pytest.raises(ValueError, match="does not exist; expected a folder with annotations"):

@@ -258,6 +258,18 @@ class DetectionData:
         return self
 
 
+def training_images(data: AnnotatedData, config: DetectionDataConfig) -> list[AnnotatedImage]:
+    """The images to train on. ValueError if there is none."""
+    images = [image for image in data.images if image.objects or not config.skip_empty]
+    _check_any(data, images)
+    return images
+
+
+def _check_any(data: AnnotatedData, images: Sequence[AnnotatedImage]) -> None:
+    if not images:
+        raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
+
+
 def open_detection_data(
     config: DetectionDataConfig, *, masks: bool = True, seed: int = 0, rank: int = 0, world_size: int = 1
 ) -> DetectionData:
@@ -265,10 +277,8 @@ def open_detection_data(
     config.validate()
     train, val = (read_split(config, split, masks=masks) for split in (config.train_split, config.val_split))
     check_same_categories(train, val)
-    images = [image for image in train.images if image.objects or not config.skip_empty]
-    for data, needed in ((train, images), (val, [image for image in val.images if image.objects])):
-        if not needed:
-            raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
+    images = training_images(train, config)
+    _check_any(val, [image for image in val.images if image.objects])
     sampler = GroupedBatchSampler(images, config=config, seed=seed, rank=rank, world_size=world_size)
     dataset = TrainDataset(images, config=config, seed=seed, masks=masks)
     loader = open_train_loader(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from inline_attention.data.sources import list_some
 from inline_attention.tasks.detection.annotations import AnnotatedData
 from inline_attention.tasks.detection.coco import read_coco
 from inline_attention.tasks.detection.config import DetectionDataConfig, Layout
@@ -39,6 +40,6 @@ def find_layout(path: str | Path) -> Layout:
             "data.layout=coco or data.layout=yolo (inline detect eval: --layout)"
         )
     if not is_coco and not is_yolo:
-        there = sorted(entry.name for entry in root.iterdir())[:10] if root.is_dir() else []
-        raise ValueError(f"{path}: expected a folder with {EXPECTED}; there is {', '.join(there) or 'nothing'}")
+        there = [entry.name for entry in root.iterdir() if not entry.name.startswith(".")] if root.is_dir() else []
+        raise ValueError(f"{path}: expected a folder with {EXPECTED}; there is {list_some(sorted(there), most=10)}")
     return "coco" if is_coco else "yolo"

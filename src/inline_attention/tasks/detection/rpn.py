@@ -19,6 +19,7 @@ Losses = dict[str, Tensor]
 
 _STRIDES = (*STRIDES, 64)  # one level more than the box heads use
 _SIZES = tuple((8 * stride,) for stride in _STRIDES)
+SMALLEST_ANCHOR = _SIZES[0][0]
 _RATIOS = ((0.5, 1.0, 2.0),) * len(_STRIDES)
 
 

@@ -36,10 +36,15 @@ COMMANDS = {
 }
 
 
+COMPLETION = {"completion": "script that makes bash, zsh or fish complete commands and options"}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a check failed, 2 bad input (one line, no traceback), 130 interrupted."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     command = _parse_command(arguments[:1])
+    if command in COMPLETION:
+        return _complete(arguments[1:])
     with _interrupt_ends_at_once(command):
         from inline_attention.cli import run_command
     return run_command(command, arguments[1:])
@@ -53,10 +58,11 @@ def _parse_command(arguments: Sequence[str]) -> str:
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, text in COMMANDS.items():
+    known = COMMANDS | COMPLETION
+    for name, text in known.items():
         commands.add_parser(name, help=text, add_help=False)
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+        close = difflib.get_close_matches(arguments[0], known, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else "; `inline --help` lists them"
         parser.error(f"there is no command {arguments[0]!r}{meant}")
     args = parser.parse_args(arguments)
@@ -68,11 +74,31 @@ def _parse_command(arguments: Sequence[str]) -> str:
     return args.command
 
 
+def _complete(arguments: Sequence[str]) -> int:
+    from inline_completion import HOW, SHELLS, script
+
+    parser = argparse.ArgumentParser(
+        prog="inline completion",
+        description="Print a script that makes a shell complete commands, recipes and options.",
+        epilog=f"to use it in every new shell:\n{HOW}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    shell = parser.parse_args(arguments).shell
+    print(script(shell, _package(), COMMANDS | COMPLETION), end="")  # noqa: T201 (before `say` can be imported)
+    return 0
+
+
 def _version() -> str:
-    package = importlib.util.find_spec("inline_attention")  # finds the package without importing it
+    return runpy.run_path(str(_package() / "_version.py"))["__version__"]
+
+
+def _package() -> Path:
+    """The folder of the package, which is found without importing it"""
+    package = importlib.util.find_spec("inline_attention")
     assert package is not None
     assert package.origin is not None
-    return runpy.run_path(str(Path(package.origin).with_name("_version.py")))["__version__"]
+    return Path(package.origin).parent
 
 
 @contextmanager
@@ -97,3 +123,7 @@ def _interrupt_ends_at_once(command: str) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

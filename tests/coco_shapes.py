@@ -1,4 +1,4 @@
-"""A small detection set drawn at run time: discs, squares and triangles on noise, in COCO's format."""
+"""A small detection set drawn at run time: discs, squares and triangles on noise, in COCO's or YOLO's format."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,40 @@ def draw_shapes(
     root: Path, *, split: str, images: int, seed: int = 0, sizes: tuple[tuple[int, int], ...] = ((64, 96), (96, 64))
 ) -> dict[str, Any]:
     """Write the split's images and annotations under `root`; what the JSON file holds. Sizes are (height, width)."""
+    (root / "annotations").mkdir(parents=True, exist_ok=True)
+    content = _draw(root / split, images=images, seed=seed, sizes=sizes)
+    write_annotations(root, split, content)
+    return content
+
+
+def draw_yolo(root: Path, *, splits: dict[str, int], seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Write a YOLO folder with this number of images in each split; COCO's annotations of the splits."""
+    described = [f"names: [{', '.join(NAMES)}]"]
+    contents = {}
+    for number, (split, images) in enumerate(splits.items()):
+        content = contents[split] = _draw(root / "images" / split, images=images, seed=seed + number)
+        labels = root / "labels" / split
+        labels.mkdir(parents=True)
+        for image in content["images"]:
+            lines = []
+            for entry in content["annotations"]:
+                if entry["image_id"] == image["id"]:
+                    x, y, w, h = entry["bbox"]
+                    cx, cy = (x + w / 2) / image["width"], (y + h / 2) / image["height"]
+                    number_of_class = CATEGORY_IDS.index(entry["category_id"])
+                    lines.append(f"{number_of_class} {cx!r} {cy!r} {w / image['width']!r} {h / image['height']!r}\n")
+            (labels / Path(image["file_name"]).with_suffix(".txt")).write_text("".join(lines))
+        described.append(f"{split}: images/{split}")
+    (root / "data.yaml").write_text("\n".join(described) + "\n")
+    return contents
+
+
+def _draw(
+    folder: Path, *, images: int, seed: int, sizes: tuple[tuple[int, int], ...] = ((64, 96), (96, 64))
+) -> dict[str, Any]:
+    """Write images to a folder; their annotations as COCO has them."""
     draw = np.random.default_rng(seed)
-    (root / split).mkdir(parents=True, exist_ok=True)
-    (root / "annotations").mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
         "categories": [{"id": i, "name": name} for i, name in zip(CATEGORY_IDS, NAMES, strict=True)],
         "images": [],
@@ -54,9 +85,8 @@ def draw_shapes(
                 }
             )
         name = f"{number:04d}.png"
-        picture.save(root / split / name)
+        picture.save(folder / name)
         content["images"].append({"id": number, "file_name": name, "height": height, "width": width})
-    write_annotations(root, split, content)
     return content
 
 

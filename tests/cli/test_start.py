@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from PIL import Image
 
 from inline_attention import create_model
 from inline_attention.cli import COMMANDS, main
+from inline_attention.cli._words import FILE, as_text
 from inline_attention.data import DataConfig
 from inline_attention.models.weights import save_weights
 from inline_attention.printing import printable
@@ -36,9 +38,10 @@ LIGHT = """
 import sys
 from inline_command import main
 try:
-    main(sys.argv[1:])
+    status = main(sys.argv[1:])
 except SystemExit as done:
-    print("status", done.code)
+    status = done.code
+print("status", status)
 print(*sorted({"torch", "timm", "numpy", "rich", "inline_attention"} & set(sys.modules)), sep="\\n")
 """
 
@@ -51,14 +54,63 @@ print(*sorted({"torch", "timm", "numpy", "rich", "inline_attention"} & set(sys.m
         ([], 2, "name a command"),
         (["trian"], 2, "there is no command 'trian'; did you mean 'train'?"),
         (["--trian"], 2, "unrecognized arguments: --trian"),
+        (["completion", "--help"], 0, "~/.bashrc"),
+        (["completion", "bash"], 0, "complete -o default -F _inline inline"),
+        (["completion", "zsh"], 0, "compdef _inline inline"),
+        (["completion", "fish"], 0, "mask_rcnn_inline_pvt_tiny_1x"),
+        (["completion", "tcsh"], 2, "invalid choice: 'tcsh'"),
     ],
-    ids=["help", "version", "nothing", "typo", "option"],
+    ids=["help", "version", "nothing", "typo", "option", "completion", "bash", "zsh", "fish", "shell"],
 )
 def test_no_library_is_imported_before_a_command_is_known(words: list[str], status: int, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT, *words], capture_output=True, text=True)
     out, _, imported = done.stdout.partition(f"status {status}\n")
     assert said in out + done.stderr
     assert imported.split() == []
+
+
+def test_the_words_that_shells_complete_are_those_of_the_parsers() -> None:
+    assert FILE.read_text() == as_text(), "run python -m inline_attention.cli._words"
+
+
+# What is typed, and some of what is offered. The last word is the one at the cursor.
+TYPED = [
+    ("inline ''", {"models", "train", "completion"}, {"--data"}),
+    ("inline seg", {"segment"}, {"train"}),
+    ("inline segment ''", {"train", "predict"}, {"segment", "--data"}),
+    ("inline segment eval --ig", {"--ignore-index"}, {"--layout"}),
+    ("inline detect train faster", {"faster_rcnn_inline_pvt_tiny_1x"}, {"mask_rcnn_inline_pvt_tiny_1x"}),
+    ("inline predict --we", {"--weights"}, {"--data"}),
+]
+ASK = {
+    "bash": """
+        eval "$({python} -c '{start}' completion bash)"
+        COMP_WORDS=({typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _inline; printf '%s\n' "${{COMPREPLY[@]}}"
+    """,
+    "zsh": """
+        compdef() {{ :; }}; _files() {{ :; }}
+        compadd() {{ shift; for word in "$@"; do [[ $word == $words[$CURRENT]* ]] && print -r -- $word; done }}
+        eval "$({python} -c '{start}' completion zsh)"
+        words=({typed}); CURRENT=$#words; _inline
+    """,
+    "fish": """
+        {python} -c '{start}' completion fish | source
+        complete -C "{line}"
+    """,
+}
+
+
+@pytest.mark.parametrize("shell", ASK)
+def test_a_shell_completes(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    for typed, offered, absent in TYPED:
+        line = typed.replace("''", "")
+        code = ASK[shell].format(python=sys.executable, start=START, typed=typed, line=line)
+        done = subprocess.run([shell, "-c", code], capture_output=True, text=True)
+        found = {line.split("\t")[0] for line in done.stdout.splitlines()}
+        assert offered <= found, (typed, done.stdout, done.stderr)
+        assert not absent & found, (typed, found)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 import shapes
 import timm
 import torch
-from coco_shapes import draw_shapes
+from coco_shapes import draw_shapes, draw_yolo
 from documented import PAGES, ROOT, Block, Command
 from PIL import Image
 
@@ -55,9 +55,9 @@ SHORTER: dict[str, list[str]] = {
     "train": [*TRAINING, "schedule.epochs=1", "schedule.warmup_epochs=0", "schedule.cooldown_epochs=0",
               "data.img_size=32", "run.precision=fp32", "run.compile=false"],
     "segment train --resume": ["--device", "cpu"],
-    "segment train": [*TRAINING, "schedule.steps=1", "schedule.warmup_steps=0", "data.layout=folders", "data.crop=64",
+    "segment train": [*TRAINING, "schedule.steps=1", "schedule.warmup_steps=0", "data.crop=64",
                       "data.short_side=null", "data.ignore_index=255", "run.precision=fp32"],
-    "segment eval": ["--layout", "folders", "--split", "val", "--ignore-index", "255", "--device", "cpu",
+    "segment eval": ["--split", "val", "--ignore-index", "255", "--device", "cpu",
                      "--workers", "0"],
     "segment predict": ["--device", "cpu"],
     "detect train --resume": ["--device", "cpu"],
@@ -133,6 +133,8 @@ def make_photograph(path: Path) -> None:
 def make_data(folder: Path, task: str, *, classes: tuple[str, ...] = ("cat", "dog")) -> None:
     if task == "segment":
         shapes.write(folder, train=4, val=2)
+    elif task == "detect" and folder.name == "yolo":
+        draw_yolo(folder, splits={"train": 2, "val": 2})
     elif task == "detect":
         for split in ("train2017", "val2017", "train", "val"):
             draw_shapes(folder, split=split, images=2)

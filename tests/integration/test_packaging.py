@@ -36,7 +36,7 @@ def test_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = {name.partition("/licenses/")[2]: archive.read(name) for name in archive.namelist()}
-    assert packed == expected | {"inline_command.py"}
+    assert packed == expected | {"inline_command.py", "inline_completion.py"}
     for name in ("LICENSE", "NOTICE", "src/inline_attention/data/photos/README.md"):
         assert licences[name] == (ROOT / name).read_bytes()
 

@@ -109,7 +109,7 @@ DENSE_HEADS: dict[str, DenseHead] = {
         build=partial(_build_detector, head=name),
         loss=_detection_loss,
     )
-    for name, (title, _) in DETECTION_HEADS.items()
+    for name, (title, *_) in DETECTION_HEADS.items()
 }
 
 

@@ -1,6 +1,6 @@
-"""Detection and instance segmentation: train a backbone under Mask R-CNN or its cascade, evaluate it, find objects.
+"""Detection and instance segmentation: train a backbone under Faster R-CNN, Mask R-CNN or a cascade; find objects.
 
-Data are in COCO's format: FOLDER/annotations/instances_SPLIT.json and the images in FOLDER/SPLIT/.
+Data are a COCO folder (annotations/instances_SPLIT.json, images in SPLIT/) or a YOLO folder (data.yaml).
 For several GPUs: torchrun --nproc-per-node 8 -m inline_attention detect train RECIPE --data PATH
 """
 
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    _, predict = _dense.add_actions(
+    evaluate, predict = _dense.add_actions(
         parser,
         command="detect",
         model="detector",
         description=__doc__,
         task=_task,
-        data="folder with annotations/instances_SPLIT.json and the images in SPLIT/",
+        data="COCO folder (annotations/instances_SPLIT.json, images in SPLIT/) or YOLO folder (data.yaml)",
         add_options=_add_options,
         measures="average precision on images with annotations",
         predicts="find objects in images",
         output="detected",
     )
+    evaluate.add_argument("--layout", choices=("auto", "coco", "yolo"), help="layout of the data (default: auto)")
     predict.add_argument(
         "--min-score", type=float, default=0.5, help="leave out objects below this score (default: 0.5)"
     )
@@ -61,9 +62,13 @@ def _task() -> "type[Task]":
 
 def _describe_outcome(outcome: "Outcome") -> str:
     summary = outcome.summary
+    figures = [
+        f"{kind} AP {summary[f'val_{kind}_ap']:.2f}% (AP50 {summary[f'val_{kind}_ap50']:.2f}%)"
+        for kind in ("box", "mask")
+        if f"val_{kind}_ap" in summary
+    ]
     result = (
-        f"box AP {summary['val_box_ap']:.2f}% (AP50 {summary['val_box_ap50']:.2f}%), "
-        f"mask AP {summary['val_mask_ap']:.2f}% (AP50 {summary['val_mask_ap50']:.2f}%) on the validation split "
+        f"{', '.join(figures)} on the validation split "
         f"(best box AP {summary['best_box_ap']:.2f}%, epoch {summary['best_epoch']})"
     )
     return _dense.describe_outcome(outcome, command="detect", result=result, files={"classes": "per_class.csv"})
@@ -112,10 +117,11 @@ def _load(args: argparse.Namespace) -> "TrainedDetector":
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from inline_attention.tasks.detection.annotations import with_classes
     from inline_attention.tasks.detection.average_precision import METRICS
-    from inline_attention.tasks.detection.coco import read_coco
-    from inline_attention.tasks.detection.data import DetectionEvalLoader, with_classes
+    from inline_attention.tasks.detection.data import DetectionEvalLoader
     from inline_attention.tasks.detection.evaluation import evaluate
+    from inline_attention.tasks.detection.layouts import read_split
     from inline_attention.tasks.detection.task import write_per_class
 
     check_writable(args.csv, args.json)
@@ -124,7 +130,9 @@ def _eval(args: argparse.Namespace) -> int:
     config = trained.data
     if args.split is not None:
         config.val_split = args.split
-    data = read_coco(args.data, config.val_split)
+    config.path, config.layout = args.data, args.layout or "auto"
+    config.validate()
+    data = read_split(config, config.val_split, masks=trained.model.has_masks)
     loader = DetectionEvalLoader(with_classes(data, trained.class_names), config=config)
     with image_progress("evaluating", total=loader.num_images) as on_images:
         result = evaluate(
@@ -138,7 +146,7 @@ def _eval(args: argparse.Namespace) -> int:
     if args.json != STANDARD_OUTPUT:
         say(f"{trained.title} on {args.data} [{config.val_split}], short side {config.short_side}")
         say("      " + "".join(f"{name:>7}" for name in METRICS))
-        for kind, figures in (("box", precision.box), ("mask", precision.mask)):
+        for kind, figures in precision.by_kind().items():
             say(f"{kind:6}" + "".join(f"{'–' if value is None else f'{value:.2f}':>7}" for value in figures.values()))
         speed = precision.images / result.seconds
         say(f"{precision.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
@@ -147,9 +155,8 @@ def _eval(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {
         "short_side": config.short_side,
         "max_side": config.max_side,
-        "box": precision.box,
-        "mask": precision.mask,
-        "per_class": {name: {"box": box, "mask": mask} for name, (box, mask) in precision.per_class.items()},
+        **precision.by_kind(),
+        "per_class": precision.per_class,
     }
     _dense.write_result(args, trained, facts, images=precision.images, seconds=result.seconds, skipped=loader.skipped)
     return 0

@@ -28,14 +28,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         model="segmenter",
         description=__doc__,
         task=_task,
-        data="folder with images/SPLIT, masks/SPLIT and classes.txt, or the layout of data.layout",
+        data="folder with images/SPLIT, masks/SPLIT and classes.txt, or ADE20K or Cityscapes as distributed",
         add_options=_add_options,
         measures="mIoU and accuracy on images with masks",
         predicts="segment images",
         output="segmented",
     )
     own = "default: that of the training run"
-    evaluate.add_argument("--layout", choices=("folders", "ade20k", "cityscapes"), help=f"layout of the data ({own})")
+    evaluate.add_argument(
+        "--layout", choices=("auto", "folders", "ade20k", "cityscapes"), help=f"layout of the data ({own})"
+    )
     evaluate.add_argument("--ignore-index", type=int, help=f"class number of ignored pixels ({own})")
     evaluate.add_argument("--examples", metavar="FILE", type=Path, help="draw the first images with their predictions")
 

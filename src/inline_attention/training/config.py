@@ -211,6 +211,7 @@ class LoopConfig:
     recipe: str = ""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    from_data: tuple[str, ...] = ()  # names of settings that are chosen from the data; one that you set is not
     deterministic: bool = False  # only deterministic algorithms; some are slower
     model: BackboneConfig
     data: LoaderConfig
@@ -297,8 +298,14 @@ def load_recipe(
 
 
 def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> Config:
-    """`config` changed by `flags` (nested), then by `key=value` overrides. ValueError: a value cannot work."""
-    changed = settings.update(settings.update(config, flags or {}), settings.parse_overrides(overrides))
+    """`config` changed by `flags` (nested), then by `key=value` overrides. ValueError: a value cannot work.
+
+    A setting that is changed here is no longer chosen from the data.
+    """
+    layers = (flags or {}, settings.parse_overrides(overrides))
+    changed = settings.update(settings.update(config, layers[0]), layers[1])
+    given = {name for values in layers for name in settings.dotted(values)}
+    changed = dataclasses.replace(changed, from_data=tuple(n for n in changed.from_data if n not in given))
     changed.data.validate()
     return changed
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inline_attention.data.seeding import derive_seed
 from inline_attention.layers.drop import SampledDepth
+from inline_attention.training import settings
 from inline_attention.training.checkpoint import Checkpoints, Progress, newest_checkpoint, read_manifest, restore
 from inline_attention.training.config import LoopConfig
 from inline_attention.training.distributed import Ranks, StopAgreement, gradient_sync, join_ranks, parallelize
@@ -57,6 +58,7 @@ def train(plan: Plan) -> Outcome:
             Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter,
         ):
             ranks.decide(lambda: check_plan(plan, lock))
+            plan = settle(plan, ranks, reporter)
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
                 files = trainer.task.start_files()
@@ -66,6 +68,21 @@ def train(plan: Plan) -> Outcome:
                 finally:
                     # Workers block SIGTERM, so multiprocessing cannot stop them at exit; close them here.
                     trainer.data.train.close()
+
+
+def settle(plan: Plan, ranks: Ranks, reporter: Reporter) -> Plan:
+    """The plan with values for the settings that are left to the data."""
+    config = plan.config
+    if not config.from_data:
+        return plan
+    chosen = ranks.decide(lambda: plan.task(config).choose_from_data(ranks.world_size))
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
+    config = settings.update(config, settings.nested({**values, "from_data": []}))
+    config.data.validate()
+    listed = " ".join(f"{name}={'null' if value is None else value}" for name, value in values.items())
+    reporter.note(f"chosen from the data: {listed}")
+    reporter.config = config
+    return dataclasses.replace(plan, config=config)
 
 
 class Trainer:

@@ -14,7 +14,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import yaml
@@ -111,6 +111,27 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 raise ValueError(f"{override!r}: {parent} was given a value before")
         level[last] = Text(text)
     return nested
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of nested values, and of the sections around them."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        value = _structure(value) if isinstance(value, Text) else value
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{prefix}{key}.")
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"optim.lr": 1e-3, …}` as nested dictionaries."""
+    sections: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.split(".")
+        level = sections
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[last] = value
+    return sections
 
 
 def to_yaml(settings: Any) -> str:

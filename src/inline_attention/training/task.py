@@ -86,7 +86,7 @@ class Task(ABC):
     default_recipe: ClassVar[str | None]  # None: the user must name a recipe
     data_hint: ClassVar[str]  # error message for a run without data
     headline: ClassVar[Headline]
-    summary_figures: ClassVar[tuple[str, ...]]  # figures of the last evaluation that summary.json contains
+    summary_figures: tuple[str, ...]  # figures of the last evaluation that summary.json contains
     fixed_shapes: ClassVar[bool]  # one input shape in training and one in evaluation, as CUDA graphs need
 
     @staticmethod
@@ -108,6 +108,15 @@ class Task(ABC):
     def title(self) -> str:
         """A short name of the model, for messages."""
         return self.config.model.name
+
+    def choose_from_data(self, world_size: int) -> dict[str, Any]:
+        """Values for the settings that `config.from_data` names, by name. Only rank 0 calls this.
+
+        The run continues with them: its config.yaml holds them, and a resumed run does not choose again.
+        """
+        if self.config.from_data:
+            raise ValueError(f"from_data={self.config.from_data[0]}: this task chooses nothing from the data")
+        return {}
 
     @abstractmethod
     def open_data(self, ranks: Ranks) -> TaskData:

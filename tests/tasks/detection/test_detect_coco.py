@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from coco_shapes import CATEGORY_IDS, NAMES, draw_shapes, write_annotations
 
-from inline_attention.tasks.detection.coco import _uncompressed, check_same_categories, decode_masks, read_coco
+from inline_attention.tasks.detection.annotations import check_same_categories
+from inline_attention.tasks.detection.coco import _uncompressed, decode_masks, read_coco
 
 mask_utils = pytest.importorskip("pycocotools.mask")
 
@@ -104,7 +105,7 @@ def annotation(**changes: Any) -> dict[str, Any]:
         (annotation(bbox=[1, 2, 3]), r"bbox is \[1, 2, 3\]; expected four numbers"),
         (annotation(bbox=[1, 2, 3, None]), "expected four numbers"),
         (annotation(segmentation=[[1, 1, 2]]), r"a polygon is \[1, 1, 2\]; expected x0, y0, x1, y1"),
-        (annotation(segmentation=[]), "no segmentation; expected polygons or run lengths"),
+        (annotation(segmentation="all"), 'segmentation is "all"; expected polygons or run lengths'),
         (
             annotation(segmentation={"size": [96, 64], "counts": [96 * 64]}),
             r"its mask is for \[96, 64\] \(height, width\), but the image 0000.png is listed with \[64, 96\]",
@@ -239,7 +240,10 @@ def test_wrong_lists_are_named(tmp_path: Path, content: dict[str, Any], change: 
 
 
 def test_a_missing_split_says_what_is_expected(tmp_path: Path, content: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"instances_test.json does not exist; expected .* and the images in"):
+    with pytest.raises(
+        ValueError,
+        match=r"instances_test.json does not exist; expected annotations/instances_SPLIT.json and the images in SPLIT/",
+    ):
         read_coco(tmp_path, "test")
     write_annotations(tmp_path, SPLIT, [1])
     with pytest.raises(ValueError, match="holds a list"):
@@ -251,3 +255,61 @@ def test_splits_must_have_the_same_categories(tmp_path: Path, content: dict[str,
     content["categories"][0]["name"] = "circle"
     with pytest.raises(ValueError, match="different categories: circle, disc"):
         check_same_categories(train, read(tmp_path, content))
+
+
+def without_masks(content: dict[str, Any], *, every: int = 1) -> dict[str, Any]:
+    """The annotations, every n-th of them without its segmentation"""
+    entries = [
+        {key: value for key, value in entry.items() if key != "segmentation" or number % every}
+        for number, entry in enumerate(content["annotations"])
+    ]
+    return {**content, "annotations": entries}
+
+
+def test_boxes_are_read_with_or_without_masks_beside_them(tmp_path: Path, content: dict[str, Any]) -> None:
+    write_annotations(tmp_path, SPLIT, content)
+    whole = read_coco(tmp_path, SPLIT)
+    boxes = read_coco(tmp_path, SPLIT, masks=False)
+    write_annotations(tmp_path, SPLIT, without_masks(content))
+    alone = read_coco(tmp_path, SPLIT, masks=False)
+    assert boxes == alone
+    for image, other in zip(whole.images, alone.images, strict=True):
+        assert [(i.label, i.box, i.area) for i in image.instances] == [
+            (i.label, i.box, i.area) for i in other.instances
+        ]
+        assert all(instance.segmentation is None for instance in other.instances)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_mask_heads_need_a_mask_for_every_object(tmp_path: Path, content: dict[str, Any], every: int) -> None:
+    total = len(content["annotations"])
+    missing = -(-total // every)
+    message = (
+        rf"{missing} of {total} annotations have no segmentation, such as annotation 1 of image 0; mask heads need .*"
+        "set model.head=faster_rcnn or cascade_rcnn"
+    )
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, without_masks(content, every=every))
+
+
+def test_a_damaged_mask_does_not_matter_to_boxes(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["annotations"] = [annotation(segmentation=[[0, 0, 2.5e7, 0, 0, 9]])]
+    write_annotations(tmp_path, SPLIT, content)
+    (instance,) = read_coco(tmp_path, SPLIT, masks=False).images[0].instances
+    assert instance.box == (1, 1, 9, 9)
+
+
+def test_more_objects_than_any_image_has(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["annotations"] = [annotation()] * 10_001
+    write_annotations(tmp_path, SPLIT, content)
+    with pytest.raises(ValueError, match=r"0000.png has more than 10,000 objects"):
+        read_coco(tmp_path, SPLIT, masks=False)
+
+
+def test_train_and_val_are_also_the_splits_of_coco_itself(tmp_path: Path) -> None:
+    draw_shapes(tmp_path, split="val2017", images=1)
+    assert read_coco(tmp_path, "val").source.name == "instances_val2017.json"
+    draw_shapes(tmp_path, split="val", images=2)
+    assert read_coco(tmp_path, "val").source.name == "instances_val.json"
+    with pytest.raises(ValueError, match=r"instances_train.json and .*instances_train2017.json do not exist"):
+        read_coco(tmp_path, "train")

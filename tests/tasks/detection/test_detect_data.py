@@ -10,6 +10,7 @@ import torch
 from coco_shapes import draw_shapes, write_annotations
 from PIL import Image
 
+from inline_attention.tasks.detection.annotations import with_classes
 from inline_attention.tasks.detection.coco import read_coco
 from inline_attention.tasks.detection.config import DetectionDataConfig
 from inline_attention.tasks.detection.data import (
@@ -21,7 +22,6 @@ from inline_attention.tasks.detection.data import (
     load,
     open_detection_data,
     show,
-    with_classes,
 )
 
 pytest.importorskip("pycocotools")
@@ -54,7 +54,7 @@ def test_fitted_size(size: tuple[int, int], expected: tuple[int, int]) -> None:
 def test_boxes_and_masks_follow_the_pixels(shapes: Path, flipped: bool) -> None:
     """The mask is where the bright colour is, and the box is around the mask."""
     annotated = read_coco(shapes, "train2017").images[0]
-    pixels, target = show(load(annotated), annotated, View((128, 192), flipped))
+    pixels, target = show(load(annotated), annotated, View((128, 192), flipped), masks=True)
     assert pixels.shape == (3, 128, 192)
     assert target["masks"].shape == (len(annotated.objects), 128, 192)
     covered = target["masks"].any(0)

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coco_shapes import CATEGORY_IDS, draw_shapes, write_annotations
 
+from inline_attention.tasks.detection.annotations import AnnotatedData, AnnotatedImage, Instance
 from inline_attention.tasks.detection.average_precision import ImageResult, average_precision
-from inline_attention.tasks.detection.coco import AnnotatedImage, CocoData, Instance, Rle, to_rle
+from inline_attention.tasks.detection.coco import Rle, mask_of, read_coco
 
 mask_utils = pytest.importorskip("pycocotools.mask")
 
@@ -34,7 +36,7 @@ def random_box(draw: np.random.Generator) -> np.ndarray:
     return np.concatenate([corner, corner + sides])
 
 
-def random_data(seed: int) -> tuple[CocoData, list[ImageResult]]:
+def random_data(seed: int) -> tuple[AnnotatedData, list[ImageResult]]:
     """Objects, some of them crowds, and detections that are theirs, moved, or nothing's."""
     draw = np.random.default_rng(seed)
     images, results = [], []
@@ -61,7 +63,7 @@ def random_data(seed: int) -> tuple[CocoData, list[ImageResult]]:
             ImageResult(image.id, np.array(boxes).reshape(-1, 4), scores, np.array(labels, dtype=int), masks)
         )
     # The fourth class has neither objects nor detections.
-    return CocoData(Path("random.json"), ["a", "b", "c", "d"], [1, 5, 6, 9], images), results
+    return AnnotatedData(Path("random.json"), ["a", "b", "c", "d"], [1, 5, 6, 9], images), results
 
 
 def overlap(found: np.ndarray, true: np.ndarray, *, crowd: bool) -> float:
@@ -77,7 +79,7 @@ def overlap(found: np.ndarray, true: np.ndarray, *, crowd: bool) -> float:
 
 
 def precision_of_class(
-    data: CocoData, results: list[ImageResult], label: int, threshold: float, area: tuple[float, float], kind: str
+    data: AnnotatedData, results: list[ImageResult], label: int, threshold: float, area: tuple[float, float], kind: str
 ) -> float | None:
     """The mean precision at 101 recalls, where precision at a recall is the best at that recall or any above."""
     verdicts: list[tuple[float, bool]] = []  # (score, right), those that count
@@ -95,7 +97,7 @@ def precision_of_class(
             else:
                 shape = decode(result.masks[n])
                 size = float(shape.sum())
-                truth = [decode(to_rle(o.segmentation, image.size)) for o in objects]
+                truth = [decode(mask_of(o, image.size)) for o in objects]
             overlaps = [overlap(shape, t, crowd=o.crowd) for t, o in zip(truth, objects, strict=True)]
             free = [m for m, o in enumerate(objects) if overlaps[m] >= threshold and (o.crowd or not taken[m])]
             counted = [m for m in free if not aside[m]] or free
@@ -120,7 +122,7 @@ def test_agrees_with_the_definition_on_random_detections(seed: int) -> None:
     data, results = random_data(seed)
     measured = average_precision(data, results)
     thresholds = np.linspace(0.5, 0.95, 10)
-    for kind, figures in (("box", measured.box), ("mask", measured.mask)):
+    for kind, figures in measured.by_kind().items():
         for name, area in AREAS.items():
             cells = [
                 [precision_of_class(data, results, label, t, area, kind) for t in thresholds] for label in (1, 2, 3, 4)
@@ -131,7 +133,7 @@ def test_agrees_with_the_definition_on_random_detections(seed: int) -> None:
             if name == "AP":
                 assert figures["AP50"] == pytest.approx(100 * np.mean([row[0] for row in known]), abs=1e-9)
                 assert figures["AP75"] == pytest.approx(100 * np.mean([row[5] for row in known]), abs=1e-9)
-                of_classes = [classes[kind == "mask"] for classes in measured.per_class.values()]
+                of_classes = [classes[kind] for classes in measured.per_class.values()]
                 assert of_classes[:3] == pytest.approx([100 * np.mean(row) for row in cells[:3]], abs=1e-9)
                 assert of_classes[3] is None
     assert measured.images == 10
@@ -145,19 +147,60 @@ def test_a_perfect_detector_and_a_blind_one() -> None:
         blind.append(ImageResult(image.id, *none, []))
         objects = image.objects
         boxes = np.array([o.box for o in objects]).reshape(-1, 4)
-        masks = [to_rle(o.segmentation, image.size) for o in objects]
+        masks = [mask_of(o, image.size) for o in objects]
         labels = np.array([o.label for o in objects], dtype=int)
         perfect.append(ImageResult(image.id, boxes, np.linspace(0.5, 1, len(objects)), labels, masks))
     best, worst = average_precision(data, perfect), average_precision(data, blind)
-    assert best.box["AP"] == best.mask["AP"] == pytest.approx(100)
-    assert worst.box["AP"] == worst.mask["AP"] == 0
+    assert best.by_kind()["box"]["AP"] == best.by_kind()["mask"]["AP"] == pytest.approx(100)
+    assert worst.by_kind()["box"]["AP"] == worst.by_kind()["mask"]["AP"] == 0
 
 
 def test_images_without_a_result_are_not_counted() -> None:
     data, results = random_data(4)
     part = [result for result in results if result.image_id % 2]
-    reduced = CocoData(data.source, data.class_names, data.category_ids, [i for i in data.images if i.id % 2])
+    reduced = AnnotatedData(data.source, data.class_names, data.category_ids, [i for i in data.images if i.id % 2])
     assert average_precision(data, part) == average_precision(reduced, part)
     assert average_precision(data, part).images == 5
     with pytest.raises(ValueError, match="none of the 10 images"):
         average_precision(data, [])
+
+
+@pytest.mark.parametrize("kept", ["area", "box"])
+def test_boxes_alone_have_the_precision_of_pycocotools(tmp_path: Path, kept: str) -> None:
+    """Files without masks, and with or without areas, against pycocotools on the same file."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    content = draw_shapes(tmp_path, split="val", images=12, seed=5)
+    for entry in content["annotations"]:
+        del entry["segmentation"]
+        entry["area"] = entry["bbox"][2] * entry["bbox"][3] * (0.7 if kept == "area" else 1)
+    path = write_annotations(tmp_path, "val", content)
+    truth = COCO(str(path))
+    if kept == "box":  # pycocotools needs areas; the reader takes those of the boxes
+        for entry in content["annotations"]:
+            del entry["area"]
+        write_annotations(tmp_path, "val", content)
+    data = read_coco(tmp_path, "val", masks=False)
+    draw = np.random.default_rng(0)
+    results, found = [], []
+    for image in data.images:
+        boxes = np.array([i.box for i in image.instances for _ in range(2)]).reshape(-1, 4)
+        boxes = boxes + draw.normal(0, 2.5, boxes.shape)
+        labels = draw.integers(1, 4, len(boxes))
+        labels[::2] = [i.label for i in image.instances]
+        scores = draw.random(len(boxes))
+        results.append(ImageResult(image.id, boxes, scores, labels, None))
+        for (x0, y0, x1, y1), score, label in zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True):
+            box = [x0, y0, x1 - x0, y1 - y0]
+            found.append(dict(image_id=image.id, category_id=CATEGORY_IDS[label - 1], bbox=box, score=score))
+    measured = average_precision(data, results)
+    evaluation = COCOeval(truth, truth.loadRes(found), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    expected = [None if value < 0 else 100 * value for value in evaluation.stats.tolist()]
+    assert list(measured.box.values()) == pytest.approx(expected, abs=1e-9)
+    assert 0 < expected[0] < 100
+    assert measured.mask is None
+    assert all(classes.keys() == {"box"} for classes in measured.per_class.values())

@@ -53,7 +53,7 @@ def test_ade20k_layout(tmp_path: Path) -> None:
         write_pair(tmp_path / f"images/{split}/a.jpg", tmp_path / f"annotations/{split}/a.png", numbers)
     listed = ["Idx\tRatio\tName", "1\t0.1\twall", "2\t0.1\tbuilding, edifice", "3\t0.1\tsky"]
     (tmp_path / "objectInfo150.txt").write_text("\n".join(listed))
-    source = open_split(config(tmp_path, layout="ade20k"), "val")
+    source = open_split(config(tmp_path), "val")  # the layout is found
     assert source.class_names == ["wall", "building", "sky"]
     assert source.read(0)[1].tolist() == [[IGNORED, 0], [1, 2]]
 
@@ -65,11 +65,28 @@ def test_cityscapes_layout(ending: str, tmp_path: Path) -> None:
     for city in ("ulm", "bonn"):
         image = tmp_path / f"leftImg8bit/val/{city}/{city}_1_leftImg8bit.png"
         write_pair(image, tmp_path / f"gtFine/val/{city}/{city}_1_gtFine_{ending}.png", numbers)
-    source = open_split(config(tmp_path, layout="cityscapes"), "val")
+    source = open_split(config(tmp_path), "val")
     assert len(source.class_names) == 19
     assert (source.class_names[0], source.class_names[18]) == ("road", "bicycle")
     assert len(source) == 2
     assert source.read(0)[1].tolist() == training
+
+
+def test_a_layout_that_is_not_found_or_not_the_only_one(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "labels").mkdir()
+    message = (
+        r"looked for images/ and masks/ \(folders\), images/ and annotations/ \(ade20k\), "
+        r"leftImg8bit/ and gtFine/ \(cityscapes\); there is 'images', 'labels'"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_split(config(tmp_path), "train")
+    for folder in ("masks", "annotations"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(ValueError, match=r"several layouts, folders and ade20k; choose one with data.layout"):
+        open_split(config(tmp_path), "train")
+    with pytest.raises(ValueError, match=r"no class names: expected .*classes.txt"):
+        open_split(config(tmp_path, layout="folders"), "train")
 
 
 def test_camvid_layout(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ TINY = (
     "model.weights=null",
     "model.drop_path=0.4",
     "model.head_kwargs={dim: 8}",
-    "data.layout=folders",
     "data.crop=32",
     "data.short_side=null",
     "data.batch_size=8",
@@ -168,7 +167,7 @@ def test_the_weights_know_the_split_and_the_layout_of_their_run(
     weights = undisturbed / "checkpoints" / "last.safetensors"
     metadata = read_metadata(weights)
     prepared = json.loads(metadata["preprocessing"])
-    assert (prepared["layout"], prepared["val_split"], prepared["ignore_index"]) == ("folders", "val", 255)
+    assert (prepared["layout"], prepared["val_split"], prepared["ignore_index"]) == ("auto", "val", 255)
     metadata["preprocessing"] = json.dumps(prepared | {"layout": "ade20k", "val_split": "holdout"})
     save_file(load_file(weights), tmp_path / "ade.safetensors", metadata=metadata)
     data = shapes.write(tmp_path / "shapes", train=1, val=2)
@@ -187,7 +186,7 @@ def test_a_recipe_for_large_data_warns_on_small_ones(
     steps: int, accumulate: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = shapes.write(tmp_path / "shapes", train=18, val=1)
-    overrides = [f"data.path={data}", "data.batch_size=8", "data.layout=folders", "data.workers=0"]
+    overrides = [f"data.path={data}", "data.batch_size=8", "data.workers=0"]
     overrides += [f"schedule.steps={steps}", f"optim.accumulate={accumulate}"]
     recipe = dict(defaults=Segmentation.defaults(), folder=Segmentation.recipes, overrides=overrides)
     task = Segmentation(load_recipe("fpn_inline_pvt_tiny", **recipe))
@@ -197,7 +196,7 @@ def test_a_recipe_for_large_data_warns_on_small_ones(
     assert len(said) == warns
     if steps == 40_000:
         assert "schedule.steps=40000 shows each of the 18 training images 20,000 times" in said[0]
-        assert "give schedule.steps=200 for 100 times" in said[0]
+        assert "give schedule.steps=200 for 100 times, or use the recipe finetune" in said[0]
 
 
 def test_data_that_do_not_name_their_classes(
@@ -290,13 +289,13 @@ FPN = (2e-4, 1e-4, 40_000, 500, 0.9, None)
 def test_a_recipe_for_every_published_row() -> None:
     rows = [f"fpn_{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large")]
     rows += [f"upernet_{kind}_swin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")]
-    assert set(recipe_names(Segmentation.recipes)) == {*rows, "camvid_fpn", "camvid_upernet"}
+    assert set(recipe_names(Segmentation.recipes)) == {*rows, "camvid_fpn", "camvid_upernet", "finetune"}
     for row in rows:
         rate, decay, steps, warmup, power, drop_path = UPERNET if row.startswith("upernet") else FPN
         config = load_recipe(row, defaults=Segmentation.defaults(), folder=Segmentation.recipes)
         assert row == f"{config.model.head}_{config.model.name}"
         assert drop_path is None or config.model.drop_path == drop_path
-        assert (config.data.crop, config.data.scale, config.data.layout) == (512, [0.5, 2.0], "ade20k")
+        assert (config.data.crop, config.data.scale, config.data.layout) == (512, [0.5, 2.0], "auto")
         assert config.model.auxiliary_weight == 0.4
         schedule = config.build_schedule(steps_per_epoch=1263, world_size=1)
         assert schedule.total_steps == steps

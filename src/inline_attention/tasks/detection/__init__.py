@@ -1,1 +1,1 @@
-"""Detection and instance segmentation: models, COCO data, average precision."""
+"""Detection and instance segmentation: models, COCO and YOLO data, average precision."""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from inline_attention.tasks.detection.coco import AnnotatedImage, CocoData, Rle, load_pycocotools, to_rle
+from inline_attention.tasks.detection.annotations import AnnotatedData, AnnotatedImage
+from inline_attention.tasks.detection.coco import Rle, load_pycocotools, mask_of
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 KINDS = {"box": "bbox", "mask": "segm"}
@@ -23,7 +24,7 @@ class ImageResult:
     boxes: np.ndarray  # (n, 4) x0, y0, x1, y1
     scores: np.ndarray  # (n,)
     labels: np.ndarray  # (n,) from 1 on
-    masks: list[Rle]
+    masks: list[Rle] | None  # None: of a detector without mask heads
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class ApResult:
     """Average precision in per cent. None: there is no object to find"""
 
     box: dict[str, float | None]  # by `METRICS`
-    mask: dict[str, float | None]
-    per_class: dict[str, tuple[float | None, float | None]]  # AP of boxes and of masks
+    mask: dict[str, float | None] | None  # None: the detector has no mask heads
+    per_class: dict[str, dict[str, float | None]]  # AP by class, then by kind: "box" and, with mask heads, "mask"
     images: int
+
+    def by_kind(self) -> dict[str, dict[str, float | None]]:
+        """The figures of boxes and, with mask heads, of masks"""
+        return {"box": self.box} | ({} if self.mask is None else {"mask": self.mask})
 
 
 def encode_masks(masks: Tensor) -> list[Rle]:
@@ -42,41 +47,42 @@ def encode_masks(masks: Tensor) -> list[Rle]:
     return load_pycocotools("mask").encode(columns_first)
 
 
-def average_precision(data: CocoData, results: Iterable[ImageResult]) -> ApResult:
-    """COCO's figures over the images that have a result"""
+def average_precision(data: AnnotatedData, results: Iterable[ImageResult]) -> ApResult:
+    """COCO's figures over the images that have a result. Masks count if the results have them."""
     found = {result.image_id: result for result in results}
     images = [image for image in data.images if image.id in found]
     if not images:
         raise ValueError(f"nothing to evaluate: none of the {len(data.images)} images of {data.source} could be read")
-    truth = _ground_truth(data, images)
+    kinds = [kind for kind in KINDS if kind == "box" or all(result.masks is not None for result in found.values())]
+    truth = _ground_truth(data, images, masks="mask" in kinds)
     detections = [entry for image in images for entry in _entries(found[image.id], data.category_ids)]
     summaries, by_class = {}, {}
-    for kind in KINDS:
+    for kind in kinds:
         summaries[kind], by_class[kind] = _evaluate(truth, detections, kind, [image.id for image in images])
-    per_class = zip(by_class["box"], by_class["mask"], strict=True)
-    return ApResult(
-        summaries["box"], summaries["mask"], dict(zip(data.class_names, per_class, strict=True)), len(images)
-    )
+    per_class = {name: {kind: by_class[kind][number] for kind in kinds} for number, name in enumerate(data.class_names)}
+    return ApResult(summaries["box"], summaries.get("mask"), per_class, len(images))
 
 
-def _ground_truth(data: CocoData, images: Sequence[AnnotatedImage]) -> Any:
+def _ground_truth(data: AnnotatedData, images: Sequence[AnnotatedImage], *, masks: bool) -> Any:
     mask_utils = load_pycocotools("mask")
     annotations: list[dict[str, Any]] = []
     for image in images:
         for instance in image.instances:
-            mask = to_rle(instance.segmentation, image.size)
             x0, y0, x1, y1 = instance.box
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,  # id 0 would mean "no match" to pycocotools
-                    "image_id": image.id,
-                    "category_id": data.category_ids[instance.label - 1],
-                    "bbox": [x0, y0, x1 - x0, y1 - y0],
-                    "segmentation": mask,
-                    "area": float(mask_utils.area(mask)) if instance.area is None else instance.area,
-                    "iscrowd": int(instance.crowd),
-                }
-            )
+            entry: dict[str, Any] = {
+                "id": len(annotations) + 1,  # id 0 would mean "no match" to pycocotools
+                "image_id": image.id,
+                "category_id": data.category_ids[instance.label - 1],
+                "bbox": [x0, y0, x1 - x0, y1 - y0],
+                "area": (x1 - x0) * (y1 - y0),
+                "iscrowd": int(instance.crowd),
+            }
+            if masks:
+                entry["segmentation"] = mask_of(instance, image.size)
+                entry["area"] = float(mask_utils.area(entry["segmentation"]))
+            if instance.area is not None:
+                entry["area"] = instance.area
+            annotations.append(entry)
     coco = load_pycocotools("coco").COCO()
     coco.dataset = {
         "images": [{"id": image.id, "height": image.size[0], "width": image.size[1]} for image in images],
@@ -91,17 +97,15 @@ def _ground_truth(data: CocoData, images: Sequence[AnnotatedImage]) -> Any:
 def _entries(result: ImageResult, category_ids: Sequence[int]) -> list[dict[str, Any]]:
     sides = result.boxes[:, 2:] - result.boxes[:, :2]
     boxes = np.concatenate([result.boxes[:, :2], sides], axis=1).tolist()
-    rows = zip(boxes, result.scores.tolist(), result.labels.tolist(), result.masks, strict=True)
-    return [
-        {
-            "image_id": result.image_id,
-            "category_id": category_ids[label - 1],
-            "bbox": box,
-            "segmentation": mask,
-            "score": score,
-        }
-        for box, score, label, mask in rows
+    rows = zip(boxes, result.scores.tolist(), result.labels.tolist(), strict=True)
+    entries: list[dict[str, Any]] = [
+        {"image_id": result.image_id, "category_id": category_ids[label - 1], "bbox": box, "score": score}
+        for box, score, label in rows
     ]
+    if result.masks is not None:
+        for entry, mask in zip(entries, result.masks, strict=True):
+            entry["segmentation"] = mask
+    return entries
 
 
 def _evaluate(
@@ -139,15 +143,13 @@ def _per_cent(value: float) -> float | None:
 
 
 def as_records(result: ImageResult, class_names: Sequence[str], *, min_score: float) -> list[dict[str, Any]]:
-    """For JSON: class, score, box as COCO has it (x, y, width, height), mask as compressed run lengths"""
-    entries = _entries(result, range(1, len(class_names) + 1))
-    return [
-        {
-            "class": class_names[entry["category_id"] - 1],
-            "score": entry["score"],
-            "box": entry["bbox"],
-            "mask": {"size": list(entry["segmentation"]["size"]), "counts": entry["segmentation"]["counts"].decode()},
-        }
-        for entry in entries
-        if entry["score"] >= min_score
-    ]
+    """For JSON: class, score, box as COCO has it (x, y, width, height), mask (if any) as compressed run lengths"""
+    records = []
+    for entry in _entries(result, range(1, len(class_names) + 1)):
+        if entry["score"] >= min_score:
+            name = class_names[entry["category_id"] - 1]
+            record: dict[str, Any] = {"class": name, "score": entry["score"], "box": entry["bbox"]}
+            if mask := entry.get("segmentation"):
+                record["mask"] = {"size": list(mask["size"]), "counts": mask["counts"].decode()}
+            records.append(record)
+    return records

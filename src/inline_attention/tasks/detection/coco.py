@@ -5,7 +5,6 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,14 @@ import numpy as np
 
 from inline_attention.data.decode import MAX_PIXELS
 from inline_attention.tasks.dense.config import is_inside
+from inline_attention.tasks.detection.annotations import (
+    AnnotatedData,
+    AnnotatedImage,
+    Box,
+    Instance,
+    Segmentation,
+    box_inside,
+)
 from inline_attention.tasks.detection.boxes import Size
 
 _logger = logging.getLogger(__name__)
@@ -20,70 +27,50 @@ _logger = logging.getLogger(__name__)
 # Limits far above any real annotation. pycocotools allocates whatever a file asks for.
 MAX_MASK_BYTES = 2**32  # all masks of an image, decoded
 MAX_OUTLINE = 1_000_000  # length of the polygons of one object, in pixels
+_FIELDS: dict[str, type] = {"image_id": int, "category_id": int, "bbox": list}  # of every annotation
 _MAX_ID = 2**63  # limit of int64
 _LARGEST = 1e12  # magnitude of a coordinate or an area; NaN and infinity are not below it
 
 Rle = dict[str, Any]  # pycocotools' compressed run lengths: size [height, width], counts as bytes
-# Polygons x0, y0, x1, y1, … as float32, which take a sixth of the memory of lists; or run lengths as in the file.
-Segmentation = list[np.ndarray] | dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
-    label: int  # 1 for the first class: 0 is the background
-    box: tuple[float, float, float, float]  # x0, y0, x1, y1, inside the image
-    segmentation: Segmentation
-    area: float | None  # of the mask, for COCO's small, medium and large. None: count the pixels
-    crowd: bool  # a region of many objects. It is not learnt from, and detections inside it are not counted
-
-
-@dataclass
-class AnnotatedImage:
-    id: int
-    path: Path
-    size: Size
-    instances: list[Instance] = field(default_factory=list)
-
-    @property
-    def objects(self) -> list[Instance]:
-        """The instances to learn from"""
-        return [instance for instance in self.instances if not instance.crowd]
-
-
-@dataclass
-class CocoData:
-    """One split. Classes are in the order of their category ids."""
-
-    source: Path  # the JSON file
-    class_names: list[str]
-    category_ids: list[int]
-    images: list[AnnotatedImage]
-
-
-def read_coco(root: str | Path, split: str) -> CocoData:
+def read_coco(root: str | Path, split: str, *, masks: bool = True) -> AnnotatedData:
     """Read `root`/annotations/instances_`split`.json and check it. A ValueError names what is wrong.
 
     Objects with an empty box or mask are left out, and their number is logged. COCO itself has some.
+
+    Args:
+        root: folder with annotations/ and the images in SPLIT/.
+        split: "train" and "val" are also those of COCO itself, train2017 and val2017.
+        masks: read the masks, which every object must have. False: read boxes alone, whether or not there are masks.
     """
     root = Path(root)
-    source, folder = root / "annotations" / f"instances_{split}.json", root / split
-    if not source.is_file() or not folder.is_dir():
-        missing = source if not source.is_file() else folder
-        raise ValueError(f"{missing} does not exist; expected {source} and the images in {folder}")
+    source, folder = _files(root, split)
     content = _parse(source)
     names = _categories(content, source)
     labels = {category: label for label, category in enumerate(names, start=1)}
     images = _images(content, source, folder)
-    left_out = _add_instances(images, content, labels, source)
+    left_out = _add_instances(images, content, labels, source, masks=masks)
     if left_out:
-        _logger.warning("%s: %d objects with an empty box or mask are left out", source, left_out)
-    return CocoData(source, list(names.values()), list(names), list(images.values()))
+        what = "box or mask" if masks else "box"
+        _logger.warning("%s: %d objects with an empty %s are left out", source, left_out, what)
+    return AnnotatedData(source, list(names.values()), list(names), list(images.values()))
 
 
-def check_same_categories(train: CocoData, val: CocoData) -> None:
-    if train.class_names != val.class_names:
-        differing = sorted(set(train.class_names) ^ set(val.class_names)) or ["their order"]
-        raise ValueError(f"{train.source} and {val.source} have different categories: {', '.join(differing[:10])}")
+def _files(root: Path, split: str) -> tuple[Path, Path]:
+    """(annotations, folder of images) of a split"""
+    names = (split, f"{split}2017") if split in ("train", "val") else (split,)
+    tried = [(root / "annotations" / f"instances_{name}.json", root / name) for name in names]
+    source, folder = next((files for files in tried if files[0].is_file()), tried[0])
+    if not source.is_file():
+        raise ValueError(
+            f"{' and '.join(str(file) for file, _ in tried)} {'do' if len(tried) > 1 else 'does'} not exist; "
+            "expected annotations/instances_SPLIT.json and the images in SPLIT/ (data.train_split and data.val_split; "
+            "inline detect eval: --split)"
+        )
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist; expected the images of {source} there")
+    return source, folder
 
 
 def _parse(source: Path) -> dict[str, Any]:
@@ -157,11 +144,18 @@ def _inside(name: str, where: str) -> str:
 
 
 def _add_instances(
-    images: dict[int, AnnotatedImage], content: Mapping[str, Any], labels: Mapping[int, int], source: Path
+    images: dict[int, AnnotatedImage],
+    content: Mapping[str, Any],
+    labels: Mapping[int, int],
+    source: Path,
+    *,
+    masks: bool,
 ) -> int:
     """Add the instances to their images. Returns how many were left out."""
     left_out = 0
-    for entry in _entries(content, "annotations", {"image_id": int, "category_id": int, "bbox": list}, source):
+    if masks:
+        _check_all_have_masks(content, source)
+    for entry in _entries(content, "annotations", _FIELDS, source):
         where = f"{source}: annotation {entry.get('id', '')} of image {entry['image_id']}"
         if entry["image_id"] not in images:
             raise ValueError(f"{where}: there is no image of that id")
@@ -175,24 +169,29 @@ def _add_instances(
         if crowd not in (0, 1):
             raise ValueError(f"{where}: iscrowd is {_excerpt(crowd)}; expected 0 or 1")
         box = _box(entry["bbox"], image.size, where)
-        segmentation = _segmentation(entry.get("segmentation"), image, where)
-        if box is None or segmentation is None:
+        segmentation = _segmentation(entry["segmentation"], image, where) if masks else None
+        if box is None or (masks and segmentation is None):
             left_out += 1
             continue
-        if (len(image.instances) + 1) * math.prod(image.size) > MAX_MASK_BYTES:
+        if masks and (len(image.instances) + 1) * math.prod(image.size) > MAX_MASK_BYTES:
             raise ValueError(
                 f"{where}: the image has so many objects that their masks take more than {MAX_MASK_BYTES >> 30} GiB"
             )
-        image.instances.append(
-            Instance(
-                label=labels[entry["category_id"]],
-                box=box,
-                segmentation=segmentation,
-                area=area,
-                crowd=bool(crowd),
-            )
-        )
+        image.add(Instance(labels[entry["category_id"]], box, segmentation, area, bool(crowd)), where)
     return left_out
+
+
+def _check_all_have_masks(content: Mapping[str, Any], source: Path) -> None:
+    """ValueError for annotations with boxes alone, which mask heads cannot learn from"""
+    entries = list(_entries(content, "annotations", _FIELDS, source))
+    without = [entry for entry in entries if not entry.get("segmentation")]
+    if without:
+        first = f"annotation {without[0].get('id', '')} of image {without[0]['image_id']}"
+        raise ValueError(
+            f"{source}: {len(without)} of {len(entries)} annotations have no segmentation, such as {first}; mask heads "
+            "need polygons or run lengths for every object. To learn boxes alone, set model.head=faster_rcnn or "
+            "cascade_rcnn"
+        )
 
 
 def _entries(
@@ -225,14 +224,12 @@ def _excerpt(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "…"
 
 
-def _box(bbox: list[Any], size: Size, where: str) -> tuple[float, float, float, float] | None:
+def _box(bbox: list[Any], size: Size, where: str) -> Box | None:
     """x, y, width, height → x0, y0, x1, y1 inside the image; None where nothing is left"""
     if len(bbox) != 4 or not all(_is_number(value) for value in bbox):
         raise ValueError(f"{where}: bbox is {_excerpt(bbox)}; expected four numbers, x, y, width and height")
     x, y, width, height = bbox
-    x0, y0 = max(0.0, x), max(0.0, y)
-    x1, y1 = min(float(size[1]), x + width), min(float(size[0]), y + height)
-    return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
+    return box_inside(x, y, x + width, y + height, size)
 
 
 def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:
@@ -253,8 +250,8 @@ def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation
         if sum(runs) != math.prod(image.size):
             raise ValueError(f"{where}: its run lengths add up to {sum(runs)} pixels, not {math.prod(image.size)}")
         return {"size": list(image.size), "counts": counts}
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: no segmentation; expected polygons or run lengths, which the mask head learns from")
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: segmentation is {_excerpt(value)}; expected polygons or run lengths")
     for polygon in value:
         if not isinstance(polygon, list) or len(polygon) % 2 or not all(_is_number(number) for number in polygon):
             raise ValueError(f"{where}: a polygon is {_excerpt(polygon)}; expected x0, y0, x1, y1, …")
@@ -318,12 +315,18 @@ def to_rle(segmentation: Segmentation, size: Size) -> Rle:
     return {"size": [height, width], "counts": segmentation["counts"].encode()}
 
 
+def mask_of(instance: Instance, size: Size) -> Rle:
+    """The mask of an instance that was read with masks"""
+    assert instance.segmentation is not None
+    return to_rle(instance.segmentation, size)
+
+
 def decode_masks(image: AnnotatedImage, instances: Sequence[Instance]) -> np.ndarray:
     """(instances, height, width) uint8"""
     height, width = image.size
     if not instances:
         return np.zeros((0, height, width), np.uint8)
-    runs = [to_rle(instance.segmentation, image.size) for instance in instances]
+    runs = [mask_of(instance, image.size) for instance in instances]
     return np.ascontiguousarray(load_pycocotools("mask").decode(runs).transpose(2, 0, 1))
 
 

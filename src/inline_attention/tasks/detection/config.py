@@ -7,24 +7,30 @@ from inline_attention.data import LoaderConfig
 from inline_attention.tasks.dense.config import HeadedConfig, is_inside
 from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
 
+Layout = Literal["auto", "coco", "yolo"]
+
 
 @dataclass(frozen=True)
 class DetectorConfig(HeadedConfig):
-    """A backbone with the heads of Mask R-CNN or Cascade Mask R-CNN."""
+    """A backbone with heads for boxes (Faster R-CNN) or boxes and masks (Mask R-CNN), in one stage or a cascade."""
 
     name: str = "inline_pvt_tiny"
     drop_path: float | None = 0.1
-    head: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
+    head: Literal["faster_rcnn", "cascade_rcnn", "mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
     channels: int = 256  # channels of the pyramid and the heads
     regions: int = 512  # regions of each image that a head learns from; fewer take less memory
 
 
 @dataclass
 class DetectionDataConfig(LoaderConfig):
-    """`path` holds annotations/instances_SPLIT.json and the images in SPLIT/, for both splits."""
+    """Images with boxes and, for mask heads, masks.
 
-    train_split: str = "train2017"
-    val_split: str = "val2017"
+    `layout` is "coco" for annotations/instances_SPLIT.json and the images in SPLIT/, "yolo" for a folder with
+    data.yaml, images/SPLIT and labels/SPLIT, and "auto" for whichever of them `path` holds. The splits train and val
+    are also COCO's train2017 and val2017.
+    """
+
+    layout: Layout = "auto"  # coco, yolo, or auto for the one that data.path holds
     batch_size: int = 2  # per rank
     short_side: int = 800  # short side of images in evaluation
     train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image

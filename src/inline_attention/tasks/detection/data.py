@@ -1,4 +1,4 @@
-"""Batches of images with boxes and masks, from COCO files.
+"""Batches of images with boxes and masks.
 
 The size and the flip of an image are a function of (seed, epoch, sample). Images of different sizes are padded to one
 canvas. A batch carries their true sizes, so that the model computes the same result as for each image alone.
@@ -6,8 +6,7 @@ canvas. A batch carries their true sizes, so that the model computes the same re
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from inline_attention.data.collate import UnnormalisedBatch
 from inline_attention.data.dataset import read_each, read_or_replace
-from inline_attention.data.decode import UnreadableImage, image_size, read_image
+from inline_attention.data.decode import read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
 from inline_attention.data.sampler import EqualBatchSampler, SampleKey, epoch_order, fit_batch_size
@@ -27,15 +26,11 @@ from inline_attention.data.seeding import derive_seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.tasks.dense.data import eval_batches, open_train_loader
 from inline_attention.tasks.dense.images import Normalise
+from inline_attention.tasks.detection.annotations import AnnotatedData, AnnotatedImage, check_same_categories
 from inline_attention.tasks.detection.boxes import Size
-from inline_attention.tasks.detection.coco import (
-    AnnotatedImage,
-    CocoData,
-    check_same_categories,
-    decode_masks,
-    read_coco,
-)
+from inline_attention.tasks.detection.coco import decode_masks
 from inline_attention.tasks.detection.config import DetectionDataConfig
+from inline_attention.tasks.detection.layouts import read_split
 
 Target = dict[str, Tensor]
 
@@ -69,7 +64,7 @@ class DetectionBatch:
 
     images: Tensor  # (B, 3, H, W) float32, normalised; padding is undefined
     sizes: list[Size]  # of the images without padding
-    targets: list[Target]  # boxes (n, 4), labels (n,) from 1 on, masks (n, height, width) uint8; empty in evaluation
+    targets: list[Target]  # boxes (n, 4), labels (n,) from 1 on; masks (n, height, width) uint8 for mask heads
     sample_ids: Tensor  # (B,) int64
     keys: Tensor  # (B,) int64, seeds of the choice of regions
 
@@ -93,22 +88,27 @@ def resized(image: Image.Image, size: Size) -> Tensor:
     return pil_to_tensor(image.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
-def show(image: Image.Image, annotated: AnnotatedImage, view: View) -> tuple[Tensor, Target]:
-    """Resize and flip: pixels (3, h, w) uint8 and the objects in them"""
+def show(image: Image.Image, annotated: AnnotatedImage, view: View, *, masks: bool) -> tuple[Tensor, Target]:
+    """Resize and flip: pixels (3, h, w) uint8 and the objects in them, with masks or boxes alone"""
     pixels = resized(image, view.size)
     objects = annotated.objects
     scale = torch.tensor([view.size[1] / annotated.size[1], view.size[0] / annotated.size[0]]).repeat(2)
     boxes = torch.tensor([instance.box for instance in objects], dtype=torch.float32).view(-1, 4) * scale
-    masks = torch.from_numpy(decode_masks(annotated, objects))
-    if objects:
-        masks = F.interpolate(masks.unsqueeze(1), view.size, mode="nearest-exact").squeeze(1)
-    else:
-        masks = masks.new_zeros((0, *view.size))
     if view.flipped:
-        pixels, masks = pixels.flip(2), masks.flip(2)
+        pixels = pixels.flip(2)
         boxes = torch.stack([view.size[1] - boxes[:, 2], boxes[:, 1], view.size[1] - boxes[:, 0], boxes[:, 3]], dim=1)
     labels = torch.tensor([instance.label for instance in objects], dtype=torch.int64)
-    return pixels, {"boxes": boxes, "labels": labels, "masks": masks}
+    target = {"boxes": boxes, "labels": labels}
+    return pixels, target | {"masks": _shown_masks(annotated, view)} if masks else target
+
+
+def _shown_masks(annotated: AnnotatedImage, view: View) -> Tensor:
+    """(objects, h, w) uint8"""
+    masks = torch.from_numpy(decode_masks(annotated, annotated.objects))
+    if not len(masks):  # which interpolate refuses
+        return masks.new_zeros((0, *view.size))
+    masks = F.interpolate(masks.unsqueeze(1), view.size, mode="nearest-exact").squeeze(1)
+    return masks.flip(2) if view.flipped else masks
 
 
 def load(annotated: AnnotatedImage) -> Image.Image:
@@ -143,8 +143,10 @@ def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), 
 class TrainDataset(Dataset[RawDetectionBatch]):
     """Images with their objects; an unreadable one is replaced by another."""
 
-    def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int) -> None:
-        self._images, self._config, self._seed = images, config, seed
+    def __init__(
+        self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, masks: bool
+    ) -> None:
+        self._images, self._config, self._seed, self._masks = images, config, seed, masks
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> RawDetectionBatch:
         samples, skipped, replaced = read_or_replace(
@@ -159,7 +161,7 @@ class TrainDataset(Dataset[RawDetectionBatch]):
         annotated = self._images[index]
         image = load(annotated)
         view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
-        pixels, target = show(image, annotated, view)
+        pixels, target = show(image, annotated, view, masks=self._masks)
         return Sample(pixels, target, index, derive_seed("regions", self._seed, key.epoch, key.sample))
 
 
@@ -231,7 +233,7 @@ class DetectionPrefetcher(Prefetcher[RawDetectionBatch, DetectionBatch]):
 class DetectionEvalLoader(EvalLoader[RawDetectionBatch, DetectionBatch]):
     """The images of a split, one at a time and thus without padding."""
 
-    def __init__(self, data: CocoData, *, config: DetectionDataConfig, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, data: AnnotatedData, *, config: DetectionDataConfig, rank: int = 0, world_size: int = 1) -> None:
         self.data = data
         dataset, num_images = EvalDataset(data.images, config=config), len(data.images)
         super().__init__(
@@ -256,51 +258,32 @@ class DetectionData:
         return self
 
 
+def training_images(data: AnnotatedData, config: DetectionDataConfig) -> list[AnnotatedImage]:
+    """The images to train on. ValueError if there is none."""
+    images = [image for image in data.images if image.objects or not config.skip_empty]
+    _check_any(data, images)
+    return images
+
+
+def _check_any(data: AnnotatedData, images: Sequence[AnnotatedImage]) -> None:
+    if not images:
+        raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
+
+
 def open_detection_data(
-    config: DetectionDataConfig, *, seed: int = 0, rank: int = 0, world_size: int = 1
+    config: DetectionDataConfig, *, masks: bool = True, seed: int = 0, rank: int = 0, world_size: int = 1
 ) -> DetectionData:
-    """Open both splits. ValueError if something is wrong with the configuration or the data."""
+    """Open both splits, with masks or with boxes alone. ValueError: the configuration or the data cannot be used."""
     config.validate()
-    train, val = (read_coco(config.path, split) for split in (config.train_split, config.val_split))
+    train, val = (read_split(config, split, masks=masks) for split in (config.train_split, config.val_split))
     check_same_categories(train, val)
-    images = [image for image in train.images if image.objects or not config.skip_empty]
-    for data, needed in ((train, images), (val, [image for image in val.images if image.objects])):
-        if not needed:
-            raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
+    images = training_images(train, config)
+    _check_any(val, [image for image in val.images if image.objects])
     sampler = GroupedBatchSampler(images, config=config, seed=seed, rank=rank, world_size=world_size)
-    dataset = TrainDataset(images, config=config, seed=seed)
+    dataset = TrainDataset(images, config=config, seed=seed, masks=masks)
     loader = open_train_loader(
         dataset, sampler, DetectionPrefetcher(), config=config, num_images=len(images), world_size=world_size
     )
     return DetectionData(
         loader, DetectionEvalLoader(val, config=config, rank=rank, world_size=world_size), train.class_names
     )
-
-
-def with_classes(data: CocoData, class_names: Sequence[str]) -> CocoData:
-    """The data with the class numbers of a model, matched by name. ValueError for a class that the model does not have.
-
-    Average precision ignores classes that have no object in the data.
-    """
-    unknown = [name for name in data.class_names if name not in class_names]
-    if unknown:
-        raise ValueError(f"{data.source} has classes that the model does not know: {', '.join(unknown[:10])}")
-    labels = {label: class_names.index(name) + 1 for label, name in enumerate(data.class_names, start=1)}
-    images = [
-        replace(image, instances=[replace(instance, label=labels[instance.label]) for instance in image.instances])
-        for image in data.images
-    ]
-    return CocoData(data.source, list(class_names), list(range(1, len(class_names) + 1)), images)
-
-
-def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> CocoData:
-    """Image files as a split without objects. The id of an image is its position."""
-    images = [AnnotatedImage(number, path, _size(path)) for number, path in enumerate(paths)]
-    return CocoData(Path(), list(class_names), list(range(1, len(class_names) + 1)), images)
-
-
-def _size(path: Path) -> Size:
-    try:
-        return image_size(path)
-    except UnreadableImage:  # skipped and listed when it is decoded
-        return 1, 1

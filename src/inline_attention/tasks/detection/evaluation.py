@@ -33,7 +33,7 @@ def to_image(found: Detections, *, image_id: int, shown: Size, original: Size) -
     """Detections in an image that was resized to `shown`, in pixels of the original"""
     scale = found.boxes.new_tensor([original[1] / shown[1], original[0] / shown[0]]).repeat(2)
     boxes = clip_boxes_to_image(found.boxes * scale, original)
-    masks = encode_masks(paste_masks(found.masks, boxes, original))
+    masks = None if found.masks is None else encode_masks(paste_masks(found.masks, boxes, original))
     scores, labels = found.scores.cpu().numpy(), found.labels.cpu().numpy()
     return ImageResult(image_id, boxes.cpu().numpy(), scores, labels, masks)
 

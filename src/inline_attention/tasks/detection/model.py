@@ -1,4 +1,4 @@
-"""Mask R-CNN and Cascade Mask R-CNN on a pyramid of any backbone."""
+"""Faster R-CNN, Mask R-CNN and their cascades on a pyramid of any backbone."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,19 +14,26 @@ from inline_attention.tasks.dense.backbone import STRIDES, Backbone, HeadedModel
 from inline_attention.tasks.detection.boxes import Size
 from inline_attention.tasks.detection.roi_heads import (
     CASCADE,
-    MASK_RCNN,
     NORM_GROUPS,
+    SINGLE,
     Detections,
     RoIHeads,
     StageSettings,
 )
 from inline_attention.tasks.detection.rpn import Losses, RegionProposals, Targets
 
-# name → (title, stages)
-HEADS: dict[str, tuple[str, tuple[StageSettings, ...]]] = {
-    "mask_rcnn": ("Mask R-CNN", MASK_RCNN),
-    "cascade_mask_rcnn": ("Cascade Mask R-CNN", CASCADE),
+# name → (title, stages, whether it has mask heads)
+HEADS: dict[str, tuple[str, tuple[StageSettings, ...], bool]] = {
+    "faster_rcnn": ("Faster R-CNN", SINGLE, False),
+    "cascade_rcnn": ("Cascade R-CNN", CASCADE, False),
+    "mask_rcnn": ("Mask R-CNN", SINGLE, True),
+    "cascade_mask_rcnn": ("Cascade Mask R-CNN", CASCADE, True),
 }
+
+
+def has_masks(head: str) -> bool:
+    """Whether a detector with this head predicts masks, and learns them"""
+    return HEADS[head][2]
 
 
 class Pyramid(FeaturePyramidNetwork):
@@ -75,7 +82,7 @@ class Detector(HeadedModel):
 
     Args:
         backbone: images (B, 3, H, W) → four maps at strides 4, 8, 16, 32.
-        head: "mask_rcnn" or "cascade_mask_rcnn".
+        head: "faster_rcnn", "cascade_rcnn", "mask_rcnn" or "cascade_mask_rcnn".
         num_classes: classes of objects, without the background.
         channels: of the pyramid and of the heads' convolutions. Hidden layers are four times as wide.
         regions: how many regions of an image a stage learns from.
@@ -91,10 +98,11 @@ class Detector(HeadedModel):
             raise ValueError(f"channels={channels}; expected a multiple of {NORM_GROUPS}")
         if regions < 1:
             raise ValueError(f"regions={regions}; expected 1 or more")
-        self.num_classes = num_classes
+        self.num_classes, self.has_masks = num_classes, has_masks(head)
         self.pyramid = Pyramid(backbone.channels, channels)
         self.proposals = RegionProposals(channels)
-        self.heads = RoIHeads(channels, num_classes=num_classes, stages=HEADS[head][1], regions=regions)
+        stages = HEADS[head][1]
+        self.heads = RoIHeads(channels, num_classes=num_classes, stages=stages, masks=self.has_masks, regions=regions)
 
     def forward(
         self,

@@ -11,11 +11,13 @@ from inline_attention.tasks.detection.coco import load_pycocotools
 
 
 def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str], min_score: float = 0.5) -> Image.Image:
-    """Draw the masks, boxes, classes and scores of detections with at least `min_score`"""
+    """Draw the masks (if any), boxes, classes and scores of detections with at least `min_score`"""
     pixels = np.asarray(image.convert("RGB")).astype(np.float32)
     shown = [n for n in range(len(result.scores)) if result.scores[n] >= min_score]
-    for n in shown:
-        mask = load_pycocotools("mask").decode(result.masks[n]).astype(bool)
+    for n, runs in enumerate(result.masks or ()):
+        if n not in shown:
+            continue
+        mask = load_pycocotools("mask").decode(runs).astype(bool)
         pixels[mask] = 0.5 * pixels[mask] + 0.5 * np.array(class_colour(int(result.labels[n])), np.float32)
     picture = Image.fromarray(pixels.round().astype(np.uint8))
     pen = ImageDraw.Draw(picture)

@@ -9,8 +9,9 @@ import torch
 from inline_attention.data.decode import read_image
 from inline_attention.printing import write_json
 from inline_attention.tasks.dense.prediction import for_files, output_name
+from inline_attention.tasks.detection.annotations import without_annotations
 from inline_attention.tasks.detection.average_precision import as_records
-from inline_attention.tasks.detection.data import DetectionEvalLoader, without_annotations
+from inline_attention.tasks.detection.data import DetectionEvalLoader
 from inline_attention.tasks.detection.evaluation import detect
 from inline_attention.tasks.detection.pictures import draw
 from inline_attention.tasks.detection.weights import TrainedDetector

@@ -85,5 +85,5 @@ def count_cost(backbone: str, head: str, *, img_size: Size = COST_SIZE) -> Detec
             count_module_macs(stage.box_head, box_regions) + count_module_macs(stage.box_predictor, hidden)
             for stage in stages
         ),
-        masks=sum(count_module_macs(stage.mask_head, mask_regions) for stage in stages),
+        masks=sum(count_module_macs(stage.mask_head, mask_regions) for stage in stages if stage.mask_head is not None),
     )

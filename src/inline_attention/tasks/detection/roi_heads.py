@@ -1,4 +1,4 @@
-"""Heads on proposed regions: classes, refined boxes, masks. Mask R-CNN has one stage, Cascade Mask R-CNN three."""
+"""Heads on proposed regions: classes, refined boxes and, if wanted, masks. A cascade has three stages, others one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class StageSettings:
     loss_weight: float = 1.0
 
 
-MASK_RCNN = (StageSettings(0.5, (10, 10, 5, 5)),)
+SINGLE = (StageSettings(0.5, (10, 10, 5, 5)),)
 CASCADE = (
     StageSettings(0.5, (10, 10, 5, 5), 1.0),
     StageSettings(0.6, (20, 20, 10, 10), 0.5),
@@ -51,7 +51,7 @@ class Detections(NamedTuple):
     boxes: Tensor  # (n, 4) x0, y0, x1, y1 in the pixels of the model's input
     scores: Tensor  # (n,)
     labels: Tensor  # (n,) int64
-    masks: Tensor  # (n, 28, 28) probabilities inside the box
+    masks: Tensor | None  # (n, 28, 28) probabilities inside the box; None: the detector has no mask heads
 
 
 class Samples(NamedTuple):
@@ -64,10 +64,18 @@ class Samples(NamedTuple):
 
 
 class Stage(nn.Module):
-    """A box head and a mask head, with their losses."""
+    """A box head and, if wanted, a mask head, with their losses."""
 
     def __init__(
-        self, channels: int, *, num_classes: int, settings: StageSettings, cascaded: bool, regions: int, place: int
+        self,
+        channels: int,
+        *,
+        num_classes: int,
+        settings: StageSettings,
+        cascaded: bool,
+        masks: bool,
+        regions: int,
+        place: int,
     ) -> None:
         super().__init__()
         self.settings, self.cascaded = settings, cascaded
@@ -83,9 +91,11 @@ class Stage(nn.Module):
         nn.init.normal_(self.box_predictor.bbox_pred.weight, std=0.001)
         for layer in (self.box_predictor.cls_score, self.box_predictor.bbox_pred):
             nn.init.zeros_(layer.bias)
-        self.mask_head = nn.Sequential(
-            MaskRCNNHeads(channels, convs, dilation=1), MaskRCNNPredictor(channels, channels, outputs)
-        )
+        self.mask_head: nn.Module | None = None
+        if masks:
+            self.mask_head = nn.Sequential(
+                MaskRCNNHeads(channels, convs, dilation=1), MaskRCNNPredictor(channels, channels, outputs)
+            )
         self.coder = BoxCoder(settings.box_weights)
         self.matcher = Matcher(settings.iou, settings.iou, allow_low_quality_matches=False)
         self.sampler = KeyedSampler(regions, positive_share=0.25, place=place)
@@ -149,12 +159,21 @@ class Stage(nn.Module):
 class RoIHeads(nn.Module):
     """A sequence of stages. Each takes the boxes that the previous one refined."""
 
-    def __init__(self, channels: int, *, num_classes: int, stages: Sequence[StageSettings], regions: int) -> None:
+    def __init__(
+        self, channels: int, *, num_classes: int, stages: Sequence[StageSettings], masks: bool, regions: int
+    ) -> None:
         super().__init__()
         self.box_pool, self.mask_pool = PyramidAlign(BOX_SIDE), PyramidAlign(MASK_SIDE)
-        shared: dict[str, int] = dict(num_classes=num_classes, regions=regions)
         self.stages = nn.ModuleList(
-            Stage(channels, settings=settings, cascaded=len(stages) > 1, place=number, **shared)
+            Stage(
+                channels,
+                num_classes=num_classes,
+                settings=settings,
+                cascaded=len(stages) > 1,
+                masks=masks,
+                regions=regions,
+                place=number,
+            )
             for number, settings in enumerate(stages, start=1)
         )
 
@@ -170,10 +189,11 @@ class RoIHeads(nn.Module):
         for number, stage in enumerate(self.in_order(), start=1):
             samples = [stage.choose(*image) for image in zip(proposals, targets, keys, strict=True)]
             logits, deltas = stage.predict_boxes(self.box_pool(maps, [s.boxes for s in samples]))
-            positive_boxes = [s.boxes[: len(s.matched)] for s in samples]
-            masks = stage.mask_head(self.mask_pool(maps, positive_boxes))
             found = stage.box_losses(logits, deltas, samples, targets)
-            found["mask"] = stage.mask_loss(masks, samples, targets)
+            if stage.mask_head is not None:
+                positive_boxes = [s.boxes[: len(s.matched)] for s in samples]
+                masks = stage.mask_head(self.mask_pool(maps, positive_boxes))
+                found["mask"] = stage.mask_loss(masks, samples, targets)
             suffix = f"_{number}" if stage.cascaded else ""
             losses |= {name + suffix: stage.settings.loss_weight * value for name, value in found.items()}
             if number < len(self.stages):
@@ -214,10 +234,13 @@ class RoIHeads(nn.Module):
         kept = batched_nms(boxes, scores, labels, NMS_IOU)[:MAX_DETECTIONS]
         return boxes[kept], scores[kept], labels[kept]
 
-    def _masks(self, maps: Maps, boxes: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The mean of the stages' masks, for each image (n, 28, 28)"""
+    def _masks(self, maps: Maps, boxes: Sequence[Tensor], labels: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The mean of the stages' masks, for each image (n, 28, 28), or None without mask heads"""
+        heads = [stage.mask_head for stage in self.in_order() if stage.mask_head is not None]
+        if not heads:
+            return [None] * len(boxes)
         regions, flat = self.mask_pool(maps, boxes), torch.cat(list(labels))
-        of_stages = [_of_label(stage.mask_head(regions), flat).float().sigmoid() for stage in self.in_order()]
+        of_stages = [_of_label(head(regions), flat).float().sigmoid() for head in heads]
         return torch.stack(of_stages).mean(0).split([len(part) for part in labels])
 
 

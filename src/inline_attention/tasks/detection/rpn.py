@@ -13,13 +13,13 @@ from inline_attention.layers.windows import ceil_div
 from inline_attention.tasks.dense.backbone import STRIDES
 from inline_attention.tasks.detection.boxes import KeyedSampler, Size
 
-Targets = Sequence[
-    dict[str, Tensor]
-]  # for each image: boxes (n, 4), labels (n,) from 1 on, masks (n, height, width) uint8
+# For each image: boxes (n, 4), labels (n,) from 1 on and, for mask heads, masks (n, height, width) uint8
+Targets = Sequence[dict[str, Tensor]]
 Losses = dict[str, Tensor]
 
 _STRIDES = (*STRIDES, 64)  # one level more than the box heads use
 _SIZES = tuple((8 * stride,) for stride in _STRIDES)
+SMALLEST_ANCHOR = _SIZES[0][0]
 _RATIOS = ((0.5, 1.0, 2.0),) * len(_STRIDES)
 
 

@@ -7,7 +7,7 @@ from inline_attention.data import LoaderConfig
 from inline_attention.tasks.dense.config import HeadedConfig, is_inside
 from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
 
-Layout = Literal["folders", "ade20k", "cityscapes"]
+Layout = Literal["auto", "folders", "ade20k", "cityscapes"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class SegmenterConfig(HeadedConfig):
 class SegmentDataConfig(LoaderConfig):
     """Images with masks, which are PNG files of the same size that hold a class number for each pixel.
 
-    `layout` is "folders" for images/SPLIT/NAME.jpg and masks/SPLIT/NAME.png, at any depth, or "ade20k" or "cityscapes"
-    for these data sets as distributed.
+    `layout` is "folders" for images/SPLIT/NAME.jpg and masks/SPLIT/NAME.png, at any depth, "ade20k" or "cityscapes"
+    for these data sets as distributed, and "auto" for whichever of them `path` holds.
     """
 
-    layout: Layout = "folders"
+    layout: Layout = "auto"  # folders, ade20k, cityscapes, or auto for the one that data.path holds
     classes: str | list[str] | None = None  # names, or a file with a name per line; None: classes.txt in the folder
     ignore_index: int = 255  # class number of ignored pixels
 

@@ -1,13 +1,23 @@
 """Pairs of image and mask files, found and matched when a split is opened."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from timm.utils.misc import natural_key
 
-from inline_attention.data.decode import UnreadableImage, load_upright, open_file, open_image, read_image, reason
+from inline_attention.data.decode import (
+    UnreadableImage,
+    image_size,
+    load_upright,
+    open_file,
+    open_image,
+    read_image,
+    reason,
+)
 from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files, list_some
 from inline_attention.tasks.segmentation.config import Layout, SegmentDataConfig
 
@@ -81,21 +91,65 @@ def read_mask(path: Path) -> np.ndarray:
 
 def open_split(config: SegmentDataConfig, split: str) -> MaskSource:
     """Find the pairs of a split and read a few of them, to report wrong data before training starts."""
-    root = Path(config.path)
-    if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        raise ValueError(f"data path {config.path!r} {what}; expected a folder of images and masks")
-    class_names, labels = _classes(config, root)
-    source = MaskSource(_find_pairs(config.layout, root, split), class_names=class_names, labels=labels)
-    for index in np.unique(np.linspace(0, len(source) - 1, num=8, dtype=int)):
+    config = with_layout(config)
+    class_names, labels = _classes(config, Path(config.path))
+    source = MaskSource(find_pairs(config, split), class_names=class_names, labels=labels)
+    for index in _spread(len(source), num=8):
         try:
-            source.read(int(index))
+            source.read(index)
         except UnreadableImage:  # the loader will count it
             continue
     return source
 
 
-def _find_pairs(layout: Layout, root: Path, split: str) -> list[Pair]:
+def measure(pairs: Sequence[Pair], *, num: int = 100) -> list[tuple[int, int]]:
+    """(height, width) of some of the images, evenly spread over the list. ValueError if none can be read."""
+    sizes = []
+    for index in _spread(len(pairs), num=num):
+        with suppress(UnreadableImage):
+            sizes.append(image_size(pairs[index].image))
+    if not sizes:
+        raise ValueError(f"none of the {len(pairs)} images can be read, such as {pairs[0].image}")
+    return sizes
+
+
+def _spread(count: int, *, num: int) -> list[int]:
+    """Up to `num` positions in a list, from the first to the last"""
+    return np.unique(np.linspace(0, count - 1, num=num, dtype=int)).tolist()
+
+
+# The folders that tell a layout: of images, and of masks
+_LAYOUTS: dict[Layout, tuple[str, str]] = {
+    "folders": ("images", "masks"),
+    "ade20k": ("images", "annotations"),
+    "cityscapes": ("leftImg8bit", "gtFine"),
+}
+
+
+def with_layout(config: SegmentDataConfig) -> SegmentDataConfig:
+    """The settings with the layout that the data have, if it is "auto". ValueError if they have none, or several."""
+    root = Path(config.path)
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise ValueError(f"data path {config.path!r} {what}; expected a folder of images and masks")
+    if config.layout != "auto":
+        return config
+    found = [name for name, folders in _LAYOUTS.items() if all((root / folder).is_dir() for folder in folders)]
+    if len(found) == 1:
+        return replace(config, layout=found[0])
+    looked_for = ", ".join(f"{images}/ and {masks}/ ({name})" for name, (images, masks) in _LAYOUTS.items())
+    if found:
+        raise ValueError(
+            f"{config.path} has the folders of several layouts, {' and '.join(found)}; choose one with data.layout "
+            "(inline segment eval: --layout)"
+        )
+    there = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
+    raise ValueError(f"{config.path}: looked for {looked_for}; there is {list_some(there, most=10)}")
+
+
+def find_pairs(config: SegmentDataConfig, split: str) -> list[Pair]:
+    """The images of a split with their masks. ValueError if one of them has none."""
+    layout, root = with_layout(config).layout, Path(config.path)
     if layout == "cityscapes":
         return _match(root / "leftImg8bit" / split, root / "gtFine" / split, "_leftImg8bit", _cityscapes_ending(root))
     if layout == "ade20k":
@@ -179,7 +233,7 @@ _CLASSES, _ADE20K_CLASSES = "classes.txt", "objectInfo150.txt"
 
 def lists_classes(config: SegmentDataConfig) -> bool:
     """Whether the data set has a list of its classes"""
-    root = Path(config.path)
+    config, root = with_layout(config), Path(config.path)
     return (
         config.layout == "cityscapes"
         or (root / _CLASSES).is_file()

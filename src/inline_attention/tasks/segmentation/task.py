@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.printing import write_csv
+from inline_attention.tasks.dense.backbone import STRIDES
+from inline_attention.tasks.dense.from_data import choose, multiple_of
 from inline_attention.tasks.dense.task import DenseTask
 from inline_attention.tasks.segmentation.config import SegmentConfig
 from inline_attention.tasks.segmentation.data import SegmentBatch, SegmentData, open_segment_data
@@ -19,12 +22,14 @@ from inline_attention.tasks.segmentation.losses import pixel_loss
 from inline_attention.tasks.segmentation.metrics import Scores
 from inline_attention.tasks.segmentation.model import AUXILIARY_STRIDE, Segmenter
 from inline_attention.tasks.segmentation.pictures import draw_examples
+from inline_attention.tasks.segmentation.sources import find_pairs, measure
 from inline_attention.tasks.segmentation.weights import MODELS
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.task import Evaluation, Headline, Writer
 
 EXAMPLES, PER_CLASS = "examples.png", "per_class.csv"
 _NUM_EXAMPLES = 8
+_LARGEST_CROP = 512  # the published side
 _MANY_EPOCHS, _ENOUGH_EPOCHS = 1000, 100  # ADE20K's 160,000 updates are 127 epochs
 
 _logger = logging.getLogger(__name__)
@@ -44,6 +49,17 @@ class Segmentation(DenseTask):
     def defaults() -> SegmentConfig:
         return SegmentConfig()
 
+    def choose_from_data(self, world_size: int) -> dict[str, Any]:
+        config = self.config
+        pairs = find_pairs(config.data, config.data.train_split)
+        return choose(
+            config,
+            images=len(pairs),
+            world_size=world_size,
+            sizes=("data.crop", "data.short_side"),
+            choose_sizes=lambda: sizes_for(measure(pairs)),
+        )
+
     def open_data(self, ranks: Ranks) -> SegmentData:
         config = self.config
         self.data = open_segment_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
@@ -60,7 +76,8 @@ class Segmentation(DenseTask):
         epochs = 0 if steps is None else steps * self.config.optim.accumulate / train.steps_per_epoch
         if epochs > _MANY_EPOCHS:
             _logger.warning(
-                "schedule.steps=%d shows each of the %d training images %s times; give schedule.steps=%d for %d times",
+                "schedule.steps=%d shows each of the %d training images %s times; give schedule.steps=%d for %d times, "
+                "or use the recipe finetune, whose schedule follows from the data",
                 steps,
                 self.data.num_train_images,
                 f"{epochs:,.0f}",
@@ -99,6 +116,18 @@ class Segmentation(DenseTask):
             PER_CLASS: partial(write_per_class, result.scores, names),
             EXAMPLES: partial(draw_examples, result.examples, names),
         }
+
+
+def sizes_for(images: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The crop, and the short side that images are resized to, for images of these sizes (height, width).
+
+    A crop is as large as the median image and at most 512 × 512. Only images with more than 512 pixels on their
+    short side are resized.
+    """
+    height, width = (statistics.median(sides) for sides in zip(*images, strict=True))
+    scale = min(1.0, _LARGEST_CROP / min(height, width))
+    crop = [min(_LARGEST_CROP, multiple_of(STRIDES[-1], side * scale)) for side in (height, width)]
+    return {"data.crop": crop, "data.short_side": _LARGEST_CROP if scale < 1 else None}
 
 
 def write_per_class(scores: Scores, class_names: list[str], path: Path) -> None:

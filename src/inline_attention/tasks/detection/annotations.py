@@ -1,0 +1,100 @@
+"""Images and the objects in them, as the readers of COCO and YOLO files give them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inline_attention.data.decode import UnreadableImage, image_size
+from inline_attention.tasks.detection.boxes import Size
+
+# Far above any real image. Training compares every object with every anchor, of which an image has 300,000.
+MAX_OBJECTS = 10_000
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1
+# Polygons x0, y0, x1, y1, … as float32, which take a sixth of the memory of lists; or run lengths as in a COCO file.
+Segmentation = list[np.ndarray] | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    label: int  # 1 for the first class: 0 is the background
+    box: Box  # inside the image
+    segmentation: Segmentation | None  # None: boxes alone were read
+    area: float | None  # for COCO's small, medium and large. None: that of the mask, or of the box if there is none
+    crowd: bool  # a region of many objects. It is not learnt from, and detections inside it are not counted
+
+
+@dataclass
+class AnnotatedImage:
+    id: int
+    path: Path
+    size: Size
+    instances: list[Instance] = field(default_factory=list)
+
+    @property
+    def objects(self) -> list[Instance]:
+        """The instances to learn from"""
+        return [instance for instance in self.instances if not instance.crowd]
+
+    def add(self, instance: Instance, where: str) -> None:
+        """where: what to call the instance in a message"""
+        if len(self.instances) == MAX_OBJECTS:
+            raise ValueError(f"{where}: {self.path.name} has more than {MAX_OBJECTS:,} objects, which is the limit")
+        self.instances.append(instance)
+
+
+@dataclass
+class AnnotatedData:
+    """One split. The label of an object is the position of its class, counted from 1."""
+
+    source: Path  # the annotations, for messages
+    class_names: list[str]
+    category_ids: list[int]  # the numbers of the classes in the files
+    images: list[AnnotatedImage]
+
+
+def box_inside(x0: float, y0: float, x1: float, y1: float, size: Size) -> Box | None:
+    """Cut a box at the border of its image, (height, width); None where nothing is left"""
+    x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(size[1]), x1), min(float(size[0]), y1)
+    return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
+
+
+def check_same_categories(train: AnnotatedData, val: AnnotatedData) -> None:
+    if train.class_names != val.class_names:
+        differing = sorted(set(train.class_names) ^ set(val.class_names)) or ["their order"]
+        raise ValueError(f"{train.source} and {val.source} have different categories: {', '.join(differing[:10])}")
+
+
+def with_classes(data: AnnotatedData, class_names: Sequence[str]) -> AnnotatedData:
+    """The data with the class numbers of a model, matched by name. ValueError for a class that the model does not have.
+
+    Average precision ignores classes that have no object in the data.
+    """
+    unknown = [name for name in data.class_names if name not in class_names]
+    if unknown:
+        raise ValueError(f"{data.source} has classes that the model does not know: {', '.join(unknown[:10])}")
+    labels: Mapping[int, int] = {
+        label: class_names.index(name) + 1 for label, name in enumerate(data.class_names, start=1)
+    }
+    images = [
+        replace(image, instances=[replace(instance, label=labels[instance.label]) for instance in image.instances])
+        for image in data.images
+    ]
+    return AnnotatedData(data.source, list(class_names), list(range(1, len(class_names) + 1)), images)
+
+
+def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> AnnotatedData:
+    """Image files as a split without objects. The id of an image is its position."""
+    images = [AnnotatedImage(number, path, header_size(path)) for number, path in enumerate(paths)]
+    return AnnotatedData(Path(), list(class_names), list(range(1, len(class_names) + 1)), images)
+
+
+def header_size(path: Path) -> Size:
+    """The size of an image from its header; 1 × 1 if it cannot be read. Decoding will skip and list such an image."""
+    try:
+        return image_size(path)
+    except UnreadableImage:
+        return 1, 1

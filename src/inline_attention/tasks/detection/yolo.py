@@ -1,0 +1,219 @@
+"""Reads and checks data in YOLO's format: data.yaml, images, and a text file of boxes for each image.
+
+    data.yaml            names: [cat, dog] or {0: cat, 1: dog}; train: images/train; val: images/val
+    images/train/1.jpg
+    labels/train/1.txt   a line for each object: class cx cy w h, as shares of the image's width and height
+
+The splits may also be train/images and train/labels. An image without a text file has no objects.
+"""
+
+import logging
+import math
+import reprlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from inline_attention.data.config import MAX_CLASSES
+from inline_attention.data.decode import UnreadableImage, open_file
+from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files
+from inline_attention.tasks.dense.config import is_inside
+from inline_attention.tasks.detection.annotations import (
+    AnnotatedData,
+    AnnotatedImage,
+    Box,
+    Instance,
+    box_inside,
+    header_size,
+)
+from inline_attention.tasks.detection.boxes import Size
+from inline_attention.training.settings import parse_yaml
+
+_logger = logging.getLogger(__name__)
+
+DESCRIPTION = "data.yaml"
+MAX_BYTES = 2**24  # of a text file, far above any real one
+_SLACK = 0.01  # by which rounding may move a coordinate out of the image
+
+
+def find_description(path: Path) -> Path | None:
+    """`path` if it is a YAML file, or the data.yaml (or the only YAML file) in a folder; None if there is none"""
+    if path.suffix in (".yaml", ".yml"):
+        return path if path.is_file() else None
+    if (path / DESCRIPTION).is_file():
+        return path / DESCRIPTION
+    found = [*path.glob("*.yaml"), *path.glob("*.yml")]
+    return found[0] if len(found) == 1 else None
+
+
+def read_yolo(path: str | Path, split: str) -> AnnotatedData:
+    """Read one split and check it. A ValueError names what is wrong.
+
+    Objects with an empty box are left out, and their number is logged.
+
+    Args:
+        path: folder with data.yaml, or the file itself. Its other paths are inside its folder.
+        split: an entry of data.yaml: "train", "val" (or "valid"), "test".
+    """
+    source = find_description(Path(path))
+    if source is None:
+        raise ValueError(f"no {DESCRIPTION} in {path}; expected its entries names, train and val")
+    content = _parse(source)
+    names = _class_names(content, source)
+    data = AnnotatedData(source, names, list(range(len(names))), [])
+    left_out, labelled = 0, 0
+    for folder in _image_folders(content, source, split):
+        for image in map(Path, find_files(folder, IMAGE_EXTENSIONS)):
+            annotated = AnnotatedImage(len(data.images), image, header_size(image))
+            labels = _label_file(image, source.parent)
+            if labels.exists():
+                left_out += _add_instances(annotated, labels, names)
+                labelled += 1
+            data.images.append(annotated)
+    if not data.images:
+        raise ValueError(f"{source}: no images in the split {split!r}")
+    if not labelled:
+        first = data.images[0].path
+        raise ValueError(
+            f"{source}: none of the {len(data.images)} images of the split {split!r} has a file of labels; for {first} "
+            f"it would be {_label_file(first, source.parent)}"
+        )
+    if left_out:
+        _logger.warning("%s [%s]: %d objects with an empty box are left out", source, split, left_out)
+    return data
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with open_file(path) as file:
+            content = file.read(MAX_BYTES + 1)
+    except (UnreadableImage, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which is the limit of a text file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}") from error
+
+
+def _parse(source: Path) -> dict[str, Any]:
+    """The entries, with every scalar as text: a class called `no` is not False"""
+    text = _read_text(source)
+    try:
+        content = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ValueError(f"{source} nests lists too deeply; expected the entries names, train and val") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{source} holds {_excerpt(content)}; expected the entries names, train and val")
+    return content
+
+
+def _class_names(content: dict[str, Any], source: Path) -> list[str]:
+    names = content.get("names")
+    if isinstance(names, dict):
+        if set(names) != {str(number) for number in range(len(names))}:
+            raise ValueError(f"{source}: names has the keys {_excerpt(list(names))}; expected 0, 1, 2, …")
+        names = [names[str(number)] for number in range(len(names))]
+    if not isinstance(names, list) or not names or len(names) > MAX_CLASSES:
+        raise ValueError(f"{source}: names is {_excerpt(names)}; expected a list of class names")
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{source}: names has {_excerpt(name)}; expected text")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{source}: names has {_excerpt(twice[0])} twice; expected each class once")
+    if content.get("nc", str(len(names))) != str(len(names)):
+        raise ValueError(f"{source}: nc is {_excerpt(content['nc'])}, but names has {len(names)} classes")
+    return [str(name) for name in names]
+
+
+def _image_folders(content: dict[str, Any], source: Path, split: str) -> list[Path]:
+    """The folders of a split's images, all of them below the folder of data.yaml"""
+    key = "valid" if split == "val" and "val" not in content else split
+    value = content.get(key)
+    entries: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(entry, str) for entry in entries) or not entries:
+        splits = [name for name in ("train", "val", "valid", "test") if content.get(name)]
+        raise ValueError(
+            f"{source}: {key} is {_excerpt(value)}; expected the folder of the split's images. "
+            f"It names {', '.join(splits) or 'no split'} (data.train_split and data.val_split; inline detect eval: "
+            "--split)"
+        )
+    # `path` is where the author had the data. It counts only if it is a folder in here.
+    root, below = source.parent, content.get("path")
+    if isinstance(below, str) and is_inside(below) and (root / below).is_dir():
+        root = root / below
+    folders = []
+    for entry in entries:
+        name = entry.removeprefix("../")  # exporters write ../train/images for the folder beside data.yaml
+        if not is_inside(name):
+            raise ValueError(f"{source}: {key} is {entry!r}; expected a path inside {root}")
+        if not (root / name).is_dir():
+            raise ValueError(f"{source}: {key} is {entry!r}, but there is no folder {root / name}")
+        folders.append(root / name)
+    return folders
+
+
+def _label_file(image: Path, root: Path) -> Path:
+    """Exchanges the last folder called images below the root for labels, and the ending for .txt"""
+    parts = list(image.relative_to(root).with_suffix(".txt").parts)
+    places = [place for place, part in enumerate(parts[:-1]) if part == "images"]
+    if places:
+        parts[places[-1]] = "labels"
+    return root.joinpath(*parts)
+
+
+def _add_instances(image: AnnotatedImage, labels: Path, names: list[str]) -> int:
+    """Add the objects of a text file to their image. Returns how many were left out."""
+    left_out = 0
+    for number, line in enumerate(_read_text(labels).splitlines(), start=1):
+        words = line.split()
+        if not words:
+            continue
+        where = f"{labels}, line {number}"
+        if len(words) != 5:
+            raise ValueError(f"{where} is {_excerpt(line)}; expected class cx cy w h")
+        label, box = _class_number(words[0], names, where), _box(words[1:], image.size, where)
+        if box is None:
+            left_out += 1
+        else:
+            image.add(Instance(label + 1, box, segmentation=None, area=None, crowd=False), where)
+    return left_out
+
+
+def _class_number(text: str, names: list[str], where: str) -> int:
+    number = _number(text)
+    if not (0 <= number < len(names) and number.is_integer()):
+        raise ValueError(f"{where}: class is {_excerpt(text)}; expected a number from 0 to {len(names) - 1}")
+    return int(number)
+
+
+def _box(words: list[str], size: Size, where: str) -> Box | None:
+    """cx, cy, w, h as shares of the image → x0, y0, x1, y1 in pixels, cut at the border; None where nothing is left"""
+    values = [_number(word) for word in words]
+    for name, word, value in zip(("cx", "cy", "w", "h"), words, values, strict=True):
+        if not -_SLACK <= value <= 1 + _SLACK:  # NaN is not
+            raise ValueError(
+                f"{where}: {name} is {_excerpt(word)}; expected a share of the image's width or height, from 0 to 1"
+            )
+    (cx, cy, w, h), (height, width) = values, size
+    return box_inside((cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height, size)
+
+
+def _number(text: str) -> float:
+    """NaN if it is none"""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _excerpt(value: Any) -> str:
+    """The beginning of a value, for messages. Lists in lists that repeat each other stay short."""
+    text = "missing" if value is None else reprlib.repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"

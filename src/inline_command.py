@@ -28,7 +28,7 @@ COMMANDS = {
     "segment": "semantic segmentation: train, eval, predict, models",
     "detect": "detection and instance segmentation: train, eval, predict, models",
     "convert": "official checkpoint → safetensors",
-    "export": "model → ONNX or torch.export file, checked",
+    "export": "model → file for ONNX, OpenVINO, Core ML, LiteRT, PyTorch or Hugging Face, checked",
     "bench": "speed and memory against peers",
     "analyze": "injectivity, confusion, locality, maps, masking and rank of attention",
     "explore": "explore attention in a browser",

@@ -5,8 +5,10 @@ import json
 import pytest
 import timm
 import torch
+from PIL import Image
 from small import DISTINCT, create_small, image
 
+from inline_attention.export import export_model
 from inline_attention.models.hub import hf_arguments
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
@@ -46,12 +48,74 @@ def test_models_that_cannot_be_described():
         hf_arguments(create_small("inline_cswin_tiny"), class_names=["a", "b"])
 
 
-@pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_swin_tiny"])
-def test_transformers_opens_the_folder(tmp_path, name):
-    transformers = pytest.importorskip("transformers")
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def write_folder(folder, name="inline_swin_tiny"):
     model = create_small(name)
-    timm.models.save_for_hf(model, tmp_path, **hf_arguments(model, class_names=CLASSES))
+    export_model(model, folder, format="hf", class_names=CLASSES, preprocessing=dict(mean=(0.5, 0.25, 0.125)))
+    return model
+
+
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_swin_tiny"])
+def test_transformers_opens_the_folder(tmp_path, transformers, name):
+    model = write_folder(tmp_path, name)
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
     assert loaded.config.id2label == dict(enumerate(CLASSES))
+    assert loaded.config.label2id["cat"] == 2
     with torch.no_grad():
         assert torch.equal(loaded(pixel_values=image()).logits, model(image()))
+
+
+def test_a_pipeline_names_the_classes(tmp_path, transformers):
+    """And prepares the photograph as the folder says."""
+    model = write_folder(tmp_path)
+    pixels = (255 * torch.rand(80, 100, 3, generator=torch.Generator().manual_seed(0))).byte().numpy()
+    photograph = Image.fromarray(pixels)
+    pipeline = transformers.pipeline("image-classification", model=str(tmp_path))
+    answers = {answer["label"]: answer["score"] for answer in pipeline(photograph, top_k=5)}
+    config = timm.data.resolve_model_data_config(timm.create_model(f"local-dir:{tmp_path}"))
+    assert tuple(config["mean"]) == (0.5, 0.25, 0.125)
+    x = timm.data.create_transform(**config)(photograph)[None]
+    with torch.no_grad():
+        expected = model(x).softmax(-1)[0]
+    assert set(answers) == set(CLASSES)
+    torch.testing.assert_close(torch.tensor([answers[name] for name in CLASSES]), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_trainer_trains_it_and_saves_the_same_kind_of_folder(tmp_path, transformers):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
+    write_folder(tmp_path / "folder")
+    model = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "folder", num_labels=3, ignore_mismatched_sizes=True
+    )
+    before = model.timm_model.head.weight.detach().clone()
+    assert before.shape[0] == 3
+    samples = [{"pixel_values": x, "labels": i % 3} for i, x in enumerate(image(batch=6))]
+    arguments = transformers.TrainingArguments(
+        tmp_path / "run", max_steps=2, per_device_train_batch_size=3, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=samples)
+    trainer.train()
+    assert not torch.equal(model.timm_model.head.weight, before)
+    trainer.save_model(tmp_path / "trained")
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "trained").eval()
+    with torch.no_grad():
+        x = image()
+        torch.testing.assert_close(again(pixel_values=x).logits, model.eval()(pixel_values=x).logits)
+
+
+def test_backbones_of_transformers(tmp_path, transformers):
+    model = write_folder(tmp_path)
+    source = f"local-dir:{tmp_path}"
+    auto = transformers.AutoBackbone.from_pretrained(source, use_timm_backbone=True, out_indices=(0, 1, 2, 3)).eval()
+    direct = transformers.TimmBackbone.from_pretrained(source, out_indices=(0, 1, 2, 3)).eval()
+    with torch.no_grad():
+        expected = model.forward_intermediates(image(), intermediates_only=True)
+        for backbone in (auto, direct):
+            for ours, theirs in zip(expected, backbone(image()).feature_maps, strict=True):
+                torch.testing.assert_close(theirs, ours)
+    assert auto.channels == [8, 16, 32, 64]

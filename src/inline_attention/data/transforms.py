@@ -71,15 +71,26 @@ def eval_transform(config: DataConfig) -> Transform:
     "timm": short side to size/crop_pct, centre crop.
     "resize": both sides to size.
     """
+    crop_mode, crop_pct = eval_crop(config)
     transform = create_transform(
         config.size,
         is_training=False,
         use_prefetcher=True,
-        interpolation="bilinear" if config.interpolation == "random" else config.interpolation,
-        crop_mode="center" if config.eval_transform == "timm" else "squash",
-        crop_pct={"published": _PUBLISHED_CROP, "timm": config.crop_pct, "resize": 1.0}[config.eval_transform],
+        interpolation=eval_interpolation(config),
+        crop_mode=crop_mode,
+        crop_pct=crop_pct,
     )
     return _BoundedResize(config, transform) if config.eval_transform == "timm" else transform
+
+
+def eval_crop(config: DataConfig) -> tuple[str, float]:
+    """timm's crop_mode and crop_pct of an evaluation transform"""
+    crop_pct = {"published": _PUBLISHED_CROP, "timm": config.crop_pct, "resize": 1.0}[config.eval_transform]
+    return "center" if config.eval_transform == "timm" else "squash", crop_pct
+
+
+def eval_interpolation(config: DataConfig) -> str:
+    return "bilinear" if config.interpolation == "random" else config.interpolation
 
 
 class _BoundedResize:

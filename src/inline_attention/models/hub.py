@@ -1,13 +1,36 @@
-"""Models for the Hugging Face hub, written by timm's own functions."""
+"""Models for the Hugging Face hub, written by timm's own functions. `inline export --format hf` calls this."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from timm.data import resolve_data_config
+from torch import nn
 
-from .base import VisionModel
+from .base import VisionModel, input_shape
 from .registry import create_model
 from .weights import architecture
+
+
+def image_preparation(model: nn.Module, preprocessing: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """How images are prepared for a model, as timm says it: input_size, mean, std, interpolation, crop_pct, crop_mode.
+
+    Entries of `preprocessing` replace those of the model's `pretrained_cfg`.
+    """
+    cfg: Any = model.pretrained_cfg  # timm's builder sets it
+    unknown = set(preprocessing or {}) - {"mean", "std", "interpolation", "crop_pct", "crop_mode"}
+    if unknown:
+        raise ValueError(
+            f"preprocessing has {', '.join(sorted(unknown))}; expected mean, std, interpolation, crop_pct or crop_mode"
+        )
+    channels, *size = input_shape(model)
+    prepared = resolve_data_config(pretrained_cfg={**cfg, **(preprocessing or {})})
+    for key in ("mean", "std"):
+        values = tuple(prepared[key])
+        if len(values) != channels:  # ImageNet's, for a model of other channels: their average
+            values = (sum(values) / len(values),) * channels
+        prepared[key] = values
+    return prepared | {"input_size": (channels, *size)}
 
 
 def hf_arguments(
@@ -42,7 +65,7 @@ def hf_arguments(
     cfg: Any = model.pretrained_cfg  # timm's builder sets it
     left_out = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture")
     cfg = {key: value for key, value in cfg.items() if key not in left_out and value is not None}
-    cfg |= {"input_size": (model.in_chans, *model.img_size), "num_classes": model.num_classes, **(preprocessing or {})}
+    cfg |= {"num_classes": model.num_classes, **image_preparation(model, preprocessing)}
     config: dict[str, Any] = {"pretrained_cfg": cfg}
     if class_names is not None:
         config["label_names"] = list(class_names)

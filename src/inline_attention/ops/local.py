@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .tracing import is_exporting
+
 Grid = tuple[int, int]  # (height, width) of a token map
 
 TAPS = 9
@@ -45,6 +47,11 @@ def local_sum(x: Tensor, weight: Tensor) -> Tensor:
     # Nine rows (B, 1, 1, C), one for each tap. With weights nine apart the products are five times slower on a CPU.
     rows = weight.mT.contiguous()[:, :, None, None].unbind(1)
     out = x * rows[CENTRE]
+    if is_exporting():
+        for tap, term in enumerate(_shifted(x)):
+            if tap != CENTRE:
+                out = out + term * rows[tap]  # every converter has these two; coremltools has no addcmul
+        return out
     if torch.compiler.is_compiling():
         for tap, term in enumerate(_shifted(x)):
             if tap != CENTRE:

@@ -134,15 +134,20 @@ def _product_plus(rows: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     return out.unflatten(0, rows.shape[:2])
 
 
+def _after_prefix(x: Tensor, num_prefix_tokens: int) -> Tensor:
+    """x (B, N, …) without its prefix. A slice of everything would be an `alias` in a graph, which coremltools lacks."""
+    return x if num_prefix_tokens == 0 else x[:, num_prefix_tokens:]
+
+
 def _to_map(x: Tensor, token_mask: Tensor | None, *, dtype: torch.dtype, grid: Grid, num_prefix_tokens: int) -> Tensor:
     """(B, N, heads, d) without its prefix, zero where absent → (B, H, W, heads·d)"""
     rows = zero_absent(x.to(dtype), token_mask)
-    return rows[:, num_prefix_tokens:].reshape(x.shape[0], *grid, x.shape[2] * x.shape[3])
+    return _after_prefix(rows, num_prefix_tokens).reshape(x.shape[0], *grid, x.shape[2] * x.shape[3])
 
 
 def _add_map(x: Tensor, grid_map: Tensor, num_prefix_tokens: int) -> Tensor:
     """x (B, N, heads, d) plus a map (B, H, W, heads·d) on the tokens after the prefix. The map is overwritten."""
-    tokens = grid_map.flatten(1, 2).unflatten(2, x.shape[2:]).add_(x[:, num_prefix_tokens:])
+    tokens = grid_map.flatten(1, 2).unflatten(2, x.shape[2:]).add_(_after_prefix(x, num_prefix_tokens))
     return tokens if num_prefix_tokens == 0 else torch.cat([x[:, :num_prefix_tokens], tokens], dim=1)
 
 

@@ -1,6 +1,7 @@
 """A trained classifier from a weights file: the model, the names of its classes, and how its images are prepared."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,6 +10,7 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 from inline_attention.data import DataConfig
+from inline_attention.data.transforms import eval_crop, eval_interpolation
 from inline_attention.models import create_model
 from inline_attention.models._checkpoint import errors_name, open_checkpoint
 from inline_attention.models._download import local_path
@@ -30,6 +32,25 @@ class Classifier:
     model: nn.Module
     class_names: list[str] | None  # None: the file does not name them, and they are not ImageNet's
     data: DataConfig  # img_size, channels, normalisation and evaluation transform
+
+    def readable_names(self) -> list[str] | None:
+        """Class names as people know them: "goldfish, Carassius auratus" for the WordNet number n01443537.
+
+        Two classes of ImageNet are called "crane". Such names keep their number, so that each is unique.
+        """
+        if self.class_names is None:
+            return None
+        described = class_descriptions(self.class_names)
+        times = Counter(described)
+        pairs = zip(self.class_names, described, strict=True)
+        return [(text if times[text] == 1 else f"{text} ({name})") if text else name for name, text in pairs]
+
+    def preprocessing(self) -> dict[str, Any]:
+        """The preparation of images in timm's terms: mean, std, interpolation, crop_pct and crop_mode."""
+        mean, std = self.data.statistics
+        crop_mode, crop_pct = eval_crop(self.data)
+        interpolation = eval_interpolation(self.data)
+        return dict(mean=mean, std=std, interpolation=interpolation, crop_pct=crop_pct, crop_mode=crop_mode)
 
 
 def load_classifier(
@@ -107,6 +128,19 @@ def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> D
         eval_transform=squashed if cfg["crop_mode"] == "squash" else "timm",
         crop_pct=cfg["crop_pct"],
     )
+
+
+def class_descriptions(names: Sequence[str]) -> list[str]:
+    """What WordNet says of the numbers among class names; "" for any other name"""
+    imagenet = ImageNetInfo()
+
+    def describe(name: str) -> str:
+        try:
+            return imagenet.label_name_to_description(name)  # knows all WordNet numbers, not only the thousand
+        except KeyError:
+            return ""
+
+    return [describe(name) for name in names]
 
 
 def _class_names(model: nn.Module, saved: list[str] | None) -> list[str] | None:

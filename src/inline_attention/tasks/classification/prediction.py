@@ -1,13 +1,12 @@
 """The most probable classes of images, by a trained classifier."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from timm.data import ImageNetInfo
 
 from inline_attention.data import EvalLoader
-from inline_attention.tasks.classification.classifier import Classifier
+from inline_attention.tasks.classification.classifier import Classifier, class_descriptions
 
 
 class Guess(NamedTuple):
@@ -39,7 +38,7 @@ def predict(
     loader.to(device)
     model: Any = classifier.model.to(device).eval()  # timm's contract
     names = classifier.class_names or [str(label) for label in range(model.num_classes)]
-    descriptions = _descriptions(names)
+    descriptions = class_descriptions(names)
     for batch in loader:
         if len(batch.images) == 0:  # none of them could be read
             continue
@@ -51,15 +50,3 @@ def predict(
         for sample, labels, values in zip(*columns, strict=True):
             ranked = zip(labels, values, strict=True)
             yield Prediction(sample, [Guess(label, names[label], descriptions[label], p) for label, p in ranked])
-
-
-def _descriptions(names: Sequence[str]) -> list[str]:
-    imagenet = ImageNetInfo()
-
-    def describe(name: str) -> str:
-        try:
-            return imagenet.label_name_to_description(name)  # knows all WordNet numbers, not only the thousand
-        except KeyError:
-            return ""
-
-    return [describe(name) for name in names]

@@ -1,5 +1,7 @@
 """Files that run without this library, with any number of images of any size."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 from small import FAMILIES, create_shallow, create_small, image
 
 import inline_attention
-from inline_attention import export
-from inline_attention.export import Check, export_model
+from inline_attention.cli import export as cli_export
+from inline_attention.export import FORMATS, Check, Format, export_model
+from inline_attention.export.model import ROUTES
+from inline_attention.export.onnx_files import ONNX
 
 ALL = [f"{kind}_{family}_tiny" for kind in ("inline", "softmax") for family in FAMILIES]
 
@@ -25,7 +29,7 @@ def test_onnx_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
     assert [check.shape[0] for check in exported.checks] == [1, 3, 1]
     assert all(check.passed for check in exported.checks)
     assert str(model.minimum_size()) in exported.covers
-    run = export._load_onnx(exported.path)
+    run = ONNX.load(exported.path, request=None)
     for size in ((96, 96), (130, 97), (model.minimum_size(), 224)):
         x = image(*size)
         with torch.no_grad():
@@ -43,11 +47,11 @@ def test_pt2_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(x), model(x))
 
 
-@pytest.mark.parametrize("format", export.FORMATS)
-def test_fixed_size(format: export.Format, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["onnx", "pt2", "torchscript", "hf"])
+def test_fixed_size(format: Format, tmp_path: Path) -> None:
     model = create_shallow("inline_deit_tiny")
     exported = export_model(model, tmp_path / "sub" / "file", format=format, img_size=(48, 65))
-    assert exported.covers == "1 × 3 × 48 × 65"
+    assert exported.covers == ("any batch and size, as the model itself" if format == "hf" else "1 × 3 × 48 × 65")
     assert [check.shape for check in exported.checks] == [(1, 3, 48, 65)]
     assert exported.checks[0].passed
 
@@ -61,10 +65,37 @@ def test_smallest_sizes() -> None:
             assert inline_attention.create_model(name).minimum_size() == smallest
 
 
+@pytest.mark.parametrize("format", [name for name in FORMATS if ROUTES[name].packages])
+def test_a_missing_converter(format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ROUTES[format].packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=re.escape(f"pip install '{ROUTES[format].install}'")):
+        export_model(create_shallow("inline_deit_tiny"), tmp_path / "m", format=format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_extras_exist() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extras = re.findall(r"^(\w+) = \[", project, flags=re.MULTILINE)
+    for route in ROUTES.values():
+        if match := re.fullmatch(r"inline-attention\[(\w+)\]", route.install):
+            assert match[1] in extras
+
+
+def test_the_command_has_all_formats() -> None:
+    assert cli_export.FORMATS == FORMATS
+
+
 def test_errors(tmp_path: Path) -> None:
     model = create_small("inline_swin_tiny")
-    with pytest.raises(ValueError, match="format='tflite'; expected one of onnx, pt2"):
+    with pytest.raises(ValueError, match="format='tflite'; expected one of onnx, pt2, torchscript"):
         export_model(model, tmp_path / "m", format="tflite")
+    with pytest.raises(ValueError, match="format='torchscript' takes no dynamic batch or size; onnx, pt2, pt2-int8"):
+        export_model(model, tmp_path / "m", format="torchscript", dynamic_batch=True)
+    with pytest.raises(ValueError, match="there are 2 class names for the 5 classes"):
+        export_model(model, tmp_path / "m", class_names=["a", "b"])
+    with pytest.raises(ValueError, match="preprocessing has size; expected mean, std"):
+        export_model(model, tmp_path / "m", preprocessing={"size": 224})
     with pytest.raises(ValueError, match="with dynamic sizes begins at 65"):
         export_model(model, tmp_path / "m", dynamic_size=True, img_size=(64, 64))
     with pytest.raises(ValueError, match=r"call model\.eval"):

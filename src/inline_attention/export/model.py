@@ -1,36 +1,34 @@
-"""Exports models as `torch.export` programs (.pt2) or ONNX, and compares each file with its model."""
+"""The one entry: writes a model in a format, runs the file, and compares it with the model."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from inline_attention.models.base import VisionModel, input_shape
 
-Format = Literal["onnx", "pt2"]
-FORMATS: tuple[Format, ...] = ("onnx", "pt2")
-OPSET = 20
-# Runtimes sum in different orders. A larger difference means that the graph is wrong.
-TOLERANCE = 1e-4
+from .coreml_files import COREML
+from .describe import describe
+from .hf_folder import HF
+from .litert_files import LITERT
+from .onnx_files import ONNX, OPENVINO
+from .route import Check, Exported, Request, Route
+from .torch_files import INT8, PT2, TORCHSCRIPT
 
-
-class Check(NamedTuple):
-    """The difference between the file's and the model's output, for one input."""
-
-    shape: tuple[int, ...]  # of the input
-    difference: float  # largest, absolute
-
-    @property
-    def passed(self) -> bool:
-        return self.difference <= TOLERANCE  # False for NaN
-
-
-class Exported(NamedTuple):
-    path: Path
-    covers: str  # which inputs, in words
-    checks: list[Check]
+Format = Literal["onnx", "pt2", "torchscript", "pt2-int8", "openvino", "coreml", "litert", "hf"]
+ROUTES: dict[Format, Route] = {
+    "onnx": ONNX,
+    "pt2": PT2,
+    "torchscript": TORCHSCRIPT,
+    "pt2-int8": INT8,
+    "openvino": OPENVINO,
+    "coreml": COREML,
+    "litert": LITERT,
+    "hf": HF,
+}
+FORMATS: tuple[Format, ...] = tuple(ROUTES)
 
 
 def _example(model: nn.Module, img_size: tuple[int, int], *, batch: int) -> Tensor:
@@ -48,17 +46,23 @@ def export_model(
     img_size: tuple[int, int] | None = None,
     dynamic_batch: bool = False,
     dynamic_size: bool = False,
+    class_names: Sequence[str] | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Writes a model to a file and compares the file's output with the model's.
 
     Args:
         model: of this library, or a linearised one of timm, in eval mode.
-        path: of the file to write.
-        format: "onnx" (needs the `export` extra) or "pt2", which `torch.export.load` reads.
+        path: of the file to write. "hf" and "coreml" write a folder, "openvino" a second file with the weights.
+        format: one of `FORMATS`; docs/export.md says what each is for. "onnx", "openvino", "coreml", "litert" and
+            "pt2-int8" need packages, which the error names.
         img_size: (height, width) of the input. Default: the model's. With `dynamic_size` it is the size that the graph
             is traced at, and no side may be smaller than the model's `minimum_size()`.
         dynamic_batch: any number of images.
         dynamic_size: any height and width, from the model's `minimum_size()` on. Models of timm have one size.
+        class_names: one name for each class, to be written into the file.
+        preprocessing: replaces entries of the model's `pretrained_cfg` in the file: mean, std, interpolation, crop_pct
+            and crop_mode, as timm defines them.
 
     Returns:
         The path, the inputs it covers, and the largest difference from the model: at the exported size, and at another
@@ -68,9 +72,14 @@ def export_model(
         raise ValueError(f"format={format!r}; expected one of {', '.join(FORMATS)}")
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before exporting it")
-    if format == "onnx":
-        for package in ("onnxscript", "onnxruntime"):
-            _require(package)
+    route = ROUTES[format]
+    if (dynamic_batch or dynamic_size) and not route.is_dynamic:
+        able = ", ".join(name for name in FORMATS if ROUTES[name].is_dynamic)
+        raise ValueError(f"format={format!r} takes no dynamic batch or size; {able} do")
+    if format == "hf" and hasattr(model, "linearization"):
+        raise ValueError("format='hf': timm and transformers cannot build a linearised model; expected another format")
+    about = describe(model, class_names=class_names, preprocessing=preprocessing)
+    route.check_packages()
     path = Path(path)
     channels, *own_size = input_shape(model)
     height, width = img_size or own_size
@@ -90,21 +99,12 @@ def export_model(
         covers += f"{height} × {width}"
     # The tracer takes a size of one for a constant, and two equal sizes for one symbol.
     traced = (height, width + 32) if dynamic_size else (height, width)
-    example = _example(model, traced, batch=2 if dynamic_batch else 1)
-    dynamic: dict[int, Any] = {}
-    if dynamic_batch:
-        dynamic[0] = torch.export.Dim.DYNAMIC
+    axes = {0: "batch"} if dynamic_batch else {}
     if dynamic_size:
-        dynamic[2] = dynamic[3] = torch.export.Dim.DYNAMIC
-    with torch.no_grad():
-        program = torch.export.export(model, (example,), dynamic_shapes=(dynamic,))
+        axes |= {2: "height", 3: "width"}
+    request = route.prepare(Request(model, _example(model, traced, batch=2 if dynamic_batch else 1), axes, about))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if format == "pt2":
-        torch.export.save(program, path)
-        run = _load_pt2(path)
-    else:
-        _save_onnx(program, path)
-        run = _load_onnx(path)
+    route.write(request, path)
 
     inputs = [_example(model, (height, width), batch=1)]
     if dynamic_batch:
@@ -112,40 +112,15 @@ def export_model(
     if dynamic_size:
         # Not a multiple of any stride, and different from the traced size on both sides.
         inputs.append(_example(model, (height + 37, width + 75), batch=1))
+    run, reference = route.load(path, request), route.reference(request)
     checks = []
-    for x in inputs:
-        with torch.no_grad():
-            difference = (run(x).to(x.device) - model(x)).abs().max().item()
-        checks.append(Check(tuple(x.shape), difference))
-    return Exported(path, covers, checks)
-
-
-def _load_pt2(path: Path) -> Callable[[Tensor], Tensor]:
-    return torch.export.load(path).module()
-
-
-def _save_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    onnx_program = torch.onnx.export(
-        program, dynamo=True, opset_version=OPSET, input_names=["image"], output_names=["output"], verbose=False
-    )
-    assert onnx_program is not None
-    onnx_program.save(path)
-
-
-def _load_onnx(path: Path) -> Callable[[Tensor], Tensor]:
-    session = _require("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-
-    def run(x: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: x.cpu().numpy()})[0])
-
-    return run
-
-
-def _require(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"ONNX files need {name}: pip install 'inline-attention[export]'") from error
+    with torch.no_grad():
+        for x in inputs:
+            expected = reference(x)
+            checks.append(Check(tuple(x.shape), (run(x).to(expected.device) - expected).abs().max().item()))
+        note = route.note
+        if request.model is not model:
+            exact = model(inputs[0])
+            error = (request.model(inputs[0]) - exact).norm() / exact.norm()
+            note = f"int8 weights change the outputs by {error:.1%} of their norm, on noise"
+    return Exported(path, route.covers or covers, checks, about, note)

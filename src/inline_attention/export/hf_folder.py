@@ -1,0 +1,30 @@
+"""A folder as the Hugging Face hub has them, for timm and transformers, which build the model with this library."""
+
+import json
+from pathlib import Path
+
+import timm
+
+from inline_attention.models.hub import hf_arguments
+
+from .route import Request, Route, Run
+
+
+def _write_hf(request: Request, path: Path) -> None:
+    names = json.loads(request.about.get("class_names", "null"))
+    prepared = {key: json.loads(request.about[key]) for key in ("mean", "std")}
+    prepared |= {key: request.about[key] for key in ("interpolation", "crop_mode")}
+    prepared["crop_pct"] = float(request.about["crop_pct"])
+    arguments = hf_arguments(request.model, class_names=names, preprocessing=prepared)
+    timm.models.save_for_hf(request.model, path, **arguments)
+
+
+def _load_hf(path: Path, request: Request) -> Run:
+    return timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+
+
+HF = Route(
+    _write_hf, _load_hf, "",
+    is_dynamic=True, covers="any batch and size, as the model itself",
+    note="import inline_attention before timm or transformers open the folder",
+)  # fmt: skip

@@ -136,6 +136,12 @@ def add_product(b_sum, b_x, b_y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def gelu(b_x):
+    """x·Φ(x), exact, of float32"""
+    return 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+
+
+@triton.jit
 def load_queries(p_q, stride, t, o_t, m_t, o_k, m_k, b_offset, OFFSET: tl.constexpr):
     """Queries t + o_t where m_t, less their offset (BK,), zeros elsewhere: (BN, BK)"""
     b_q = load_rows(p_q, stride, t, o_t, m_t, o_k, m_k)

@@ -3,12 +3,7 @@
 import triton
 import triton.language as tl
 
-from .blocks import operand, product_plus
-
-
-@triton.jit
-def gelu(b_x):
-    return 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+from .blocks import gelu, operand, product_plus
 
 
 @triton.jit(do_not_specialize=("B",))

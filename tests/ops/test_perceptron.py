@@ -5,10 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from kernel_cases import DEVICE, DTYPES, GPU, perceptron_errors, perceptron_inputs, random_perceptron
 
 from inline_attention.ops import add_perceptron, fused_perceptron, gpu, use_backend
 from inline_attention.ops.fused_perceptron import TILES, Tile, Win, choose_tile, halves
+from inline_attention.ops.kernels.blocks import gelu
 
 SPLIT = Tile(16, 16, 4, 1, splits=4)
 SHAPES = {  # rows, channels, hidden channels, tile
@@ -56,6 +59,31 @@ def test_autocast_keeps_the_precision_of_the_stream(stream):
         fast, plain = (add_perceptron(x, *tensors, backend=backend) for backend in ("triton", "reference"))
     assert fast.dtype == plain.dtype == stream
     torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-2)
+
+
+@triton.jit
+def gelu_kernel(p_x, p_out, n, BN: tl.constexpr):
+    o = tl.program_id(0) * BN + tl.arange(0, BN)
+    b_x = tl.load(p_x + o, mask=o < n, other=0.0)
+    tl.store(p_out + o, gelu(b_x, "tf32"), mask=o < n)
+
+
+def test_gelu_is_exact_to_float32():
+    small = torch.logspace(-6, 0, 1000)
+    x = torch.cat([torch.linspace(-12, 12, 20_001), small, -small]).to(DEVICE)
+    out = torch.empty_like(x)
+    gelu_kernel[(triton.cdiv(len(x), 4096),)](x, out, len(x), BN=4096)
+    exact = torch.nn.functional.gelu(x.double())
+    of_erf = (torch.nn.functional.gelu(x) - exact).abs().max()
+    error = (out - exact).abs()
+    assert error.max() <= max(3e-7, of_erf)  # where x is large that is the rounding of x
+    assert (error / exact.abs())[x.abs() < 1].max() <= 1e-5
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=DEVICE)
+    gelu_kernel[(1,)](special, out, 4, BN=16)
+    assert out[0] == torch.inf
+    assert -1e-9 < out[1] <= 0
+    assert out[2].isnan()
+    assert out[3] == 0
 
 
 def test_rows_far_from_zero():

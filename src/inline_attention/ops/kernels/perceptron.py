@@ -90,8 +90,8 @@ def perceptron_kernel(
         if C1 > 0:
             b_w = load_matrix(p_w1 + o_h[None, :] * C + o_1[:, None], m_1, m_h, FULL_1)
             b_hidden = add_product(b_hidden, b_n1, operand(b_w, DOT, PRECISION), PRECISION)
-        b_hidden = gelu(b_hidden + tl.load(p_b1 + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :])
-        b_hidden = operand(b_hidden, DOT, PRECISION)
+        b_hidden += tl.load(p_b1 + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        b_hidden = operand(gelu(b_hidden, PRECISION), DOT, PRECISION)
         b_w = load_matrix(p_w2 + o_0[None, :] * H + o_h[:, None], m_h, m_0, FULL_0)
         b_out0 = add_product(b_out0, b_hidden, operand(b_w, DOT, PRECISION), PRECISION)
         if C1 > 0:

@@ -207,12 +207,20 @@ def add_perceptron(
     return out
 
 
+def wins_of(device: torch.device) -> dict[tuple[int, int], tuple[Win, ...]]:
+    """What was measured on such a GPU, by width and hidden channels."""
+    if not WINS:
+        return {}
+    here = gpu.capability(device)
+    return {(width, hidden): wins for (capability, width, hidden), wins in WINS.items() if capability == here}
+
+
 def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype) -> Tile | None:
     """The measured tile, where the kernel is faster than the compiled reference; None elsewhere."""
-    if not WINS or not x.is_cuda or dtype == torch.float32:
+    if not x.is_cuda or dtype == torch.float32:
         return None
     rows = x.numel() // max(1, x.shape[-1])
-    for win in WINS.get((gpu.capability(x.device), x.shape[-1], hidden), ()):
+    for win in wins_of(x.device).get((x.shape[-1], hidden), ()):
         if win.least_rows <= rows <= win.most_rows:
             return win.tile
     return None

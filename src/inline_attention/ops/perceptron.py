@@ -3,6 +3,7 @@
 The reference is here; `fused_perceptron.py` has the same as one Triton kernel, for inference.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -54,6 +55,11 @@ def add_perceptron(
         return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], eps, dtype, tile)
     hidden = F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1)
     return x + F.linear(F.gelu(hidden), w2, b2)
+
+
+def pays_on(device: torch.device) -> bool:
+    """Whether the kernel was measured to be faster than the compiled reference for any size, on this GPU."""
+    return backends.HAS_TRITON and device.type == "cuda" and bool(fused_perceptron.wins_of(device))
 
 
 def _check(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:

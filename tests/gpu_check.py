@@ -5,13 +5,16 @@
     PYTHONPATH=src compute-sanitizer --tool initcheck python tests/gpu_check.py sanitize
     PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py perceptron --cases 400 --processes 14 --seconds 540 --out FOLDER
 
 `sanitize` calls forward and backward of every kernel once, on small shapes, and compares the results with float64 on
 the CPU. Run it without the sanitizer first: its processes compile the kernels, and Triton keeps them on disk for the
 runs that follow. `repeat` makes the same call many times and counts results that differ in any bit. No kernel adds
 atomically, so there should be none. `random` compares random cases with float64 on the GPU, as
 `tests/ops/test_triton.py` does for 210 of them. A process takes all cases of a specialization, so that each kernel is
-compiled once. With `--seconds` it stops in time; `--first` starts at a later seed.
+compiled once. With `--seconds` it stops in time; `--first` starts at a later seed. `perceptron` does the same for the
+perceptron's kernel. It then times every tile of `fused_perceptron.TILES` beside what torch.compile makes of the
+reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win.
 
 Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
 """
@@ -49,13 +52,24 @@ from kernel_cases import (
     compare,
     configured,
     make_inputs,
+    perceptron_errors,
     random_case,
+    random_perceptron,
     run,
     specialization_of,
 )
 
+from inline_attention.bench.kernels import compiled_calls, draw_perceptron, perceptron_calls
+from inline_attention.bench.op import in_turn
+from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.layers import LocalWeight
-from inline_attention.ops import fused, inline_attention_packed, inline_attention_projected
+from inline_attention.ops import (
+    fused,
+    fused_perceptron,
+    gpu,
+    inline_attention_packed,
+    inline_attention_projected,
+)
 
 # Relative to the norm of the exact result. They find wrong values; `random` measures accuracy.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -333,16 +347,141 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
     return dict(**counts, missing=missing, worst=dict(worst), failed=failed, results=rows)
 
 
+# perceptron
+
+WIDTHS = (192, 384, 64, 128, 320, 512, 96, 256)  # of DeiT, PVT, Swin and CSwin, the most interesting first
+ROWS = (197, 577, 4097, 12_544, 50_432, 131_072)  # one image of 224, 384 and 1024 px; batches
+LEAST_GAIN = 1.03  # a win by less is noise
+
+
+def timed_tiles(width: int, rows: int, dtype: torch.dtype) -> list[fused_perceptron.Tile]:
+    """Those that fit; if they leave multiprocessors idle, with the hidden channels split."""
+    limits = gpu.limits_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
+    tiles = []
+    for tile in fused_perceptron.TILES:
+        if not fused_perceptron.fits(tile, width, dtype, limits):
+            continue
+        programs = -(-rows // tile.rows)
+        for splits in (1, 2, 4, 8, 16):
+            if splits == 1 or (splits * programs <= 4 * limits.multiprocessors and splits * tile.hidden <= 4 * width):
+                tiles.append(tile._replace(splits=splits))
+    return tiles
+
+
+def compile_tile(share: tuple[int, fused_perceptron.Tile, torch.dtype]) -> str | None:
+    """Compiles a kernel, for Triton's cache on disk. Says why it cannot."""
+    width, tile, dtype = share
+    try:
+        xs, tensors = draw_perceptron(16, width, device=torch.device(DEVICE), dtype=dtype)
+        perceptron_calls(xs[:1], tensors, dtype, tile)[0]()
+    except Exception as error:  # the other tiles are timed
+        return f"{width} {tile}: {error!r}"[:300]
+    return None
+
+
+def check_perceptron(seed: int) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
+    case = random_perceptron(seed)
+    row: dict[str, Any] = dict(seed=seed, case=str(case))
+    try:
+        error, allowed = perceptron_errors(case.inputs, case.tile)
+        row |= dict(ratio=error / allowed, passed=error <= allowed)
+    except Exception as error:  # a kernel that does not compile or run is a result too
+        row |= dict(ratio=None, passed=False, exception=repr(error)[:500])
+    return row
+
+
+def time_perceptron(width: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Microseconds of the compiled reference and of every tile."""
+    device = torch.device(DEVICE)
+    xs, tensors = draw_perceptron(rows, width, device=device, dtype=dtype)
+    tiles = timed_tiles(width, rows, dtype)
+    each = {"compiled": compiled_calls(xs, tensors, dtype)}
+    each |= {str(tuple(tile)): perceptron_calls(xs, tensors, dtype, tile) for tile in tiles}
+    calls, failed = {}, {}
+    for name, list_of_calls in each.items():
+        try:
+            calls[name] = in_turn(list_of_calls, device)[0]
+        except Exception as error:  # such as out of resources
+            failed[name] = repr(error)[:200]
+    timings = measure(calls, device=device, effort=Effort(rounds=5, seconds=0.003))
+    micros = {name: 1e6 * t.shared(len(xs)).median for name, t in timings.items() if isinstance(t, Timing)}
+    failed |= {name: t for name, t in timings.items() if isinstance(t, str)}
+    return dict(width=width, rows=rows, sets=len(xs), micros=micros, failed=failed)
+
+
+def print_times(row: dict[str, Any]) -> None:
+    width, rows, micros = row["width"], row["rows"], row["micros"]
+    best = min((name for name in micros if name != "compiled"), key=micros.get, default=None)
+    if best is None or "compiled" not in micros:
+        print(f"| {width} | {rows:,} | failed: {row['failed']} |", flush=True)
+        return
+    flops = 4 * rows * width * 4 * width
+    print(
+        f"| {width} | {rows:,} | {micros['compiled']:.1f} | {micros[best]:.1f} | {best} | "
+        f"{micros['compiled'] / micros[best]:.2f} | {flops / micros[best] / 1e6:.0f} |",
+        flush=True,
+    )
+
+
+def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of `WINS`. A win holds from two thirds of the rows that were timed to half as many again."""
+    capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
+    wins: dict[int, list[str]] = defaultdict(list)
+    for row in rows:
+        micros = row["micros"]
+        best = min((name for name in micros if name != "compiled"), key=micros.get, default=None)
+        if best is not None and micros.get("compiled", 0) >= LEAST_GAIN * micros[best]:
+            wins[row["width"]].append(f"Win({row['rows'] * 2 // 3}, {row['rows'] * 3 // 2}, Tile{best})")
+    return [f"    ({capability}, {width}, {4 * width}): ({', '.join(found)},)," for width, found in wins.items()]
+
+
+def perceptron(args: argparse.Namespace) -> dict[str, Any]:
+    until = time.time() + args.seconds
+    dtype = DTYPES[-1]
+    shares = [
+        (width, tile, dtype)
+        for width in args.widths
+        for tile in dict.fromkeys(tile for rows in args.rows for tile in timed_tiles(width, rows, dtype))
+    ]
+    broken = [found for found in in_processes(compile_tile, shares, args.processes) if found]
+    print(
+        f"{len(shares)} tiles compiled in {time.time() - until + args.seconds:.0f} s, {len(broken)} failed", *broken[:9]
+    )
+    checked = list(in_processes(check_perceptron, range(args.cases), args.processes))
+    failed = [row for row in checked if not row["passed"]]
+    worst = max((row["ratio"] for row in checked if row["ratio"] is not None), default=0.0)
+    print(
+        f"{len(checked)} random cases, {len(failed)} failed; largest error as a share of what is allowed: {worst:.3f}"
+    )
+    for row in failed[:20]:
+        print("FAILED", row)
+    print("| width | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |\n|---|---|---|---|---|---|---|")
+    timed: list[dict[str, Any]] = []
+    for width, rows in ((width, rows) for width in args.widths for rows in args.rows):
+        if time.time() < until:
+            timed.append(time_perceptron(width, rows, dtype))
+            print_times(timed[-1])
+    wins = winning_lines(timed)
+    print("\n".join(["WINS:", *wins]))
+    return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("sanitize", "repeat", "random"):
+    for name in ("sanitize", "repeat", "random", "perceptron"):
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, help="folder for a JSON file")
         if name == "repeat":
             command.add_argument("--times", type=int, default=1000)
         else:
             command.add_argument("--processes", type=int, default=1)
+        if name == "perceptron":
+            command.add_argument("--cases", type=int, default=400)
+            command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
+            command.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+            command.add_argument("--rows", type=int, nargs="+", default=ROWS)
         if name == "random":
             command.add_argument("--cases", type=int, default=2000)
             command.add_argument("--first", type=int, default=0, help="the first seed")
@@ -356,7 +495,7 @@ def main() -> int:
     )
     print(facts, flush=True)
     began = time.time()
-    found = {"sanitize": sanitize, "repeat": repeat, "random": random}[args.command](args)
+    found = {"sanitize": sanitize, "repeat": repeat, "random": random, "perceptron": perceptron}[args.command](args)
     found = facts | dict(seconds=round(time.time() - began, 1)) | found
     print(f"{len(found['failed'])} failures in {found['seconds']} s")
     if args.out is not None:

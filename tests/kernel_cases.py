@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inline_attention.ops import fused, linear_attention, tangent_attention  # needs Triton
+from inline_attention.ops import (  # needs Triton
+    add_perceptron,
+    fused,
+    fused_perceptron,
+    gpu,
+    linear_attention,
+    tangent_attention,
+)
 
 GPU = torch.cuda.is_available()
 
@@ -257,3 +264,65 @@ def random_case(seed: int) -> RandomCase:
     # An odd number of times, so that strides of an odd multiple of eight stay so: kernels are compiled for either.
     qkv, grad = (_apart(x, generator.choice((1, 3))) for x in (qkv, grad))
     return RandomCase((qkv, weight, grad, options), kernels.kind, PATHS[kernels.path], mean)
+
+
+# The perceptron half of a block
+
+PerceptronInputs = tuple[Tensor, ...]  # x, norm_weight, norm_bias, w1, b1, w2, b2
+
+
+def perceptron_inputs(
+    rows: tuple[int, ...], width: int, hidden: int, dtype: torch.dtype, *, seed: int = 0
+) -> PerceptronInputs:
+    """Both terms of the sum are about one in size, so that neither hides an error of the other."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+    return (
+        normal(*rows, width), 1 + normal(width, scale=0.2), normal(width, scale=0.2),
+        normal(hidden, width, scale=width**-0.5), normal(hidden, scale=0.2),
+        normal(width, hidden, scale=2 * hidden**-0.5), normal(width, scale=0.2),
+    )  # fmt: skip
+
+
+def perceptron_errors(
+    inputs: PerceptronInputs, tile: fused_perceptron.Tile | None, *, mean: float = 0.0
+) -> tuple[float, float]:
+    """How far the kernel's result is from float64, and how far it may be: 1.2 times as far as the reference in the same
+    precision, and one rounding. Relative to the result's norm."""
+    x, *tensors = inputs
+    with torch.no_grad():
+        exact = add_perceptron(*(t.double() for t in inputs), backend="reference")
+        plain = add_perceptron(*inputs, backend="reference")
+        fast = fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], 1e-5, x.dtype, tile)
+    assert fast.dtype == plain.dtype
+    size = float(exact.norm()) or 1.0
+    error, of_plain = (float((z.double() - exact).norm()) / size for z in (fast, plain))
+    return error, 1.2 * of_plain + torch.finfo(x.dtype).eps * max(1.0, mean)
+
+
+class RandomPerceptron(NamedTuple):
+    inputs: PerceptronInputs
+    tile: fused_perceptron.Tile | None
+
+    def __str__(self) -> str:
+        x, _, _, w1, *_ = self.inputs
+        return f"rows {tuple(x.shape[:-1])}, {w1.shape[1]} → {w1.shape[0]} channels, {x.dtype}, {self.tile}"
+
+
+def random_perceptron(seed: int) -> RandomPerceptron:
+    """Widths of models and others, with any tile that fits, split and not."""
+    generator = random.Random(seed)
+    dtype = DTYPES[seed % len(DTYPES)]
+    width = generator.choice((64, 96, 128, 192, 256, 320, 384, 448, 512) if GPU else (16, 32, 48))
+    if generator.random() < 0.2:
+        width -= generator.randint(1, 15)
+    hidden = generator.choice((4 * width, 4 * width, 2 * width + 1, generator.randint(1, 3 * width)))
+    rows = generator.choice((1, 49, 197, generator.randint(2, 20_000))) if GPU else generator.randint(1, 40)
+    inputs = perceptron_inputs((rows,), width, hidden, dtype, seed=seed)
+    limits = gpu.limits_of(inputs[0].device)
+    tiles = [tile for tile in fused_perceptron.TILES if fused_perceptron.fits(tile, width, dtype, limits)]
+    tile = generator.choice(tiles)._replace(splits=generator.choice((1, 1, 2, 5)))
+    return RandomPerceptron(inputs, generator.choice((tile, tile, None)))

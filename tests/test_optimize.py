@@ -1,11 +1,13 @@
 """`optimize` changes how a model runs, and nothing else."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inline_attention import optimize
+from inline_attention import optimize, use_backend
 from inline_attention.ops.backends import HAS_TRITON
 
 
@@ -63,3 +65,30 @@ def test_compiled_model_keeps_its_type_names_and_results() -> None:
     assert counter["unique_graphs"] == before + 1, "the call did not go through the compiler"
     assert list(model.state_dict()) == names
     assert isinstance(model, nn.Sequential)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the perceptron's kernel is Triton's")
+def test_a_block_takes_the_perceptrons_kernel_where_a_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from small import create_small, image
+
+    from inline_attention.layers.block import Block
+    from inline_attention.ops import fused_perceptron
+
+    model = create_small("inline_deit_tiny", depth=2).eval()
+    blocks = [block for block in model.modules() if isinstance(block, Block)]
+    blocks[1].mlp.fc1.register_forward_hook(lambda *_: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: None)
+    with torch.no_grad():
+        expected = model(image())
+        optimize(model)
+        assert not any(block.fused_perceptron for block in blocks)  # no measurement, no change
+        monkeypatch.setattr(sys.modules[optimize.__module__], "pays_on", lambda device: True)
+        optimize(model)
+        assert [block.fused_perceptron for block in blocks] == [True, False]
+        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *_: fused_perceptron.TILES[0])
+        seen = []
+        run = fused_perceptron.add_perceptron
+        monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: seen.append(1) or run(*args))
+        with use_backend("triton"):
+            torch.testing.assert_close(model(image()), expected)
+    assert seen == [1]

@@ -5,9 +5,12 @@ import shutil
 import warnings
 from typing import TypeVar
 
+import torch
 from torch import nn
 
+from inline_attention.layers.block import Block
 from inline_attention.ops.backends import HAS_TRITON
+from inline_attention.ops.perceptron import pays_on
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -29,18 +32,26 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
             "reduce-overhead" works for training, unless gradients are accumulated over several backward passes: every
             replay writes them to the same memory.
 
+    For inference, the perceptron half of a block becomes one kernel (`ops.add_perceptron`) on GPUs, widths and numbers
+    of tokens for which that was measured to be faster. No measurement is in yet, so models run as they are written.
+
     With CUDA graphs every input size keeps the memory of its own graph, and an output is valid until the next call.
     Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" where sizes vary freely.
     Where nothing can be compiled (no C++ compiler, or no Triton for a GPU) the model runs uncompiled, with a warning.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    place = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = place.type
     if reason := _why_not_compiled(device):
         warnings.warn(f"the model is not compiled: {reason}", stacklevel=2)
         return model
     if mode is None:
         mode = "reduce-overhead" if device == "cuda" and not model.training else "default"
+    if not model.training and pays_on(place):
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.fused_perceptron = block.has_plain_perceptron()
     model.compile(mode=mode)
     return model
 

@@ -9,12 +9,32 @@ pytest.importorskip("triton")
 
 from inline_attention.bench import kernels
 from inline_attention.bench.op import Case
+from inline_attention.bench.timing import Effort
 from inline_attention.ops.kernels import backward, forward
 
 
 def test_every_kernel_has_its_bytes() -> None:
     launched = {name for module in (forward, backward) for name in vars(module) if name.endswith("_kernel")}
     assert launched == kernels.UNITS.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are compiled")
+def test_the_perceptron_beside_the_compiled_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or f)
+    results = kernels.run_perceptron(
+        Case.parse("1,2x3+1,1x16"), device=torch.device("cpu"), dtype=torch.float32, bandwidth=1e9,
+        effort=Effort(rounds=2, seconds=0.0),
+    )  # fmt: skip
+    assert [r.kernel for r in results] == [kernels.PERCEPTRON, kernels.COMPILED]
+    assert len(compiled) == 1
+    assert all(r.seconds > 0 and r.flops == 2 * 2 * 7 * 16 * 64 for r in results)
+    xs, tensors = kernels.draw_perceptron(3, 16, device=torch.device("cpu"), dtype=torch.float32)
+    with torch.no_grad():
+        fast, plain = (
+            make(xs, tensors, torch.float32)[1]() for make in (kernels.perceptron_calls, kernels.compiled_calls)
+        )
+    torch.testing.assert_close(fast, plain)
 
 
 @pytest.mark.gpu

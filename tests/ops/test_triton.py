@@ -4,7 +4,9 @@ On a machine without a GPU they run in Triton's interpreter, on the CPU, in floa
 its bfloat16 is wrong. There the kernels' configuration is shrunk so that every loop turns more than once.
 """
 
+import re
 import traceback
+import warnings
 
 import numpy as np
 import pytest
@@ -492,17 +494,50 @@ def test_refuses_forward_mode_differentiation():
             torch.func.jvp(attend, (x,), (x,))
 
 
-def test_old_gpus_get_the_reference(monkeypatch):
+@pytest.fixture
+def cuda_tensor():
+    """As on a GPU, wherever the tests run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        x = torch.empty(1, 4, 3, 1, 16, device="cuda")
-    for capability, expected in [((7, 5), "reference"), ((8, 0), "triton"), ((9, 0), "triton")]:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
-        assert backends.choose("auto", x) == expected
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    with pytest.raises(ValueError, match="compute capability"):
-        backends.choose("triton", x)
+        return torch.empty(1, 4, 1, 128, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [((7, 5), None, r"compute capability 8\.0"), ((9, 4), "6.4", "ROCm"), ((8, 0), None, None), ((9, 0), None, None)],
+)
+def test_other_gpus_get_the_reference_and_one_warning(capability, hip, reason, cuda_tensor, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(backends, "_warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert {backends.choose("auto", cuda_tensor) for _ in range(3)} == {"reference" if reason else "triton"}
+    assert len(caught) == (1 if reason else 0)
+    if reason:
+        assert re.search(f"plain PyTorch: .*{reason}", str(caught[0].message))
+        with pytest.raises(ValueError, match=reason):
+            backends.choose("triton", cuda_tensor)
+
+
+def test_the_warning_leaves_the_graph_of_torch_compile_whole(monkeypatch):
+    monkeypatch.setattr(backends, "_warned", set())
+    compiled = torch.compile(lambda x: backends._warn_once("a reason") or x + 1, fullgraph=True, backend="eager")
+    with pytest.warns(UserWarning, match="a reason"):
+        assert compiled(torch.ones(1)) == 2
+
+
+def test_wide_heads_need_more_shared_memory_than_some_gpus_have(cuda_tensor, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
+    monkeypatch.setattr(torch.version, "hip", None)
+    for memory, expected in [(99 * 1024, "reference"), (163 * 1024, "triton")]:
+        monkeypatch.setattr(fused.gpu, "limits_of", lambda _, memory=memory: fused.gpu.Limits(84, memory))
+        assert backends.choose("auto", cuda_tensor) == expected
+        assert backends.choose("auto", cuda_tensor[..., :64]) == "triton"
+    monkeypatch.setattr(fused.gpu, "limits_of", lambda _: fused.gpu.Limits(84, 99 * 1024))
+    with pytest.raises(ValueError, match="128 channels a program takes 160 KiB of shared memory, and cuda:0 has 99"):
+        backends.choose("triton", cuda_tensor)
 
 
 def test_a_feature_map_that_the_kernels_do_not_have(monkeypatch):
@@ -533,18 +568,6 @@ def test_signed_halves_before_the_kernels():
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for fast, exact in zip(*results, strict=True):
         torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-5)
-
-
-def test_rocm_gets_the_reference(monkeypatch):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.empty(1, 4, 1, 16, device="cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert backends.choose("auto", x) == "reference"
-    with pytest.raises(ValueError, match="ROCm"):
-        backends.choose("triton", x)
 
 
 def test_second_derivatives_are_refused():

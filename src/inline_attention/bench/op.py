@@ -298,7 +298,7 @@ def run_case(
             try:
                 each[0]()
                 peaks[name] = peak_memory(each[0], device)
-                calls[name], in_graph[name] = _in_turn(each, device)
+                calls[name], in_graph[name] = in_turn(each, device)
             except Exception as error:  # the other contenders go on
                 errors[name] = describe_error(error)
         outcome = measure(calls, device=device, effort=effort)
@@ -340,7 +340,7 @@ def bind(contender: Contender, x: Inputs, direction: str) -> Call:
     return forward_backward
 
 
-def _in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
+def in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
     """All calls as one call, and whether that is a CUDA graph."""
     if device.type == "cuda":
         try:

@@ -6,7 +6,7 @@ from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from inline_attention.ops import Grid
+from inline_attention.ops import Grid, add_perceptron
 
 from .attention import Attention
 from .padding import Padding
@@ -55,6 +55,21 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
+        self.fused_perceptron = False  # `optimize` sets it
+
+    def has_plain_perceptron(self) -> bool:
+        """Whether the second half is what `add_perceptron` computes: nothing in it is replaced, and nothing watched."""
+        parts = {self.norm2: nn.LayerNorm, self.mlp: Mlp, self.mlp.fc1: nn.Linear, self.mlp.fc2: nn.Linear}
+        return (
+            all(
+                type(part) is kind and not part._forward_hooks and not part._forward_pre_hooks
+                for part, kind in parts.items()
+            )
+            and isinstance(self.mlp.act, nn.GELU)
+            and self.mlp.act.approximate == "none"
+            and isinstance(self.mlp.norm, nn.Identity)
+        )
+
     def window_plan(self, grid: Grid) -> WindowPlan | None:
         """How `attention_branch` cuts a map into windows; None where it attends to the whole map."""
         return None
@@ -78,4 +93,9 @@ class Block(nn.Module):
         defined.
         """
         x = x + self.drop_path1(self.attention_branch_of_each(x, grid, padding))
+        if self.fused_perceptron and not self.training:
+            norm, fc1, fc2 = self.norm2, self.mlp.fc1, self.mlp.fc2
+            return add_perceptron(
+                x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, eps=norm.eps
+            )  # fmt: skip
         return x + self.drop_path2(self.mlp(self.norm2(x)))

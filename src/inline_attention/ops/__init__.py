@@ -18,6 +18,7 @@ from .feature_maps import FEATURE_MAPS, FeatureMap
 from .local import Grid
 from .local_weight import make_local_weight
 from .matrix import attention_matrix
+from .perceptron import add_perceptron
 
 __all__ = [
     "FEATURE_MAPS",
@@ -26,6 +27,7 @@ __all__ = [
     "FeatureMap",
     "Grid",
     "Normalization",
+    "add_perceptron",
     "attention_matrix",
     "get_backend",
     "inline_attention",

@@ -451,10 +451,8 @@ def _attention(
         scale = 1.0  # it cancels
     if token_weight is not None:
         token_weight = reference.normalised_weight(token_weight, token_mask)
-    if (
-        backends.choose(backend, q, why_not=lambda: fused.why_not_widths(phi.expansion * q.shape[-1], v.shape[-1]))
-        == "triton"
-    ):
+    features, values = phi.expansion * q.shape[-1], v.shape[-1]
+    if backends.choose(backend, q, why_not=lambda: fused.why_not_widths(features, values, q.device)) == "triton":
         if phi.kernel is None:  # φ before the kernels, on zeros where a token is absent
             offset = 0 if query_offset is None else query_offset
             projections = [

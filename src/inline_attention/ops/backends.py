@@ -1,9 +1,11 @@
 """Which implementation of an operation runs, how a user chooses one, and why the kernels cannot run somewhere."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from .tracing import is_exporting
@@ -11,10 +13,11 @@ from .tracing import is_exporting
 # Imported here and not where they are used: torch.compile cannot trace an import that registers operators.
 fused: Any
 fused_local_weight: Any
+fused_perceptron: Any
 try:
-    from . import fused, fused_local_weight
+    from . import fused, fused_local_weight, fused_perceptron
 except ImportError:  # no Triton
-    fused = fused_local_weight = None
+    fused = fused_local_weight = fused_perceptron = None
 
 HAS_TRITON = fused is not None
 Backend = Literal["auto", "reference", "triton"]
@@ -56,6 +59,12 @@ def use_backend(backend: Backend) -> Iterator[None]:
         set_backend(before)
 
 
+def resolve(backend: str) -> str:
+    """What a call with this `backend` asked for. "auto" stands for what `set_backend` has set."""
+    check_backend(backend)
+    return _default if backend == "auto" else backend
+
+
 def choose(backend: str, x: Tensor, *, why_not: Callable[[], str | None] = lambda: None) -> str:
     """The backend to run, "reference" or "triton".
 
@@ -64,17 +73,28 @@ def choose(backend: str, x: Tensor, *, why_not: Callable[[], str | None] = lambd
         x: (…, heads, d), one of the inputs.
         why_not: gives a reason of the operation's own why its kernels cannot run. It is asked last.
     """
-    check_backend(backend)
-    if backend == "auto":
-        backend = _default
+    backend = resolve(backend)
     if backend == "reference" or (backend == "auto" and not x.is_cuda):
         return "reference"
     reason = _why_not_triton(x) or why_not()
     if reason is None:
         return "triton"
     if backend == "auto":
+        if HAS_TRITON and (of_the_gpu := fused.gpu.why_not(x.device)):
+            _warn_once(of_the_gpu)
         return "reference"
     raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'reference'")
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
+def _warn_once(reason: str) -> None:
+    """A user whose GPU the kernels do not support should know, but not with every call."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"attention runs in plain PyTorch: {reason}; set_backend('reference') is silent", stacklevel=3)
 
 
 def _why_not_triton(x: Tensor) -> str | None:

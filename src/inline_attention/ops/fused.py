@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from . import gpu
 from .feature_maps import NONZERO_AT_ZERO
+from .gpu import INTERPRETED
 from .kernels import anchor, backward, forward
 from .local import Grid
 from .projections import unstack
-
-INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Steps(NamedTuple):
@@ -37,7 +37,9 @@ class Config(NamedTuple):
     """Launch parameters, one set for every length, resolution and batch.
 
     They are the fastest of those tried by hand on an H200 in bfloat16 with heads of 32 channels. `part` is there for
-    accuracy and `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned.
+    accuracy and `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned. What
+    depends on the GPU are the numbers of programs and of parts, which follow its multiprocessors. No launch parameter
+    is searched at run time: steps decide how sums are rounded, and a search could end otherwise in the next process.
     """
 
     tokens: int = 64  # most tokens per step of a loop
@@ -95,21 +97,19 @@ if INTERPRETED:
 # Most channels of a head.
 MOST_CHANNELS = 128
 
+# Most channels of a head whose kernels fit the shared memory of every GPU they run on: 99 KiB from capability 8.6 on.
+# With more channels a program takes up to WIDE_MEMORY bytes. `tests/kernel_builds.py` finds out what the kernels take.
+WITHIN_ANY_MEMORY = 64
+WIDE_MEMORY = 160 * 1024
+
 # Least channels of a program, if there are enough heads. They fill a memory sector and a tensor core's tile.
 LEAST_CHANNELS = 32
-
-# Tensor cores of older GPUs have neither bfloat16 nor tf32.
-LEAST_CAPABILITY = (8, 0)
 
 # Most elements from one token to the next. Offsets in a step of up to 256 tokens have 32 bits.
 LONGEST_STRIDE = 2**31 // 256 - 1
 
 # Most programs on the second and third axis of a launch grid.
 MOST_ON_AN_AXIS = 65_535
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Plan(NamedTuple):
@@ -158,7 +158,8 @@ def make_plan(
     if sequences is not None:
         batch = sequences.shape[0]
         queries = tokens = num_prefix_tokens + max(height * width for height, width in pairs)
-    fused = tokens <= CONFIG.fused_tokens and batch * blocks >= CONFIG.fused_programs * _multiprocessors(q.device)
+    enough = CONFIG.fused_programs * gpu.limits_of(q.device).multiprocessors
+    fused = tokens <= CONFIG.fused_tokens and batch * blocks >= enough
     return Plan(batch, queries, tokens, heads, key_dim, value_dim, heads_per_block, block_keys, block_values, blocks,
                 fused, sequences is not None, pairs)  # fmt: skip
 
@@ -176,7 +177,7 @@ def split(plan: Plan, tokens: int, device: torch.device, *, programs: int | None
 
     `most` is found by comparisons, so that it is a plain number for torch.compile when sizes are symbolic.
     """
-    programs = (CONFIG.state_programs if programs is None else programs) * _multiprocessors(device)
+    programs = (CONFIG.state_programs if programs is None else programs) * gpu.limits_of(device).multiprocessors
     most = CONFIG.most_parts
     while most > 1 and plan.programs * most > programs:
         most //= 2
@@ -697,31 +698,24 @@ def _backward_flops(grad_out: Any, projections: Any, local_weight: Any, *args: A
     return _flops(projections, local_weight, products=2, local=2 if grad_of_local else 1)
 
 
-# A constant for torch.compile.
-@torch.compiler.assume_constant_result
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def why_not(x: Tensor) -> str | None:
     """Why the kernels cannot run on tensors such as x (…, heads, d), or None if they can."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels compute in bfloat16, float16 or float32, not in {x.dtype}"
-    if reason := why_not_widths(x.shape[-1], x.shape[-1]):
-        return reason
     if not x.is_cuda and not INTERPRETED:
         return f"the kernels run on a GPU, and the inputs are on {x.device}"
-    if x.is_cuda and torch.version.hip is not None:
-        return "the kernels are tuned and tested on NVIDIA GPUs, and this PyTorch is built for ROCm"
-    if x.is_cuda and _capability(x.device) < LEAST_CAPABILITY:
-        return f"the kernels need a GPU of compute capability 8.0 (Ampere) or above, and {x.device} has less"
-    return None
+    if x.is_cuda and (reason := gpu.why_not(x.device)):
+        return reason
+    return why_not_widths(x.shape[-1], x.shape[-1], x.device)
 
 
-def why_not_widths(key_dim: int, value_dim: int) -> str | None:
+def why_not_widths(key_dim: int, value_dim: int, device: torch.device) -> str | None:
     """Why the kernels cannot run with heads of so many features and values, or None if they can."""
-    if max(key_dim, value_dim) > MOST_CHANNELS:
-        return f"the kernels hold heads of up to {MOST_CHANNELS} channels, not of {max(key_dim, value_dim)}"
+    channels = max(key_dim, value_dim)
+    if channels > MOST_CHANNELS:
+        return f"the kernels hold heads of up to {MOST_CHANNELS} channels, not of {channels}"
+    if channels > WITHIN_ANY_MEMORY and (reason := gpu.why_not_memory(WIDE_MEMORY, device)):
+        return f"with heads of {channels} channels {reason}"
     return None
 
 

@@ -18,17 +18,21 @@ SAMPLES = 16
 OUTPUTS = 32
 
 
-@register("inline_attention::local_weight", mutates_args=())
-def _local_weight_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
+def run(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
     batch, (heads, head_dim) = mean.shape[0], b1.shape
     out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
-    with on_device_of(mean):
-        launch(local_weight_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
-            mean, w1, b1, w2, b2, out, batch, mean.stride(0),
-            HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
-            **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,
-        )  # fmt: skip
+    launch(local_weight_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
+        mean, w1, b1, w2, b2, out, batch, mean.stride(0),
+        HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
+        **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,
+    )  # fmt: skip
     return out
+
+
+@register("inline_attention::local_weight", mutates_args=())
+def _local_weight_op(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
+    with on_device_of(mean):
+        return run(mean, w1, b1, w2, b2, dtype)
 
 
 @_local_weight_op.register_fake

@@ -3,12 +3,7 @@
 import triton
 import triton.language as tl
 
-from .blocks import operand, product_plus
-
-
-@triton.jit
-def gelu(b_x):
-    return 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+from .blocks import gelu, operand, product_plus
 
 
 @triton.jit(do_not_specialize=("B",))
@@ -33,8 +28,8 @@ def local_weight_kernel(
     p_w1 += i_h * D * D
     b_w1 = tl.load(p_w1 + o_d[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_d[None, :], other=0.0)  # (in, out)
     b_b1 = tl.load(p_b1 + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
-    b_hidden = gelu(product_plus(operand(b_x, DOT, PRECISION), operand(b_w1, DOT, PRECISION), b_b1, PRECISION))
-    b_hidden = operand(b_hidden, DOT, PRECISION)
+    b_hidden = product_plus(operand(b_x, DOT, PRECISION), operand(b_w1, DOT, PRECISION), b_b1, PRECISION)
+    b_hidden = operand(gelu(b_hidden, PRECISION), DOT, PRECISION)
     o_o = tl.program_id(2) * BO + tl.arange(0, BO)
     m_o = o_o < 9 * D
     p_w2 += i_h * 9 * D * D

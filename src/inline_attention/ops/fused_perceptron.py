@@ -1,0 +1,226 @@
+"""The perceptron half of a block as one Triton launch, for inference; `perceptron.py` has the reference."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import gpu
+from .fused import launch, on_device_of, refuse_tangents, register
+from .gpu import INTERPRETED, Limits
+from .kernels.perceptron import perceptron_kernel, perceptron_sum_kernel
+
+# Most channels of a token. The sums of a program's outputs are in registers.
+MOST_WIDTH = 512
+
+# Elements of a program that adds parts.
+SUMMED = 256 if INTERPRETED else 1024
+
+
+class Tile(NamedTuple):
+    """Launch parameters."""
+
+    rows: int  # tokens of a program
+    hidden: int  # channels per step
+    warps: int
+    stages: int
+    splits: int = 1  # programs that share the hidden channels of a token
+
+
+# What `tests/gpu_check.py perceptron` times. The launch takes the first that fits, and fewer rows for few tokens.
+TILES: tuple[Tile, ...] = (
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 32, 8, 3),
+    Tile(128, 32, 8, 2),
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 2),
+    Tile(64, 32, 4, 3),
+    Tile(64, 32, 4, 2),
+    Tile(64, 32, 8, 2),
+    Tile(32, 64, 4, 2),
+    Tile(32, 32, 4, 2),
+    Tile(16, 64, 4, 2),
+    Tile(16, 32, 4, 1),
+    Tile(16, 16, 4, 1),
+)
+
+# The interpreter's time does not depend on the size of a block. Small ones take small tests through every loop.
+if INTERPRETED:
+    TILES = (Tile(16, 16, 4, 1),)
+
+
+class Win(NamedTuple):
+    """Where the kernel was measured to be faster than what torch.compile makes of the reference."""
+
+    least_rows: int
+    most_rows: int
+    tile: Tile
+
+
+# By compute capability, width and hidden channels, in half precision. Nothing is measured yet, so nothing is here.
+WINS: dict[tuple[tuple[int, int], int, int], tuple[Win, ...]] = {}
+
+
+def halves(width: int) -> tuple[int, int]:
+    """The two blocks that hold a row: the largest power of two in it, and what is left, as a power of two or zero."""
+    first = max(16, 1 << (width.bit_length() - 1))
+    rest = width - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
+def memory_of(tile: Tile, width: int, dtype: torch.dtype) -> int:
+    """No less than the bytes of shared memory that a program takes, as `tests/kernel_builds.py` checks.
+
+    The normalised rows and the hidden activations stay there, and the weights of a step arrive `stages` at a time.
+    """
+    channels = sum(halves(width))
+    rows = tile.rows * (channels + tile.hidden)
+    return (rows + tile.stages * 2 * tile.hidden * channels) * dtype.itemsize + 4096
+
+
+def fits(tile: Tile, width: int, dtype: torch.dtype, limits: Limits) -> bool:
+    """Whether a program of this tile has room for its blocks, in shared memory and in registers."""
+    sums = tile.rows * (sum(halves(width)) + tile.hidden) // (32 * tile.warps)  # registers of a thread
+    return memory_of(tile, width, dtype) <= limits.shared_memory and sums <= 160
+
+
+def choose_tile(rows: int, width: int, hidden: int, dtype: torch.dtype, limits: Limits) -> Tile:
+    """The first of `TILES` that fits and leaves no multiprocessor idle; the last that fits, with splits, if none does.
+
+    Float32 products are unrolled over a block, which must be small for registers to hold it.
+    """
+    fitting = [tile for tile in TILES if fits(tile, width, dtype, limits)]
+    if dtype == torch.float32:
+        fitting = [tile for tile in fitting if tile.rows <= 32 and tile.hidden <= 32] or fitting
+    for tile in fitting:
+        if triton.cdiv(rows, tile.rows) >= limits.multiprocessors:
+            return tile
+    # A split for every multiprocessor that would be idle, but each with a step of its own.
+    tile = min(fitting, key=lambda tile: (tile.rows, -tile.hidden))
+    programs = triton.cdiv(rows, tile.rows)
+    splits = 1
+    while 2 * splits * programs <= 2 * limits.multiprocessors and 2 * splits * tile.hidden <= hidden:
+        splits *= 2
+    return tile._replace(splits=splits)
+
+
+def dot_settings(dtype: torch.dtype) -> dict[str, Any]:
+    """The dtype of matrix products: that of a linear layer."""
+    kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    return dict(DOT=kinds[dtype], PRECISION="ieee" if dtype == torch.float32 else "tf32")
+
+
+def run(x: Tensor, norm: Sequence[Tensor], weights: Sequence[Tensor], eps: float, tile: Tile | None = None) -> Tensor:
+    """x (…, C) contiguous; norm: weight and bias (C,); weights: W1 (H, C), b1 (H,), W2 (C, H), b2 (C,), contiguous"""
+    w1, _, _, b2 = weights
+    hidden, width = w1.shape
+    rows = x.numel() // width
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype), device=x.device)
+    if rows == 0:
+        return out
+    if tile is None:
+        tile = choose_tile(rows, width, hidden, w1.dtype, gpu.limits_of(x.device))
+    first, second = halves(width)
+    target = out
+    if tile.splits > 1:
+        target = torch.empty((tile.splits, rows, width), dtype=torch.float32, device=x.device)
+    launch(perceptron_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
+        x, *norm, *weights, target, rows, eps,
+        C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, SPLITS=tile.splits,
+        **dot_settings(w1.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if tile.splits > 1:
+        launch(perceptron_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
+            x, b2, target, out, rows, C=width, SPLITS=tile.splits, BN=SUMMED, num_warps=4
+        )
+    return out
+
+
+@register("inline_attention::perceptron", mutates_args=())
+def _perceptron_op(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    tile: Sequence[int],
+) -> Tensor:
+    """`tile`: the fields of a `Tile`, or empty for the choice of `choose_tile`"""
+    with on_device_of(x):
+        return run(x, (norm_weight, norm_bias), (w1, b1, w2, b2), eps, Tile(*tile) if tile else None)
+
+
+@_perceptron_op.register_fake
+def _(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, tile):  # type: ignore[no-untyped-def]  # as the operator
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype))
+
+
+@register_flop_formula(torch.ops.inline_attention.perceptron)
+def _flops(x: Any, norm_weight: Any, norm_bias: Any, w1: Any, *args: Any, **kwargs: Any) -> int:
+    *batch, width = x
+    rows = 1
+    for size in batch:
+        rows *= size
+    return 4 * rows * width * w1[0]
+
+
+@torch.compiler.assume_constant_result
+def _why_not_memory(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    limits = gpu.limits_of(device)
+    if any(fits(tile, width, dtype, limits) for tile in TILES):
+        return None
+    return f"{width} channels of {dtype} do not fit the {limits.shared_memory // 1024} KiB of shared memory of {device}"
+
+
+def why_not(x: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot run on x (…, C), or None if it can."""
+    width = x.shape[-1]
+    if width > MOST_WIDTH:
+        return f"the kernel takes up to {MOST_WIDTH} channels, not {width}"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors)):
+        return "the kernel has no backward; call it under torch.no_grad() or torch.inference_mode()"
+    return _why_not_memory(width, dtype, x.device)
+
+
+def add_perceptron(
+    x: Tensor,
+    norm: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    eps: float,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> Tensor:
+    """The backend's entry. Inputs are checked; products are in `dtype`."""
+    refuse_tangents(x, *norm, *weights)
+    cast = (t.to(dtype).contiguous() for t in weights)
+    out: Tensor = _perceptron_op(
+        x.contiguous(), *(t.contiguous() for t in norm), *cast, eps, [] if tile is None else list(tile)
+    )
+    return out
+
+
+def wins_of(device: torch.device) -> dict[tuple[int, int], tuple[Win, ...]]:
+    """What was measured on such a GPU, by width and hidden channels."""
+    if not WINS:
+        return {}
+    here = gpu.capability(device)
+    return {(width, hidden): wins for (capability, width, hidden), wins in WINS.items() if capability == here}
+
+
+def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype) -> Tile | None:
+    """The measured tile, where the kernel is faster than the compiled reference; None elsewhere."""
+    if not x.is_cuda or dtype == torch.float32:
+        return None
+    rows = x.numel() // max(1, x.shape[-1])
+    for win in wins_of(x.device).get((x.shape[-1], hidden), ()):
+        if win.least_rows <= rows <= win.most_rows:
+            return win.tile
+    return None

@@ -1,0 +1,58 @@
+"""What the kernels' launches depend on in a GPU, and why they do not run on some GPUs. Needs Triton."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+# Tensor cores of older GPUs have neither bfloat16 nor tf32.
+LEAST_CAPABILITY = (8, 0)
+
+
+class Limits(NamedTuple):
+    """What a GPU has."""
+
+    multiprocessors: int
+    shared_memory: int  # most bytes of one program
+
+
+# What Triton's interpreter is taken for: few multiprocessors, so that small tests have work for all of them.
+INTERPRETER = Limits(multiprocessors=4, shared_memory=1 << 20)
+
+
+@functools.cache
+def _properties(device: torch.device) -> Limits:
+    found = torch.cuda.get_device_properties(device)
+    return Limits(found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+def limits_of(device: torch.device) -> Limits:
+    return INTERPRETER if INTERPRETED else _properties(device)
+
+
+# Constants for torch.compile.
+@torch.compiler.assume_constant_result
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@torch.compiler.assume_constant_result
+def why_not(device: torch.device) -> str | None:
+    """Why no kernel runs on a GPU, or None if they do."""
+    if torch.version.hip is not None:
+        return "the kernels are tuned and tested on NVIDIA GPUs, and this PyTorch is built for ROCm"
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return f"the kernels need a GPU of compute capability 8.0 (Ampere) or above, and {device} has less"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def why_not_memory(needed: int, device: torch.device) -> str | None:
+    """Why a kernel cannot run that takes so many bytes of shared memory, or None if it can."""
+    most = limits_of(device).shared_memory
+    if needed <= most:
+        return None
+    return f"a program takes {needed // 1024} KiB of shared memory, and {device} has {most // 1024}"

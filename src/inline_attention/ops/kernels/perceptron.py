@@ -1,0 +1,124 @@
+"""The kernels of the perceptron half of a block. Vocabulary as in `blocks.py`.
+
+Blocks are powers of two, and the widths of models are not. So a row of C channels is held in two blocks, of C0 and C1
+channels: 192 are 128 and 64, 384 are 256 and 128. C1 is zero where C is a power of two.
+"""
+
+import triton
+import triton.language as tl
+
+from .blocks import add_product, gelu, operand
+
+
+@triton.jit
+def load_matrix(p, m_r, m_c, FULL: tl.constexpr):
+    """A block at pointers p (R, X), zeros outside the masks. FULL: the masks hide nothing"""
+    if FULL:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=m_r[:, None] & m_c[None, :], other=0.0)
+
+
+@triton.jit
+def scaled(b_x, b_mean, b_rstd, p_weight, p_bias, o_c, m_c, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """The normalised rows with their scale and shift, as a factor of a product: (BM, X)"""
+    b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_x = (b_x - b_mean[:, None]) * b_rstd[:, None] * b_weight[None, :] + b_bias[None, :]
+    return operand(b_x, DOT, PRECISION)
+
+
+@triton.jit
+def write(p_x, p_bias, p_out, b_sum, o_m, m_m, o_c, m_c, C: tl.constexpr):
+    """x + bias + sum, of some channels"""
+    o = o_m[:, None] * C + o_c[None, :]
+    m = m_m[:, None] & m_c[None, :]
+    b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_out = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32) + (b_sum + b_bias[None, :])
+    tl.store(p_out + o, b_out.to(p_out.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=("M",))
+def perceptron_kernel(
+    p_x, p_weight, p_bias, p_w1, p_b1, p_w2, p_b2, p_out, M, eps,
+    C: tl.constexpr, H: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+    SPLITS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x + W2·gelu(W1·norm(x) + b1) + b2 of BM rows. Grid (M / BM, SPLITS)
+
+    The hidden channels pass BH at a time and are never written. With more than one split, a program takes a share of
+    them, and its part of W2·gelu(…) goes to out (SPLITS, M, C) float32, for `perceptron_sum_kernel`.
+
+    x (M, C), W1 (H, C), b1 (H,), W2 (C, H), b2 (C,) → out (M, C)
+    """
+    o_m = tl.program_id(0) * BM + tl.arange(0, BM)
+    m_m = o_m < M
+    o_m = tl.cast(o_m, tl.int64)
+    o_0 = tl.arange(0, C0)
+    m_0 = o_0 < C
+    b_x0 = tl.load(p_x + o_m[:, None] * C + o_0[None, :], mask=m_m[:, None] & m_0[None, :], other=0.0).to(tl.float32)
+    b_total = tl.sum(b_x0, 1)
+    if C1 > 0:
+        o_1 = C0 + tl.arange(0, C1)
+        m_1 = o_1 < C
+        p = p_x + o_m[:, None] * C + o_1[None, :]
+        b_x1 = tl.load(p, mask=m_m[:, None] & m_1[None, :], other=0.0).to(tl.float32)
+        b_total += tl.sum(b_x1, 1)
+    b_mean = b_total / C
+    b_square = tl.where(m_0[None, :], b_x0 - b_mean[:, None], 0.0)
+    b_total = tl.sum(b_square * b_square, 1)
+    if C1 > 0:
+        b_square = tl.where(m_1[None, :], b_x1 - b_mean[:, None], 0.0)
+        b_total += tl.sum(b_square * b_square, 1)
+    b_rstd = tl.div_rn(1.0, tl.sqrt_rn(b_total / C + tl.cast(eps, tl.float32)))
+    b_n0 = scaled(b_x0, b_mean, b_rstd, p_weight, p_bias, o_0, m_0, DOT, PRECISION)
+    b_out0 = tl.zeros([BM, C0], tl.float32)
+    if C1 > 0:
+        b_n1 = scaled(b_x1, b_mean, b_rstd, p_weight, p_bias, o_1, m_1, DOT, PRECISION)
+        b_out1 = tl.zeros([BM, C1], tl.float32)
+
+    STEPS: tl.constexpr = (H + BH - 1) // BH
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS * BH
+    begin = tl.program_id(1) * SHARE
+    FULL_0: tl.constexpr = (H % BH == 0) & (C0 <= C)
+    FULL_1: tl.constexpr = (H % BH == 0) & (C0 + C1 <= C)
+    for h in range(begin, tl.minimum(begin + SHARE, H), BH):
+        o_h = h + tl.arange(0, BH)
+        m_h = o_h < H
+        b_w = load_matrix(p_w1 + o_h[None, :] * C + o_0[:, None], m_0, m_h, FULL_0)
+        b_hidden = tl.dot(b_n0, operand(b_w, DOT, PRECISION), input_precision=PRECISION)
+        if C1 > 0:
+            b_w = load_matrix(p_w1 + o_h[None, :] * C + o_1[:, None], m_1, m_h, FULL_1)
+            b_hidden = add_product(b_hidden, b_n1, operand(b_w, DOT, PRECISION), PRECISION)
+        b_hidden += tl.load(p_b1 + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        b_hidden = operand(gelu(b_hidden, PRECISION), DOT, PRECISION)
+        b_w = load_matrix(p_w2 + o_0[None, :] * H + o_h[:, None], m_h, m_0, FULL_0)
+        b_out0 = add_product(b_out0, b_hidden, operand(b_w, DOT, PRECISION), PRECISION)
+        if C1 > 0:
+            b_w = load_matrix(p_w2 + o_1[None, :] * H + o_h[:, None], m_h, m_1, FULL_1)
+            b_out1 = add_product(b_out1, b_hidden, operand(b_w, DOT, PRECISION), PRECISION)
+
+    if SPLITS == 1:
+        write(p_x, p_b2, p_out, b_out0, o_m, m_m, o_0, m_0, C)
+        if C1 > 0:
+            write(p_x, p_b2, p_out, b_out1, o_m, m_m, o_1, m_1, C)
+    else:
+        p_out += tl.cast(tl.program_id(1), tl.int64) * M * C
+        tl.store(p_out + o_m[:, None] * C + o_0[None, :], b_out0, mask=m_m[:, None] & m_0[None, :])
+        if C1 > 0:
+            tl.store(p_out + o_m[:, None] * C + o_1[None, :], b_out1, mask=m_m[:, None] & m_1[None, :])
+
+
+@triton.jit(do_not_specialize=("M",))
+def perceptron_sum_kernel(
+    p_x, p_b2, p_part, p_out, M, C: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """x + b2 + the sum of the parts. Grid (M·C / BN,); parts (SPLITS, M, C) float32"""
+    o = tl.cast(tl.program_id(0), tl.int64) * BN + tl.arange(0, BN)
+    size = tl.cast(M, tl.int64) * C
+    m = o < size
+    b_sum = tl.load(p_b2 + o % C, mask=m, other=0.0).to(tl.float32)
+    for i in tl.static_range(SPLITS):
+        b_sum += tl.load(p_part + i * size + o, mask=m, other=0.0)
+    b_out = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32) + b_sum
+    tl.store(p_out + o, b_out.to(p_out.dtype.element_ty), mask=m)

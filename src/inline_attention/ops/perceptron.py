@@ -1,0 +1,82 @@
+"""The perceptron half of a transformer block: x + W2·gelu(W1·norm(x) + b1) + b2.
+
+The reference is here; `fused_perceptron.py` has the same as one Triton kernel, for inference.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import backends
+from .backends import Backend, fused_perceptron
+from .precision import is_autocast_on, product_dtype
+
+
+def add_perceptron(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    *,
+    eps: float = 1e-5,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Layer norm, a linear layer, exact GELU, a second linear layer, and the sum with x.
+
+    The kernel sums in float32 and never writes the hidden activations. It has no backward. "auto" takes it only for
+    sizes and GPUs where it was measured to be faster than the compiled reference. None is measured yet, so "auto" is
+    the reference everywhere.
+
+    Args:
+        x: (…, C)
+        norm_weight: (C,), the scale of the layer norm.
+        norm_bias: (C,), its shift.
+        w1: (H, C)
+        b1: (H,)
+        w2: (C, H)
+        b2: (C,)
+        eps: added to the variance.
+        backend: as for `inline_attention`.
+
+    Returns:
+        (…, C), in the dtype of x, or of the products if that has more digits.
+    """
+    tensors = (norm_weight, norm_bias, w1, b1, w2, b2)
+    _check(x, *tensors)
+    dtype = product_dtype(x)
+    tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype) if backends.HAS_TRITON else None
+    if tile is None and backends.resolve(backend) == "auto":
+        backend = "reference"
+    rows = x.unsqueeze(-1)  # `choose` holds the last dimension against the widest head
+    if backends.choose(backend, rows, why_not=lambda: fused_perceptron.why_not(x, tensors, dtype)) == "triton":
+        return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], eps, dtype, tile)
+    hidden = F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1)
+    return x + F.linear(F.gelu(hidden), w2, b2)
+
+
+def pays_on(device: torch.device) -> bool:
+    """Whether the kernel was measured to be faster than the compiled reference for any size, on this GPU."""
+    return backends.HAS_TRITON and device.type == "cuda" and bool(fused_perceptron.wins_of(device))
+
+
+def _check(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
+    if w1.ndim != 2:
+        raise ValueError(f"w1 has shape {tuple(w1.shape)}; expected (hidden channels, channels)")
+    hidden, width = w1.shape
+    expected = dict(
+        norm_weight=(norm_weight, (width,)),
+        norm_bias=(norm_bias, (width,)),
+        b1=(b1, (hidden,)),
+        w2=(w2, (width, hidden)),
+        b2=(b2, (width,)),
+    )
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, as w1 is {tuple(w1.shape)}")
+    if x.ndim < 1 or x.shape[-1] != width:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected (…, {width}), as w1 is {tuple(w1.shape)}")
+    if w1.dtype != x.dtype and not is_autocast_on(x.device):
+        raise ValueError(f"x is {x.dtype} and w1 is {w1.dtype}; cast one of them, or use torch.autocast")

@@ -1,0 +1,51 @@
+"""The kernels build for GPUs that are not there, and fit their shared memory. `kernel_builds.py` says how."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parents[1]
+GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
+EVERY_KERNEL = {
+    "forward_kernel", "state_kernel", "finish_kernel", "output_kernel", "backward_kernel", "grad_state_kernel",
+    "grad_finish_kernel", "grad_kernel", "scores_kernel", "logsumexp_kernel", "weighted_sum_kernel",
+    "local_weight_kernel", "perceptron_kernel", "perceptron_sum_kernel",
+}  # fmt: skip
+
+
+def build(folder, *options):
+    """In a process of its own, because this one may have chosen Triton's interpreter."""
+    path = folder / "builds.json"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, TESTS / "kernel_builds.py", *options, "--json", path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+def test_a_few(tmp_path):
+    """The smallest GPU, another maker's, and the one that the launch parameters were measured on."""
+    kernels = ("state_kernel", "perceptron_kernel")
+    cases = ("inline-bf16-32", "perceptron-bf16-192")
+    builds = build(tmp_path, "--gpus", "sm_86", "sm_90", "gfx942", "--cases", *cases, "--kernels", *kernels)
+    assert {(one["gpu"], one["kernel"]) for one in builds} == {
+        (gpu, kernel) for gpu in ("sm_86", "sm_90", "gfx942") for kernel in kernels
+    }
+    assert all(0 <= one["shared"] <= one["limit"] for one in builds)
+    measured = next(one for one in builds if one["gpu"] == "sm_90" and one["kernel"] == "state_kernel")
+    assert (measured["settings"], measured["stack"]) == ("BN=64 num_warps=1 num_stages=2", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS)
+def test_all(gpu, tmp_path):
+    builds = build(tmp_path, "--gpus", gpu)
+    assert {one["kernel"] for one in builds} == EVERY_KERNEL
+    wide = {one["case"] for one in builds if "128" in one["case"]}
+    assert ("inline-bf16-128" in wide) == (gpu in ("sm_80", "sm_90", "sm_100"))  # elsewhere the reference runs

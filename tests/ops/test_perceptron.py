@@ -1,0 +1,216 @@
+"""The perceptron's kernel against the reference in float64. Without a GPU it runs in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from kernel_cases import DEVICE, DTYPES, GPU, perceptron_errors, perceptron_inputs, random_perceptron
+
+from inline_attention.ops import add_perceptron, fused_perceptron, gpu, use_backend
+from inline_attention.ops.fused_perceptron import TILES, Tile, Win, choose_tile, halves
+from inline_attention.ops.kernels.blocks import gelu
+
+SPLIT = Tile(16, 16, 4, 1, splits=4)
+SHAPES = {  # rows, channels, hidden channels, tile
+    "one token": ((1,), 16, 16, None),
+    "two blocks of channels": ((2, 9), 48, 32, None),
+    "more rows than a tile": ((37,), 16, 48, None),
+    "no width of a block": ((3, 5), 23, 37, None),
+    "narrower than a block": ((5,), 7, 9, None),
+    "split": ((3, 7), 48, 64, SPLIT),
+    "split unevenly": ((19,), 40, 72, SPLIT._replace(splits=3)),
+    "more splits than steps": ((2,), 16, 20, SPLIT),
+    "no token": ((0,), 16, 16, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """Every torch.empty is filled with NaN, so that what a kernel leaves unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64(shape, dtype):
+    rows, width, hidden, tile = SHAPES[shape]
+    error, allowed = perceptron_errors(perceptron_inputs(rows, width, hidden, dtype), tile)
+    assert error <= allowed
+
+
+@pytest.mark.parametrize("seed", range(210 if GPU else 4))
+def test_random_shapes(seed):
+    case = random_perceptron(seed)
+    error, allowed = perceptron_errors(case.inputs, case.tile)
+    assert error <= allowed, case
+
+
+@pytest.mark.parametrize("stream", [torch.float32, DTYPES[-1]])
+def test_autocast_keeps_the_precision_of_the_stream(stream):
+    x, *tensors = perceptron_inputs((3, 5), 32, 64, torch.float32)
+    x = x.to(stream)
+    with torch.autocast(DEVICE, DTYPES[-1]), torch.no_grad():
+        fast, plain = (add_perceptron(x, *tensors, backend=backend) for backend in ("triton", "reference"))
+    assert fast.dtype == plain.dtype == stream
+    torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-2)
+
+
+@triton.jit
+def gelu_kernel(p_x, p_out, n, BN: tl.constexpr):
+    o = tl.program_id(0) * BN + tl.arange(0, BN)
+    b_x = tl.load(p_x + o, mask=o < n, other=0.0)
+    tl.store(p_out + o, gelu(b_x, "tf32"), mask=o < n)
+
+
+def test_gelu_is_exact_to_float32():
+    small = torch.logspace(-6, 0, 1000)
+    x = torch.cat([torch.linspace(-12, 12, 20_001), small, -small]).to(DEVICE)
+    out = torch.empty_like(x)
+    gelu_kernel[(triton.cdiv(len(x), 4096),)](x, out, len(x), BN=4096)
+    exact = torch.nn.functional.gelu(x.double())
+    of_erf = (torch.nn.functional.gelu(x) - exact).abs().max()
+    error = (out - exact).abs()
+    assert error.max() <= max(3e-7, of_erf)  # where x is large that is the rounding of x
+    assert (error / exact.abs())[x.abs() < 1].max() <= 1e-5
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=DEVICE)
+    gelu_kernel[(1,)](special, out, 4, BN=16)
+    assert out[0] == torch.inf
+    assert -1e-9 < out[1] <= 0
+    assert out[2].isnan()
+    assert out[3] == 0
+
+
+def test_rows_far_from_zero():
+    """A layer norm that subtracts squares would lose the spread."""
+    x, *tensors = perceptron_inputs((7,), 48, 32, torch.float32)
+    error, allowed = perceptron_errors((x + 1000, *tensors), None, mean=1000.0)
+    assert error <= allowed
+
+
+def test_any_strides():
+    x, *tensors = perceptron_inputs((4, 6), 16, 32, torch.float32)
+    with torch.no_grad():
+        expected = add_perceptron(x, *tensors, backend="triton")
+        tensors = [torch.stack([t, t], -1)[..., 0] for t in tensors]
+        assert torch.equal(add_perceptron(x.mT.contiguous().mT, *tensors, backend="triton"), expected)
+
+
+def test_bit_identical_from_run_to_run():
+    inputs = perceptron_inputs((9,), 48, 64, DTYPES[-1])
+    assert torch.equal(*(fused_perceptron.add_perceptron(*split(inputs), 1e-5, DTYPES[-1], SPLIT) for _ in range(2)))
+
+
+def split(inputs):
+    x, *tensors = inputs
+    return x, tensors[:2], tensors[2:]
+
+
+def test_auto_is_the_reference_until_a_table_says_otherwise(monkeypatch):
+    inputs = perceptron_inputs((4,), 16, 32, torch.float32)
+    ran = []
+    monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: ran.append(args[-1]) or inputs[0])
+    with torch.no_grad():
+        add_perceptron(*inputs)
+        assert ran == []
+        with use_backend("triton"):
+            add_perceptron(*inputs)
+        assert ran == [None]
+
+
+def test_the_table_decides_by_width_and_rows(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setitem(fused_perceptron.WINS, ((9, 0), 192, 768), (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0])))
+    with FakeTensorMode():
+        found = [
+            fused_perceptron.winning_tile(torch.empty(rows, width, device="cuda"), 768, dtype)
+            for rows, width, dtype in [
+                (99, 192, torch.bfloat16), (100, 192, torch.bfloat16), (2000, 192, torch.float16),
+                (2001, 192, torch.bfloat16), (150, 384, torch.bfloat16), (150, 192, torch.float32),
+            ]
+        ]  # fmt: skip
+    assert found == [None, SPLIT, TILES[0], None, None, None]
+
+
+@pytest.mark.parametrize("width", [16, 48, 64, 96, 192, 320, 384, 448, 512, 23, 7])
+def test_two_blocks_hold_a_row(width):
+    first, second = halves(width)
+    assert first + second >= width
+    assert all(n == 0 or (n >= 16 and n & (n - 1) == 0) for n in (first, second))
+    if width in (16, 48, 64, 96, 192, 320, 384, 512):
+        assert first + second == width  # nothing is computed in vain
+
+
+@pytest.mark.parametrize("memory", [99, 163, 227])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tile_fits_or_the_reference_runs(memory, dtype, monkeypatch):
+    limits = gpu.Limits(100, memory * 1024)
+    monkeypatch.setattr(fused_perceptron, "TILES", (Tile(128, 64, 8, 3), Tile(32, 32, 4, 2), Tile(16, 16, 4, 1)))
+    monkeypatch.setattr(gpu, "limits_of", lambda _: limits)
+    for width in (64, 192, 512):
+        if fused_perceptron._why_not_memory(width, dtype, torch.device("cuda:0")):
+            assert fused_perceptron.memory_of(Tile(16, 16, 4, 1), width, dtype) > limits.shared_memory
+            continue
+        for rows in (1, 197, 50_432):
+            tile = choose_tile(rows, width, 4 * width, dtype, limits)
+            assert fused_perceptron.memory_of(tile, width, dtype) <= limits.shared_memory
+            assert tile.splits * tile.hidden <= 4 * width
+            if rows == 197:
+                assert tile.splits > 1  # else most multiprocessors are idle
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=torch.zeros(2, 17)), r"x has shape \(2, 17\); expected \(…, 16\)"),
+        (dict(w2=torch.zeros(32, 16)), r"w2 has shape \(32, 16\); expected \(16, 32\)"),
+        (dict(b1=torch.zeros(16)), r"b1 has shape \(16,\); expected \(32,\)"),
+        (dict(w1=torch.zeros(32)), r"w1 has shape \(32,\); expected \(hidden channels, channels\)"),
+        (dict(x=torch.zeros(2, 16, dtype=torch.float16)), "x is torch.float16 and w1 is torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_bad_inputs_are_named(change, message, backend):
+    names = ("x", "norm_weight", "norm_bias", "w1", "b1", "w2", "b2")
+    given = dict(zip(names, perceptron_inputs((2,), 16, 32, torch.float32), strict=True))
+    given |= {name: tensor.to(DEVICE) for name, tensor in change.items()}
+    with pytest.raises(ValueError, match=message):
+        add_perceptron(**given, backend=backend)
+
+
+def test_says_why_not():
+    x, *tensors = perceptron_inputs((2,), 16, 32, torch.float32)
+    with pytest.raises(ValueError, match="no backward"):
+        add_perceptron(x.requires_grad_(), *tensors, backend="triton")
+    with pytest.raises(ValueError, match="up to 512 channels, not 528"), torch.no_grad():
+        add_perceptron(*perceptron_inputs((2,), 528, 16, torch.float32), backend="triton")
+
+
+def test_compiles_as_one_graph():
+    inputs = perceptron_inputs((3, 5), 16, 32, torch.float32)
+
+    def call(*inputs):
+        return add_perceptron(*inputs, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), add_perceptron(*inputs, backend="reference"))
+
+
+def test_flop_formula():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = perceptron_inputs((3, 5), 16, 32, torch.float32)
+    counts = []
+    for backend in ("triton", "reference"):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            add_perceptron(*inputs, backend=backend)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     model = classifier.model
     if not isinstance(model, VisionModel) and not hasattr(model, "linearization"):
         raise ValueError(
-            f"{args.name} is a model of timm, not one of this library; `inline models` lists those, and `inline linearize` makes them of timm's"
+            f"{args.name} is a model of timm, not one of this library; `inline models` lists those. "
+            "A linearised model of timm is exported with --weights FILE"
         )
     exported = export_model(
         model.eval(),

@@ -171,6 +171,7 @@ class RunConfig:
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
     compile: bool = False  # `inline_attention.optimize`: at the first step; with CUDA graphs on one GPU
+    channels_last: bool = False  # memory layout of images and convolutions: faster where convolutions take the time
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied
 

@@ -95,7 +95,7 @@ class Trainer:
         ranks.decide(self.task.fetch_weights)
         self.model = self.task.build_model().to(ranks.device)
         if config.run.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in the stubs
+            self.model.to(memory_format=torch.channels_last)
         self.depth = SampledDepth(self.model, device=ranks.device)
         self.amp_dtype = choose_precision(config.run.precision, ranks.device)
         self.compile_mode = choose_compile_mode(config, ranks=ranks, fixed_shapes=self.task.fixed_shapes)

@@ -69,16 +69,17 @@ class OptimConfig:
             close = difflib.get_close_matches(self.name, known, n=1)
             meant = f"; did you mean {close[0]}?" if close else "."
             raise ValueError(f"optim.name={self.name} is not known{meant} Known: {', '.join(known)}")
-        has_betas = self.betas is None or timm.optim.get_optimizer_info(self.name).has_betas
-        check_setting("optim.betas", self.betas, has_betas, f"null: {self.name} has none")
+        info = timm.optim.get_optimizer_info(self.name)
+        count = info.num_betas if info.has_betas and self.betas is not None else 0
+        betas = list(self.betas or ())
+        in_range = len(betas) == count and all(0 <= beta < 1 for beta in betas)
+        expected = f"{count} numbers in [0, 1), or null" if info.has_betas else f"null: {self.name} has none"
+        check_setting("optim.betas", betas, in_range, expected)
         check_setting("optim.lr", self.lr, self.lr > 0, "a positive rate")
         check_setting(
             "optim.rate_batch", self.rate_batch, self.rate_batch is None or self.rate_batch >= 1, "1 or more, or null"
         )
         check_setting("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
-        check_setting(
-            "optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas or ()), "numbers in [0, 1), or null"
-        )
         check_setting("optim.eps", self.eps, self.eps is None or self.eps > 0, "a positive number, or null")
         check_setting("optim.momentum", self.momentum, 0 <= self.momentum < 1, "a factor in [0, 1)")
         check_setting("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")

@@ -101,7 +101,7 @@ def test_own_recipe_file(tmp_path: Path) -> None:
         ("optim.lr=inf", "optim.lr=inf: expected a finite number"),
         ("optim.rate_batch=0", "optim.rate_batch=0: expected 1 or more"),
         ("optim.weight_decay=-1", "optim.weight_decay=-1.0: expected 0 or more"),
-        ("optim.betas=[0.9, 1]", r"optim.betas=\[0.9, 1.0\]: expected two numbers in \[0, 1\)"),
+        ("optim.betas=[0.9, 1]", r"optim.betas=\[0.9, 1.0\]: expected 2 numbers in \[0, 1\)"),
         ("optim.eps=0", "optim.eps=0.0: expected a positive number"),
         ("optim.label_smoothing=1", "optim.label_smoothing=1.0: expected a share"),
         ("schedule.warmup_epochs=-1", "schedule.warmup_epochs=-1.0: expected 0 or more"),

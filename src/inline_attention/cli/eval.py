@@ -71,13 +71,20 @@ def run(args: argparse.Namespace) -> int:
         config.batch_size, config.workers, config.max_broken = args.batch_size, args.workers, args.max_broken
         config.split_file = args.split_file
         if args.split != WHOLE:
-            config = with_split_of(Path(args.weights).parent.parent, config)  # weights are in RUN/checkpoints
+            config = with_split_of(_run_of(args.weights), config)
         classifier.model.to(ranks.device)
         measure = _measure if args.knn is None else _measure_neighbours
         facts = _describe(args, classifier, config, ranks) | measure(args, classifier, config, ranks)
     if ranks.is_first and args.json:
         write_json(args.json, facts)
     return 0
+
+
+def _run_of(weights: str) -> Path | None:
+    """The run folder of a weights file, which lies in RUN/checkpoints or below; None: it lies elsewhere."""
+    from inline_attention.training.run_folder import CHECKPOINTS
+
+    return next((folder.parent for folder in Path(weights).parents if folder.name == CHECKPOINTS), None)
 
 
 def _describe(

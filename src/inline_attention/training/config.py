@@ -127,7 +127,8 @@ class ScheduleConfig:
         check_setting("schedule.drop_factor", self.drop_factor, 0 < self.drop_factor <= 1, "a factor in (0, 1]")
         check_setting("schedule.patience", self.patience, self.patience >= 1, "1 or more")
         check_setting("schedule.falling_share", self.falling_share, 0 <= self.falling_share <= 1, "a share in [0, 1]")
-        check_setting("schedule.early_stop", self.early_stop, (self.early_stop or 1) >= 1, "1 or more, or null")
+        stop = self.early_stop
+        check_setting("schedule.early_stop", stop, stop is None or stop >= 1, "1 or more, or null")
 
     def decay_steps(self, steps_per_epoch: int) -> int:
         """Updates before the cool-down."""
@@ -159,6 +160,7 @@ class EmaConfig:
     def __post_init__(self) -> None:
         check_setting("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
         check_setting("ema.batch", self.batch, self.batch is None or self.batch >= 1, "1 or more, or null")
+        check_setting("ema.warmup", self.warmup, not self.warmup or self.decay is not None, "false without ema.decay")
 
     def decay_per_step(self, global_batch: int) -> float | None:
         if self.decay is None or self.batch is None:

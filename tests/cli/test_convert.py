@@ -1,5 +1,6 @@
 """`inline convert`: official checkpoint in, safetensors out."""
 
+import json
 from collections import OrderedDict
 
 import pytest
@@ -146,3 +147,31 @@ def test_file_names_are_not_markup(official_file, tmp_path, monkeypatch, capsys)
     (tmp_path / "[").mkdir()
     assert main(["convert", str(official_file), "[/bold].safetensors"]) == 0
     assert "[/bold].safetensors" in capsys.readouterr().out
+
+
+def test_mean_of_several_files(tmp_path, capsys):
+    torch.manual_seed(0)
+    models = [create_model("inline_deit_tiny", depth=1, img_size=32, num_classes=2) for _ in range(3)]
+    names = json.dumps(["cat", "dog"])
+    files = []
+    for number, model in enumerate(models):
+        metadata = {"class_names": names, "epoch": str(number)}
+        files.append(str(save_weights(model, tmp_path / f"{number}.safetensors", metadata=metadata)))
+    out = tmp_path / "mean.safetensors"
+    assert main(["convert", files[0], str(out), "--average", *files[1:]]) == 0
+    assert "mean of 3 files" in capsys.readouterr().out
+    found = load_model(out).state_dict()
+    for name, tensor in found.items():
+        assert torch.allclose(tensor, sum(model.state_dict()[name] for model in models) / 3, atol=1e-6)
+    assert read_metadata(out)["class_names"] == names
+    assert json.loads(read_metadata(out)["averaged_from"]) == ["0.safetensors", "1.safetensors", "2.safetensors"]
+    assert "epoch" not in read_metadata(out)
+    other = str(save_weights(create_model("inline_deit_tiny", depth=2, img_size=32), tmp_path / "other.safetensors"))
+    for arguments, message in (
+        ((files[0], "--average", other), "has another config than"),
+        ((files[0], "--average", "ckpt.pth"), "ckpt.pth: expected a .safetensors file"),
+        ((files[0], "--average", files[1], "--ema"), "leave out --model and --ema"),
+    ):
+        assert main(["convert", arguments[0], str(tmp_path / "new.safetensors"), *arguments[1:]]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "new.safetensors").exists()

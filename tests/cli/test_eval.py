@@ -96,3 +96,16 @@ def test_weights_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "gone.safetensors" in capsys.readouterr().err
     assert main(["eval", "inline_deit_small", *command(weights)[2:]]) == 2
     assert "holds weights of inline_deit_tiny, not of inline_deit_small" in capsys.readouterr().err
+
+
+def test_nearest_neighbours(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even untrained features find most digits again; with k as large as the data, the largest class wins."""
+    assert main(command(weights, "--knn", 5, "--json", tmp_path / "result.json")) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["knn"], result["images"], result["training_images"]) == (5, 450, 1347)
+    assert result["knn_top1"] > 60
+    assert f"top-1 {result['knn_top1']:.3f}% by a vote of the 5 nearest of 1347" in capsys.readouterr().out
+    assert main(command(weights, "--knn", 1348)) == 2
+    assert "--knn 1348: expected 1 to 1347" in capsys.readouterr().err
+    assert main(command(weights, "--knn", 5, "--real")) == 2
+    assert "leave out --csv and --real" in capsys.readouterr().err

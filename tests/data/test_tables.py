@@ -124,8 +124,10 @@ def test_tables_that_are_refused(tmp_path: Path, text: str, message: str) -> Non
 
 def test_folders_that_are_refused(flat: Path, make_folder: MakeFolder, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"looked for the splits 'train' and 'val' .*labels\.csv, and for a folder"):
+    with pytest.raises(ValueError, match=r"looked for the splits 'train' and 'val' .*labels\.csv, and for two"):
         open_data(config(tmp_path / "empty"))
+    with pytest.raises(ValueError, match=r"no classes in .*two or more folders, each with the images of a class"):
+        open_data(config(make_folder("single", pictures={"more": 3})))
     with pytest.raises(ValueError, match=r"no split 'val' in .* A validation split is made for --data .*train\."):
         open_data(config(flat.parent))
     for path in sorted((flat / "emu").iterdir())[1:]:

@@ -1,6 +1,7 @@
 """Two gloo ranks compared with one, FSDP compared with DDP, and ranks that are stopped or killed."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -255,3 +256,16 @@ def _pid_of_rank(rank: int, *, parent: int) -> int:
         if parent_of == parent and f"RANK={rank}".encode() in environment:
             return int(folder.name)
     raise AssertionError(f"rank {rank} is not running")
+
+
+@pytest.mark.parametrize("more", [(), ("--knn=3",)])
+def test_evaluation_on_two_ranks(runs: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    weights = next(runs.glob("*/checkpoints/last.safetensors"))
+    common = ["eval", f"--weights={weights}", f"--data={_runs.images()}", "--device=cpu", "--workers=0", *more]
+    log = tmp_path / "log"
+    assert _runs.run_ranks([*common, f"--json={tmp_path / 'two.json'}"], 2, log=log) == [0, 0], log.read_text()
+    assert _runs.inline([*common, f"--json={tmp_path / 'one.json'}"], log=log) == 0
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    keys = ("knn_top1", "images", "training_images") if more else ("top1", "top5", "images", "skipped_images")
+    assert [two[key] for key in keys] == [one[key] for key in keys]
+    assert log.read_text().count("top-1") == 2  # rank 0 alone prints

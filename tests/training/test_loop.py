@@ -77,6 +77,17 @@ def run_fixed(output: Path, *overrides: str, resume: str | None = None) -> Outco
         return train(plan_any_run(name, overrides=settings, flags=flags, output=str(output), resume=resume, task=Fixed))
 
 
+def test_channels_last_trains_alike_and_resumes(tmp_path: Path) -> None:
+    options = ("data.in_chans=3", "schedule.epochs=2", "model.drop_path=0")
+    plain = run(tmp_path / "plain", *options)
+    other = run(tmp_path / "other", *options, "run.channels_last=true")
+    found = losses(other.folder)
+    assert found == pytest.approx(losses(plain.folder), rel=1e-3)
+    middle = other.folder / "checkpoints" / "step-00000005"
+    run(other.folder, *options, "run.channels_last=true", resume=str(middle))
+    assert losses(other.folder) == found
+
+
 def test_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = run_fixed(tmp_path / "run", "schedule.early_stop=2", "checkpoint.every_epochs=100").summary
     assert (summary["epochs"], summary["best_top1"], summary["best_epoch"], summary["val_top1"]) == (4, 30.0, 2, 30.0)

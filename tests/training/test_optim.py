@@ -173,7 +173,8 @@ def test_muon_leaves_the_classifier_to_adamw() -> None:
     [
         ({"name": "adamv"}, r"optim.name=adamv is not known; did you mean adam"),
         ({"name": "bnbadamw"}, r"optim.name=bnbadamw is not known"),
-        ({"name": "sgd", "betas": (0.9, 0.99)}, r"optim.betas=\(0.9, 0.99\): expected null: sgd has none"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, r"optim.betas=\[0.9, 0.99\]: expected null: sgd has none"),
+        ({"name": "adan", "betas": (0.9, 0.99)}, r"optim.betas=\[0.9, 0.99\]: expected 3 numbers in \[0, 1\)"),
         ({"momentum": 1.0}, r"optim.momentum=1.0: expected a factor in \[0, 1\)"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Convert a checkpoint to safetensors: this library's names, and the model's configuration in the metadata."""
+"""Convert a checkpoint to safetensors: this library's names, and the model's configuration in the metadata.
+
+With --average: the mean of several weights files of one model, such as the last checkpoints of a run.
+"""
 
 import argparse
 from pathlib import Path
@@ -15,6 +18,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="require the averaged weights, or use the others (default: averaged if there are any)",
     )
+    parser.add_argument(
+        "--average", metavar="FILE", nargs="+", type=Path, help="write the mean of IN and these files, all safetensors"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite OUT")
 
 
@@ -24,9 +30,15 @@ def run(args: argparse.Namespace) -> None:
     if args.target.suffix != ".safetensors":
         raise ValueError(f"{args.target}: the name of the file to write must end in .safetensors")
 
-    from inline_attention.models.convert import convert
+    from inline_attention.models.convert import average, convert
     from inline_attention.models.weights import architecture
 
+    if args.average:
+        if args.model is not None or args.ema is not None:
+            raise ValueError("--average takes files as they are: leave out --model and --ema")
+        path = average([Path(args.source), *args.average], args.target)
+        say(f"mean of {1 + len(args.average)} files written to {path} ({path.stat().st_size / 1e6:.1f} MB)")
+        return
     done = convert(args.source, args.target, model_name=args.model, ema=args.ema)
     model, checkpoint = done.model, done.checkpoint
     own = model.state_dict()

@@ -1,11 +1,14 @@
-"""Accuracy of a trained model on a data set: top-1, top-5, by class, and its speed.
+"""Accuracy of a trained model on a data set: top-1, top-5, by class, its calibration and its speed.
 
 A class folder belongs to the model's class of the same name; a model of all ImageNet classes can be evaluated on a
-part of them.
+part of them. The same command runs under torchrun: torchrun --nproc-per-node 8 -m inline_attention eval …
 """
 
 import argparse
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._options import (
     add_device,
@@ -17,8 +20,12 @@ from inline_attention.cli._options import (
     add_weights,
 )
 from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
-from inline_attention.environment import choose_device
 from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
+
+if TYPE_CHECKING:
+    from inline_attention.data import DataConfig
+    from inline_attention.tasks.classification.classifier import Classifier
+    from inline_attention.training.distributed import Ranks
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +42,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_eval_transform(parser)
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
     parser.add_argument("--num-classes", type=int, help="number of classes, if the data do not list them (wds/)")
+    parser.add_argument("--real", action="store_true", help="also by ImageNet's reassessed labels (ReaL)")
+    parser.add_argument(
+        "--knn", type=int, metavar="K", help="ignore the classifier: let the K nearest training images vote"
+    )
+    parser.add_argument("--train-split", default="train", help="split that votes with --knn (default: train)")
     add_loading(parser, batch_size=64)
     parser.add_argument("--max-broken", type=float, default=0.01, help="stop above this share of unreadable images")
     add_device(parser)
@@ -43,53 +55,122 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from inline_attention.data import open_eval_data
     from inline_attention.data.tables import WHOLE, with_split_of
-    from inline_attention.tasks.classification.classifier import load_classifier, model_name
-    from inline_attention.tasks.classification.evaluation import evaluate
+    from inline_attention.tasks.classification.classifier import load_classifier
+    from inline_attention.training.distributed import join_ranks
 
+    if args.knn is not None and (args.csv or args.real):
+        raise ValueError("--knn has no accuracy by class and no ReaL labels: leave out --csv and --real")
     check_writable(args.csv, args.json)
-    device = choose_device(args.device)
-    classifier = load_classifier(
-        args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform
-    )
-    config = classifier.data
-    config.path, config.val_split, config.num_classes = args.data, args.split, args.num_classes
-    config.batch_size, config.workers, config.max_broken = args.batch_size, args.workers, args.max_broken
-    config.split_file = args.split_file
-    if args.split != WHOLE:
-        config = with_split_of(Path(args.weights).parent.parent, config)  # weights are in RUN/checkpoints
-    loader = open_eval_data(config, class_names=None if args.by_position else classifier.class_names)
-    model = classifier.model.to(device)
-    with image_progress("evaluating", total=loader.num_images) as on_images:
-        amp_dtype = autocast_dtype(args.precision)
-        result = evaluate(model, loader, device=device, amp_dtype=amp_dtype, on_images=on_images)
+    with join_ranks(args.device) as ranks:
+        classifier = load_classifier(
+            args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform
+        )
+        config = classifier.data
+        config.path, config.val_split, config.num_classes = args.data, args.split, args.num_classes
+        config.batch_size, config.workers, config.max_broken = args.batch_size, args.workers, args.max_broken
+        config.split_file = args.split_file
+        if args.split != WHOLE:
+            config = with_split_of(_run_of(args.weights), config)
+        classifier.model.to(ranks.device)
+        measure = _measure if args.knn is None else _measure_neighbours
+        facts = _describe(args, classifier, config, ranks) | measure(args, classifier, config, ranks)
+    if ranks.is_first and args.json:
+        write_json(args.json, facts)
+    return 0
+
+
+def _run_of(weights: str) -> Path | None:
+    """The run folder of a weights file, which lies in RUN/checkpoints or below; None: it lies elsewhere."""
+    from inline_attention.training.run_folder import CHECKPOINTS
+
+    return next((folder.parent for folder in Path(weights).parents if folder.name == CHECKPOINTS), None)
+
+
+def _describe(
+    args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
+) -> dict[str, Any]:
+    from inline_attention.tasks.classification.classifier import model_name
 
     name = model_name(classifier.model)
-    if args.json != STANDARD_OUTPUT:
+    if ranks.is_first and args.json != STANDARD_OUTPUT:
         say(f"{name} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
-        say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%  loss {result.loss:.4f}")
-        say(f"{result.images} images, {result.images_per_second:.1f} images/s on {device}, {result.skipped} unreadable")
-    names = classifier.class_names or loader.class_names
-    if args.csv:
+    return {
+        "model": name,
+        "weights": args.weights,
+        "data": args.data,
+        "split": args.split,
+        "img_size": list(config.size),
+        "eval_transform": config.eval_transform,
+        "device": str(ranks.device),
+    }
+
+
+def _measure(
+    args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
+) -> dict[str, Any]:
+    """The classifier's accuracy, printed and as facts for --json."""
+    from inline_attention.data import open_eval_data
+    from inline_attention.tasks.classification.evaluation import evaluate
+
+    loader = open_eval_data(
+        config,
+        class_names=None if args.by_position else classifier.class_names,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    share = -(-loader.num_images // ranks.world_size)  # rank 0 shows its own progress
+    with image_progress("evaluating", total=share) if ranks.is_first else nullcontext() as on_images:
+        result = evaluate(
+            classifier.model,
+            loader,
+            device=ranks.device,
+            amp_dtype=autocast_dtype(args.precision),
+            on_images=on_images,
+            real_labels=args.real,
+        )
+    skipped = [image._asdict() for images in ranks.gather(list(loader.skipped)) for image in images]
+    if ranks.is_first and args.json != STANDARD_OUTPUT:
+        real = "" if result.real_top1 is None else f"  ReaL {result.real_top1:.3f}%"
+        say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%{real}  loss {result.loss:.4f}  ECE {result.ece:.2f}%")
+        where = str(ranks.device) if ranks.world_size == 1 else f"{ranks.world_size} × {ranks.device.type}"
+        say(f"{result.images} images, {result.images_per_second:.1f} images/s on {where}, {result.skipped} unreadable")
+    if ranks.is_first and args.csv:
+        names = classifier.class_names or loader.class_names
         rows = (
             (name, correct, total, f"{correct / total:.4f}")
             for name, (correct, total) in zip(names, result.per_class.tolist(), strict=True)
             if total
         )
         write_csv(args.csv, ("class", "correct", "total", "accuracy"), rows)
-    if args.json:
-        facts = {
-            "model": name,
-            "weights": args.weights,
-            "data": args.data,
-            "split": args.split,
-            "img_size": list(config.size),
-            "eval_transform": config.eval_transform,
-            "device": str(device),
-            **{key: getattr(result, key) for key in ("top1", "top5", "loss", "images", "skipped", "seconds")},
-            "images_per_second": result.images_per_second,
-            "skipped_images": [image._asdict() for image in loader.skipped],
-        }
-        write_json(args.json, facts)
-    return 0
+    keys = ("top1", "top5", "loss", "ece", "images", "skipped", "seconds", "images_per_second")
+    facts = {key: getattr(result, key) for key in keys}
+    return facts | ({"real_top1": result.real_top1} if args.real else {}) | {"skipped_images": skipped}
+
+
+def _measure_neighbours(
+    args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
+) -> dict[str, Any]:
+    """The accuracy of a vote of the nearest training images, printed and as facts for --json."""
+    from inline_attention.data import open_eval_data
+    from inline_attention.tasks.classification.knn import knn_accuracy
+
+    bank, queries = (
+        open_eval_data(replace(config, val_split=split), rank=ranks.rank, world_size=ranks.world_size)
+        for split in (args.train_split, args.split)
+    )
+    total = -(-(bank.num_images + queries.num_images) // ranks.world_size)
+    with image_progress("features", total=total) if ranks.is_first else nullcontext() as on_images:
+        top1, images = knn_accuracy(
+            classifier.model,
+            bank,
+            queries,
+            k=args.knn,
+            ranks=ranks,
+            amp_dtype=autocast_dtype(args.precision),
+            on_images=on_images,
+        )
+    if ranks.is_first and args.json != STANDARD_OUTPUT:
+        say(f"top-1 {top1:.3f}% by a vote of the {args.knn} nearest of {bank.num_images} training images")
+        say(f"{images} images")
+    return {"knn": args.knn, "knn_top1": top1, "images": images, "training_images": bank.num_images}

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
@@ -94,7 +94,8 @@ class EvalLoader(Generic[CollatedT, BatchT]):
 
     Ranks may have different numbers of batches. `max_batches` is the largest number; it is None for streams, whose
     length is unknown. Unreadable images are left out and listed in `skipped`, which every iteration refills.
-    `input_shape` is (C, H, W), or empty if images differ in size.
+    `input_shape` is (C, H, W), or empty if images differ in size. `path` names the image
+    of a sample id; streams have none.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class EvalLoader(Generic[CollatedT, BatchT]):
         batch_size: int,
         input_shape: tuple[int, ...] = (),
         max_batches: int | None = None,
+        path: Callable[[int], str] | None = None,
     ) -> None:
+        self.path = path
         self.class_names, self.num_images = class_names, num_images
         self.batch_size, self.input_shape, self.max_batches = batch_size, input_shape, max_batches
         self.skipped = skipped
@@ -347,6 +350,7 @@ def _eval_loader(source: Source, *, config: DataConfig, rank: int, world_size: i
         batch_size=config.batch_size,
         input_shape=(config.in_chans, *config.size),
         max_batches=-(-most // config.batch_size),
+        path=source.path,
     )
 
 

@@ -476,6 +476,8 @@ def label_map(data_classes: list[str], *, named: bool, model_classes: list[str])
             raise ValueError(f"the data have {len(data_classes)} classes, but the model has {len(model_classes)}")
         return np.arange(len(data_classes))
     positions = {name: label for label, name in enumerate(model_classes)}
+    if data_classes == [str(label) for label in range(len(model_classes))] and not positions.keys() & set(data_classes):
+        return np.arange(len(model_classes))  # folders named by label, such as those of ImageNet-V2
     unknown = [name for name in data_classes if name not in positions]
     if unknown:
         raise ValueError(

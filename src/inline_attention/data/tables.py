@@ -124,10 +124,10 @@ def open_table(config: DataConfig) -> ImageTable | None:
         return None
     if (root / LABELS).is_file():
         return read_table(root / LABELS, root)
-    if not any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(root)):
+    if sum(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(root)) < 2:
         raise ValueError(
-            f"nothing to train on in {config.path!r}: looked for the splits {config.train_split!r} and "
-            f"{config.val_split!r} (folders, .zip or .tar), for {LABELS}, and for a folder of images per class"
+            f"no classes in {config.path!r}: looked for the splits {config.train_split!r} and {config.val_split!r} "
+            f"(folders, .zip or .tar), for {LABELS}, and for two or more folders, each with the images of a class"
         )
     folder = FolderSource(root)
     files = [Path(folder.path(index)).relative_to(root).as_posix() for index in range(len(folder))]

@@ -1,11 +1,18 @@
 """Turns a checkpoint into a safetensors file with this library's names and the model's configuration."""
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._checkpoint import Checkpoint, open_checkpoint
-from ._download import local_path
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from . import schema
+from ._checkpoint import Checkpoint, open_checkpoint, read_metadata
+from ._download import atomic_path, local_path
 from .base import VisionModel
 from .weights import kept_weights, num_elements, restore, save_weights
 
@@ -45,3 +52,39 @@ def convert(
         raise ValueError(f"{model_name} is a model of timm, not one of this library; `inline models` lists those")
     metadata = {"converted_from": path.name, "ema": str(checkpoint.is_ema).lower()}
     return Conversion(checkpoint, model, save_weights(model, target, metadata=metadata))
+
+
+def average(sources: Sequence[Path], target: Path) -> Path:
+    """Write the mean of several weights files of one model, with the metadata that all of them have in common.
+
+    Integers, such as the counters of batch norm, are those of the last file. ValueError: the files are of different
+    models.
+    """
+    metadata: dict[str, str] = {}
+    sums: dict[str, Tensor] = {}
+    types: dict[str, torch.dtype] = {}
+    for number, path in enumerate(sources):
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{path}: expected a .safetensors file; `inline convert {path} OUT` makes one")
+        about, tensors = read_metadata(path), open_checkpoint(path).state_dict
+        if number == 0:
+            metadata, types = about, {name: tensor.dtype for name, tensor in tensors.items()}
+        for key in (schema.ARCHITECTURE, schema.ARGUMENTS, schema.CLASS_NAMES):
+            if about.get(key) != metadata.get(key):
+                raise ValueError(f"{path} has another {key} than {sources[0]}: only files of one model have a mean")
+        if number and {name: tensor.shape for name, tensor in tensors.items()} != {n: t.shape for n, t in sums.items()}:
+            raise ValueError(f"{path} has other tensors than {sources[0]}: only files of one model have a mean")
+        metadata = {key: value for key, value in metadata.items() if about.get(key) == value}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                sums[name] = sums[name] + tensor.double() if number else tensor.double()
+            else:
+                sums[name] = tensor
+    means = {
+        name: (value / len(sources)).to(types[name]) if value.is_floating_point() else value
+        for name, value in sums.items()
+    }
+    metadata["averaged_from"] = json.dumps([path.name for path in sources])
+    with atomic_path(target) as temporary:
+        save_file(means, temporary, metadata=metadata)
+    return target

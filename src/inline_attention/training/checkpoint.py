@@ -356,7 +356,7 @@ _WHOLE_ON_EACH_RANK = StateDictOptions(full_state_dict=True)
 
 
 def _full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
 
 
 def _sharded_like(value: Tensor, target: Tensor) -> Tensor:

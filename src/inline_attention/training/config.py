@@ -69,16 +69,17 @@ class OptimConfig:
             close = difflib.get_close_matches(self.name, known, n=1)
             meant = f"; did you mean {close[0]}?" if close else "."
             raise ValueError(f"optim.name={self.name} is not known{meant} Known: {', '.join(known)}")
-        has_betas = self.betas is None or timm.optim.get_optimizer_info(self.name).has_betas
-        check_setting("optim.betas", self.betas, has_betas, f"null: {self.name} has none")
+        info = timm.optim.get_optimizer_info(self.name)
+        count = info.num_betas if info.has_betas and self.betas is not None else 0
+        betas = list(self.betas or ())
+        in_range = len(betas) == count and all(0 <= beta < 1 for beta in betas)
+        expected = f"{count} numbers in [0, 1), or null" if info.has_betas else f"null: {self.name} has none"
+        check_setting("optim.betas", betas, in_range, expected)
         check_setting("optim.lr", self.lr, self.lr > 0, "a positive rate")
         check_setting(
             "optim.rate_batch", self.rate_batch, self.rate_batch is None or self.rate_batch >= 1, "1 or more, or null"
         )
         check_setting("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
-        check_setting(
-            "optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas or ()), "numbers in [0, 1), or null"
-        )
         check_setting("optim.eps", self.eps, self.eps is None or self.eps > 0, "a positive number, or null")
         check_setting("optim.momentum", self.momentum, 0 <= self.momentum < 1, "a factor in [0, 1)")
         check_setting("optim.layer_decay", decay, decay is None or 0 < decay <= 1, "a factor in (0, 1], or null")
@@ -126,7 +127,8 @@ class ScheduleConfig:
         check_setting("schedule.drop_factor", self.drop_factor, 0 < self.drop_factor <= 1, "a factor in (0, 1]")
         check_setting("schedule.patience", self.patience, self.patience >= 1, "1 or more")
         check_setting("schedule.falling_share", self.falling_share, 0 <= self.falling_share <= 1, "a share in [0, 1]")
-        check_setting("schedule.early_stop", self.early_stop, (self.early_stop or 1) >= 1, "1 or more, or null")
+        stop = self.early_stop
+        check_setting("schedule.early_stop", stop, stop is None or stop >= 1, "1 or more, or null")
 
     def decay_steps(self, steps_per_epoch: int) -> int:
         """Updates before the cool-down."""
@@ -158,6 +160,7 @@ class EmaConfig:
     def __post_init__(self) -> None:
         check_setting("ema.decay", self.decay, self.decay is None or 0 <= self.decay < 1, "a factor in [0, 1), or null")
         check_setting("ema.batch", self.batch, self.batch is None or self.batch >= 1, "1 or more, or null")
+        check_setting("ema.warmup", self.warmup, not self.warmup or self.decay is not None, "false without ema.decay")
 
     def decay_per_step(self, global_batch: int) -> float | None:
         if self.decay is None or self.batch is None:
@@ -171,6 +174,7 @@ class RunConfig:
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
     compile: bool = False  # `inline_attention.optimize`: at the first step; with CUDA graphs on one GPU
+    channels_last: bool = False  # memory layout of images and convolutions: faster where convolutions take the time
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied
 

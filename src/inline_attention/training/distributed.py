@@ -88,10 +88,10 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def rank_device(name: str) -> torch.device:
-    """The device of this rank. With CUDA, it is the GPU numbered LOCAL_RANK. ValueError if there is none."""
+def rank_device(name: str | None) -> torch.device:
+    """The device of this rank. Under torchrun with CUDA, it is GPU number LOCAL_RANK. ValueError: there is none."""
     device = choose_device(name)
-    if device.type != "cuda":
+    if device.type != "cuda" or (device.index is not None and "RANK" not in os.environ):
         return device
     number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= count:
@@ -100,7 +100,7 @@ def rank_device(name: str) -> torch.device:
 
 
 @contextmanager
-def join_ranks(device_name: str) -> Iterator[Ranks]:
+def join_ranks(device_name: str | None) -> Iterator[Ranks]:
     """Join the process group of torchrun's environment variables, and leave it at the end. Without them: one rank.
 
     A block inside another one uses the group of the outer block.

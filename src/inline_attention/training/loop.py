@@ -111,6 +111,8 @@ class Trainer:
 
         ranks.decide(self.task.fetch_weights)
         self.model = self.task.build_model().to(ranks.device)
+        if config.run.channels_last:
+            self.model.to(memory_format=torch.channels_last)
         self.depth = SampledDepth(self.model, device=ranks.device)
         self.amp_dtype = choose_precision(config.run.precision, ranks.device)
         self.compile_mode = choose_compile_mode(config, ranks=ranks, fixed_shapes=self.task.fixed_shapes)
@@ -239,6 +241,12 @@ class Trainer:
         return self.schedule.rate(position, plateaus=self.progress.plateaus)
 
     def call_model(self, *inputs: Any) -> Any:
+        if self.config.run.channels_last:
+            maps = [isinstance(value, Tensor) and value.ndim == 4 for value in inputs]
+            inputs = tuple(
+                value.contiguous(memory_format=torch.channels_last) if is_map else value
+                for value, is_map in zip(inputs, maps, strict=True)
+            )
         with torch.autocast(self.ranks.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
             return self.forward(*inputs)
 

@@ -101,9 +101,16 @@ def test_own_recipe_file(tmp_path: Path) -> None:
         ("optim.lr=inf", "optim.lr=inf: expected a finite number"),
         ("optim.rate_batch=0", "optim.rate_batch=0: expected 1 or more"),
         ("optim.weight_decay=-1", "optim.weight_decay=-1.0: expected 0 or more"),
-        ("optim.betas=[0.9, 1]", r"optim.betas=\[0.9, 1.0\]: expected two numbers in \[0, 1\)"),
+        ("optim.betas=[0.9, 1]", r"optim.betas=\[0.9, 1.0\]: expected 2 numbers in \[0, 1\)"),
         ("optim.eps=0", "optim.eps=0.0: expected a positive number"),
         ("optim.label_smoothing=1", "optim.label_smoothing=1.0: expected a share"),
+        ("optim.loss=mse", "optim.loss=mse: expected one of cross_entropy, bce"),
+        ("optim.head_rate=0", "optim.head_rate=0.0: expected a positive factor"),
+        ("schedule.early_stop=0", "schedule.early_stop=0: expected 1 or more, or null"),
+        ("schedule.patience=0", "schedule.patience=0: expected 1 or more"),
+        ("schedule.falling_share=2", r"schedule.falling_share=2.0: expected a share in \[0, 1\]"),
+        ("ema.warmup=true", "ema.warmup=True: expected false without ema.decay"),
+        ("data.val_share=0.9", "data.val_share is 0.9; expected a share above 0, at most 0.5"),
         ("schedule.warmup_epochs=-1", "schedule.warmup_epochs=-1.0: expected 0 or more"),
         ("schedule.warmup_steps=-1", "schedule.warmup_steps=-1: expected 0 or more"),
         ("schedule.cooldown_epochs=-1", "schedule.cooldown_epochs=-1: expected 0 or more"),
@@ -121,3 +128,8 @@ def test_own_recipe_file(tmp_path: Path) -> None:
 def test_values_that_cannot_work_are_refused_before_the_run_starts(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config("inline_deit_tiny", overrides=[override])
+
+
+def test_sharding_is_for_adamw() -> None:
+    with pytest.raises(ValueError, match=r"run.strategy=fsdp shards adamw only, not optim.name=lamb: use ddp"):
+        load_config("inline_deit_tiny", overrides=["optim.name=lamb", "run.strategy=fsdp"])

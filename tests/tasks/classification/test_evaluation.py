@@ -10,10 +10,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
+from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
 
 from inline_attention.data import DataConfig, open_eval_data
-from inline_attention.tasks.classification.evaluation import MAX_CONFUSION_CLASSES, EvalResult, evaluate
+from inline_attention.tasks.classification.evaluation import (
+    CALIBRATION_BINS,
+    MAX_CONFUSION_CLASSES,
+    EvalResult,
+    evaluate,
+)
 
 CLASSES = 7
 
@@ -73,6 +79,13 @@ def test_result(images: Path) -> None:
     hits = sum(int(t in row) for t, row in zip(targets, logits.topk(5).indices, strict=True))
     assert result.top5 == pytest.approx(100 * hits / 101)
     assert result.loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
+    confidence, gap = logits.detach().softmax(1).max(1).values, 0.0
+    for low in np.arange(CALIBRATION_BINS) / CALIBRATION_BINS:
+        inside = (confidence > low) & (confidence <= low + 1 / CALIBRATION_BINS)
+        if inside.any():
+            accuracy = (predicted == targets)[inside].float().mean()
+            gap += float(inside.float().mean() * (accuracy - confidence[inside].mean()).abs())
+    assert result.ece == pytest.approx(100 * gap, rel=1e-4)
     assert result.confusion is not None
     for true in range(CLASSES):
         for guess in range(CLASSES):
@@ -98,6 +111,38 @@ def test_many_classes_have_no_confusion_matrix(images: Path) -> None:
     assert result.confusion is None
     assert result.per_class.shape == (len(names), 2)
     assert result.per_class[:, 1].sum() == 101
+
+
+def test_reassessed_labels_are_counted_as_by_timm(tmp_path: Path) -> None:
+    """Images with several labels, and with none: those do not count."""
+    labels = RealLabelsImagenet(range(50_000)).real_labels
+    chosen = [name for size in (0, 1, 2) for name in [n for n, own in labels.items() if len(own) == size][:6]]
+    rng = np.random.default_rng(0)
+    for number, name in enumerate(sorted(chosen)):
+        folder = tmp_path / "val" / str(number)
+        folder.mkdir(parents=True)
+        Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)).save(folder / name, format="PNG")
+    for number in range(len(chosen), 1000):
+        (tmp_path / "val" / str(number)).mkdir()
+        Image.new("RGB", (6, 6)).save(tmp_path / "val" / str(number) / sorted(chosen)[0], format="PNG")
+    names = ImageNetInfo().label_names()
+    loader = open_eval_data(config(tmp_path), class_names=names)  # folders with numbers, as ImageNet-V2 has them
+    model = Classifier(1000)
+    result = evaluate(model, loader, device="cpu", real_labels=True)
+    assert loader.path is not None
+    theirs = RealLabelsImagenet([None] * 50_000)
+    theirs.filenames = [loader.path(index) for index in range(1000)]
+    logits, targets = expected(model, tmp_path)[0], [int(t) for batch in loader for t in batch.targets]
+    assert targets == [int(Path(path).parent.name) for path in theirs.filenames]
+    for batch in loader:
+        theirs.add_result(model.eval()(batch.images))
+    assert logits.shape[1] == 1000
+    assert result.real_top1 == pytest.approx(theirs.get_accuracy(1))
+
+
+def test_reassessed_labels_are_for_imagenet(images: Path) -> None:
+    with pytest.raises(ValueError, match="ReaL labels are for ImageNet's thousand classes"):
+        evaluate(Classifier(), open_eval_data(config(images)), device="cpu", real_labels=True)
 
 
 def test_other_number_of_classes(images: Path) -> None:
@@ -175,6 +220,7 @@ def test_two_ranks_count_every_image_once(images: Path, unreadable: int) -> None
         assert (result.images, result.skipped) == (101 - unreadable, unreadable)
         assert (result.top1, result.top5) == (alone.top1, alone.top5)
         assert result.loss == pytest.approx(alone.loss, rel=1e-6)
+        assert result.ece == pytest.approx(alone.ece, rel=1e-6)
         assert torch.equal(result.per_class, alone.per_class)
         assert result.confusion is not None
         assert torch.equal(result.confusion, alone.confusion)

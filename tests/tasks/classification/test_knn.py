@@ -1,0 +1,17 @@
+import torch
+
+from inline_attention.tasks.classification.knn import TEMPERATURE, vote
+
+
+def test_votes_are_weighted_by_similarity() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bank = torch.nn.functional.normalize(torch.randn(30, 4, generator=generator), dim=1)
+    queries = torch.nn.functional.normalize(torch.randn(5, 4, generator=generator), dim=1)
+    labels = torch.randint(0, 3, (30,), generator=generator)
+    votes = vote(queries, bank, labels, k=7, num_classes=3)
+    for query, found in zip(queries, votes, strict=True):
+        similarity = [float(query @ row) for row in bank]
+        expected = [0.0, 0.0, 0.0]
+        for index in sorted(range(30), key=lambda i: -similarity[i])[:7]:
+            expected[labels[index]] += float(torch.tensor(similarity[index] / TEMPERATURE).exp())
+        assert torch.allclose(found, torch.tensor(expected), rtol=1e-4)

@@ -74,6 +74,7 @@ SHORTER: dict[str, list[str]] = {
     "analyze": ["--max-images", "2", "--batch-size", "2", "--workers", "0", "--device", "cpu"],
     "bench op": [*TIMED, "--case", "1,4,1x8"],
     "bench table": [],
+    "bench break-even": [*TIMED, "--sides", "2", "4"],
     "bench dense": [*TIMED, "--img-size", "64", "--batch-size", "1", "--infer", "--modes", "eager"],
     "bench profile": ["--img-sizes", "32", "--batch-sizes", "1", "--mode", "eager", "--device", "cpu"],
     "bench": [*TIMED, "--img-sizes", "32", "--batch-sizes", "1", "--modes", "eager"],

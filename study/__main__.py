@@ -2,9 +2,9 @@
 
 `probes` takes minutes on a CPU. `expansion` replaces the attention of a trained model without training it. `plan`
 prints what the grid has and what it still needs. `train` runs a grid of trainings on one GPU, each an ordinary `inline
-train`. It can be stopped at any time and continues later.
-`report` writes tables, figures and verdicts for the finished runs. `pack` writes the weights of the package. Run it
-from a checkout: `python -m study --help`.
+train`. It can be stopped at any time and continues later. `report` writes tables, figures and verdicts for the finished
+runs. `linearize` distils linear students of one teacher. `pack` writes the weights of the package. Run it from a
+checkout: `python -m study --help`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from inline_attention.cli import CommandParser, run_parser
 from inline_attention.cli._options import add_device, add_loading, add_output
-from inline_attention.printing import say
+from inline_attention.printing import say, say_text
 
 if TYPE_CHECKING:
     from study.grid import Run
@@ -102,6 +102,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_device(ablation)
     ablation.set_defaults(run=run_ablation)
 
+    students = parts.add_parser("linearize", help="distil linear students of one teacher, or continue")
+    add_output(students, default=f"{OUT}-linearize")
+    students.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
+    students.add_argument("--rows", nargs="+", metavar="ROW", help="these students alone")
+    students.add_argument("--minutes", type=float, metavar="M", help="start no run after M minutes")
+    students.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
+    students.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best available)"
+    )
+    students.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
+    students.set_defaults(run=run_linearize)
+
     pack = parts.add_parser("pack", help="write the weights that come with the package")
     pack.add_argument("out", metavar="DIR", help="the --output of `train`")
     pack.add_argument("--to", metavar="FOLDER", help="folder for the weights (default: the package)")
@@ -171,6 +183,28 @@ def run_ablation(args: argparse.Namespace) -> int:
         facts = dict(environment=describe_environment(), model=model, rows=[row._asdict() for row in rows])
         write_json(args.json, facts)
     return 0
+
+
+def run_linearize(args: argparse.Namespace) -> int:
+    from inline_attention.environment import choose_device
+    from study import linearization
+    from study.expansion import check_teacher
+    from study.grid import command_line
+    from study.runner import dataset_paths
+
+    runs, paths, device = linearization.build_runs(args.rows), dataset_paths(args.data), choose_device(args.device)
+    settings = [*args.set, *([f"device={args.device}"] if args.device else [])]
+    if args.list:
+        for run in runs:
+            say(command_line(run.arguments(paths, args.output, extra=settings)))
+        return 0
+    check_teacher()
+    failed = linearization.make_runs(
+        runs, paths=paths, out=args.output, device=device, minutes=args.minutes, extra=settings, log=say
+    )
+    scratch = linearization.from_scratch(paths["tiny_imagenet"], device=device)
+    say_text(linearization.write_results(args.output, scratch=scratch))
+    return 1 if failed else 0
 
 
 def run_train(args: argparse.Namespace) -> int:

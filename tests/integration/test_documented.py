@@ -35,6 +35,7 @@ from study import __main__ as study
 COMMANDS_BY_TEXT = {str(command): command for page in PAGES for command in documented.commands(page)}
 LINES = [command for command in COMMANDS_BY_TEXT.values() if not command.is_mention]
 
+KNOWN = ("n01443537", "n01644900")  # classes that the package's models know
 # Placeholders that are no files: what a reader would put there.
 WORDS = {
     "NAME": "inline_deit_tiny",
@@ -65,11 +66,15 @@ SHORTER: dict[str, list[str]] = {
                      "schedule.epochs=1", "schedule.drop_at=[]", "schedule.warmup_steps=0", "run.precision=fp32"],
     "detect eval": ["--device", "cpu", "--workers", "0"],
     "detect predict": ["--device", "cpu"],
+    "linearize --resume": ["--device", "cpu", "--no-report"],
+    "linearize": ["data.workers=0", "data.batch_size=2", "match.steps=1", "schedule.epochs=1", "log.tensorboard=false",
+                  "--device", "cpu", "--no-report"],
     "eval": ["--img-size", "64", "--batch-size", "4", "--workers", "0", "--device", "cpu"],
     "predict": ["--device", "cpu"],
     "analyze": ["--max-images", "2", "--batch-size", "2", "--workers", "0", "--device", "cpu"],
     "bench op": [*TIMED, "--case", "1,4,1x8"],
     "bench table": [],
+    "bench break-even": [*TIMED, "--sides", "2", "4"],
     "bench dense": [*TIMED, "--img-size", "64", "--batch-size", "1", "--infer", "--modes", "eager"],
     "bench profile": ["--img-sizes", "32", "--batch-sizes", "1", "--mode", "eager", "--device", "cpu"],
     "bench": [*TIMED, "--img-sizes", "32", "--batch-sizes", "1", "--modes", "eager"],
@@ -81,6 +86,7 @@ NOT_RUN = {
     r"make |python -m pip |pip|pip-compile |git ": "sets up an installation",
     r"python -c .*runpy": "not part of timm's package; tests/tasks/classification/test_timm_script.py",
     r"inline .*(--weights pretrained|model.weights=pretrained)(?!.*_study)(?<!_study)": "downloads published weights",
+    r"inline linearize deit_small": "downloads published weights; tests/tasks/linearization has a model of timm",
     r"inline train study/": "one of the study's runs, on a GPU",
     r"inline bench kernels": "needs a GPU",
     r"python -m study": "takes long or needs the trained grid; tests/integration/test_runs.py makes a small one",
@@ -121,7 +127,7 @@ def shorter(words: list[str]) -> list[str]:
 
 
 def task_of(words: list[str]) -> str:
-    return words[0] if words[0] in ("segment", "detect") else "classify"
+    return words[0] if words[0] in ("segment", "detect", "linearize") else "classify"
 
 
 def make_photograph(path: Path) -> None:
@@ -170,9 +176,10 @@ def finished_run(task: str, runs: dict[str, Path]) -> Path:
     """A run that the task's own command has made, once for all tests."""
     if task not in runs:
         folder, data = runs["root"] / task, runs["root"] / f"{task}-data"
-        make_data(data, task)
+        make_data(data, task, classes=KNOWN if task == "linearize" else ("cat", "dog"))
         recipe = dict(classify="train quickstart", segment="segment train camvid_fpn",
-                      detect="detect train mask_rcnn_inline_pvt_tiny_1x")[task].split()  # fmt: skip
+                      detect="detect train mask_rcnn_inline_pvt_tiny_1x",
+                      linearize="linearize softmax_deit_study")[task].split()  # fmt: skip
         given = [] if task == "classify" else ["--data", str(data)]
         words = [*recipe, *given, "--output", str(folder)]
         assert main([*words, *shorter(words)]) == 0
@@ -186,8 +193,8 @@ def prepare(words: list[str], folder: Path, runs: dict[str, Path]) -> None:
     outputs = {words[i + 1] for i, word in enumerate(words) if word in ("--output", "--json", "--csv", "--picture")}
     if words[0] == "convert":
         outputs.add(words[2])
-    shipped = words[0] in ("analyze", "eval") and ("--weights" not in words or "pretrained" in words)
-    classes = ("n01443537", "n01644900") if shipped else ("cat", "dog")  # two that the package's models know
+    shipped = words[0] in ("analyze", "eval", "linearize") and ("--weights" not in words or "pretrained" in words)
+    classes = KNOWN if shipped else ("cat", "dog")
     for output in outputs:
         (folder / output).parent.mkdir(parents=True, exist_ok=True)
     for before, word in zip(["", *words], words, strict=False):

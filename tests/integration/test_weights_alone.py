@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+import training_runs as _runs
 from PIL import Image
+from safetensors.torch import save_file
 
+from inline_attention import create_model
 from inline_attention.cli import main
-from inline_attention.models.weights import load_model
+from inline_attention.models.weights import load_model, save_weights
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,66 @@ def test_analyze(weights: Path, tmp_path: Path) -> None:
 def test_convert(weights: Path, tmp_path: Path) -> None:
     assert main(["convert", str(weights), str(tmp_path / "copy.safetensors")]) == 0
     assert load_model(tmp_path / "copy.safetensors").img_size == load_model(weights).img_size
+
+
+@pytest.fixture(scope="module", params=["softmax_deit_tiny", "vit_tiny_patch16_224"])
+def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of `inline linearize` on digits, with a teacher of this library and with one of timm."""
+    folder, name = tmp_path_factory.mktemp("student"), request.param
+    torch.manual_seed(0)
+    arguments = {**SMALL, "num_classes": 10, "in_chans": 1}
+    settings = ["data.workers=0", "data.batch_size=16", "match.steps=1", "schedule.epochs=1", "log.tensorboard=false"]
+    path = folder / "teacher.safetensors"
+    if name == "softmax_deit_tiny":
+        save_weights(create_model(name, img_size=8, **arguments), path)
+    else:  # a file of timm says nothing about its model
+        save_file(timm.create_model(name, img_size=8, **arguments).state_dict(), path)
+        settings += [f"model.kwargs={json.dumps(arguments)}", "data.img_size=8"]
+    given = ["--weights", str(path), "--data", _runs.images(), "--device", "cpu"]
+    assert main(["linearize", name, *given, "--output", str(folder / "run"), "--no-report", *settings]) == 0
+    return folder / "run" / "student.safetensors"
+
+
+SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
+
+
+def test_a_student(student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of a linearised model, in every command."""
+    on_cpu = ["--device", "cpu"]
+    model = load_model(student).eval()
+    images = torch.randn(1, 1, 8, 8)
+    assert model(images).shape == (1, 10)
+
+    options = ["--data", _runs.images(), *on_cpu, "--workers", "0"]
+    assert main(["eval", "--weights", str(student), *options, "--json", str(tmp_path / "eval.json")]) == 0
+    result = json.loads((tmp_path / "eval.json").read_text())
+    assert (result["img_size"], result["images"]) == ([8, 8], 101)
+
+    Image.new("L", (8, 8), 128).save(tmp_path / "digit.png")
+    capsys.readouterr()
+    assert main(["predict", "--weights", str(student), str(tmp_path / "digit.png"), *on_cpu]) == 0
+    assert capsys.readouterr().out.count("%") == 5
+
+    exported = tmp_path / "student.pt2"
+    assert main(["export", "--weights", str(student), "--format", "pt2", "--output", str(exported)]) == 0
+    torch.testing.assert_close(torch.export.load(exported).module()(images), model(images))
+
+    timed = ["--contenders", "reference", "--quick", "--infer", "--no-latency", "--img-sizes", "16", *on_cpu]
+    assert main(["bench", "model", str(student), *timed, "--json", str(tmp_path / "bench.json")]) == 0
+    assert json.loads((tmp_path / "bench.json").read_text())["results"][0]["error"] is None
+
+    # Analyses read the matrix of an attention, which is not known for the linear form of any module.
+    assert main(["analyze", "rank", "--weights", str(student), "--output", str(tmp_path / "a"), *on_cpu]) == 2
+    assert "analyse the original model" in capsys.readouterr().err
+
+
+def test_what_needs_a_model_of_this_library(student: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    is_own = "run" in student.parts and load_model(student).__class__.__module__.startswith("inline_attention")
+    assert main(["info", "--weights", str(student)]) == (0 if is_own else 2)
+    assert is_own or "vit_tiny_patch16_224 is a model of timm" in capsys.readouterr().err
+    if not is_own:
+        assert main(["export", "--weights", str(student), "--format", "pt2", "--dynamic-size"]) == 2
+        assert "which is exported at one size" in capsys.readouterr().err
 
 
 def test_a_file_that_does_not_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

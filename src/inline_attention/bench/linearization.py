@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from inline_attention.data import EvalLoader, open_eval_data
-from inline_attention.linearize.convert import linearization_of
+from inline_attention.linearize.calibration import count_keys
+from inline_attention.linearize.convert import linearization_of, linearized_modules
 from inline_attention.models.base import input_shape, resize_input
 from inline_attention.models.weights import load_model
 from inline_attention.printing import table
@@ -26,6 +27,7 @@ from inline_attention.training.loop import choose_precision
 from inline_attention.training.report import read_records
 from inline_attention.training.run_folder import write_atomically
 
+from .break_even import break_even, time_sizes
 from .model import Candidate, compare, default_modes, in_precision, inference_step
 from .record import describe_run
 from .timing import Effort, Timing, allocated_bytes
@@ -63,6 +65,26 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class BreakEven:
+    """Linear attentions of one head size, and the tokens from which on they are faster than softmax on this device."""
+
+    heads: int
+    head_dim: int
+    tokens: int | None  # None: softmax is faster at all sizes that were tried
+    tried: int  # the most tokens that were tried
+    below: list[str]  # layers that have fewer tokens at the teacher's input size
+
+    def __str__(self) -> str:
+        faster = f"is faster from {self.tokens:,} tokens on"
+        if self.tokens is None:
+            faster = f"is not faster with up to {self.tried:,} tokens"
+        text = f"With {self.heads} heads of {self.head_dim} channels, a linear attention alone {faster} here."
+        if self.below:
+            text += f" Fewer tokens at this input size: {', '.join(self.below)}. These layers may as well stay softmax."
+        return text
+
+
+@dataclass(frozen=True)
 class LinearizationReport:
     """The report of a run. `as_text` prints it; `write_report` writes it to files."""
 
@@ -71,10 +93,12 @@ class LinearizationReport:
     layers: str  # what was done, layer by layer
     quality: list[Quality]
     speed: list[Speed]
+    break_even: list[BreakEven]
     curves: dict[str, list[dict[str, Any]]]  # the records of each stage
 
     def as_text(self) -> str:
-        return "\n\n".join([f"# {self.title}, linearised", self.quality_table(), self.speed_table()])
+        parts = [f"# {self.title}, linearised", self.quality_table(), self.speed_table()]
+        return "\n\n".join([*parts, *map(str, self.break_even)])
 
     def as_markdown(self) -> str:
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts.items())
@@ -97,7 +121,7 @@ class LinearizationReport:
         for teacher, student in self.pairs():
             size = "×".join(map(str, teacher.img_size))
             speeds = [_number(one.images_per_second) if one.error is None else one.error for one in (teacher, student)]
-            memory = ["–" if one.peak_bytes is None else f"{one.peak_bytes / 2**20:,.0f}" for one in (teacher, student)]
+            memory = [_number(None if one.peak_bytes is None else one.peak_bytes / 2**20) for one in (teacher, student)]
             rows.append((f"{size} × {teacher.batch}", *speeds, _ratio(teacher, student), *memory))
         return table(("size × batch", "teacher, img/s", "student", "student ÷", "teacher, MiB", "student"), rows)
 
@@ -143,6 +167,7 @@ def make_report(plan: LinearizationPlan, *, log: Callable[[str], None] = lambda 
         layers=str(linearization_of(student).report),
         quality=quality,
         speed=time_both(teacher, student, data.size, device=device, dtype=dtype or torch.float32, log=log),
+        break_even=compare_tokens(student, data.size, device=device, dtype=dtype or torch.float32, log=log),
         curves={TITLES[stage]: read_records(plan.folder / stage) for stage, _ in plan.stages},
     )
 
@@ -199,6 +224,29 @@ def time_both(
             log(f"larger images are left out: a call took {slowest:.0f} s")
             break
     return results
+
+
+def compare_tokens(
+    student: nn.Module,
+    size: tuple[int, int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    log: Callable[[str], None] = lambda line: None,
+) -> list[BreakEven]:
+    """The break-even of each head size of the student, and the layers below it."""
+    keys = count_keys(student, torch.zeros(1, input_shape(student)[0], *size))
+    of_size: dict[tuple[int, int], list[str]] = {}
+    for name, module in linearized_modules(student).items():
+        of_size.setdefault(module.heads(module), []).append(name)
+    found = []
+    for (heads, head_dim), names in of_size.items():
+        log(f"timing: attention with {heads} heads of {head_dim} channels")
+        timed = time_sizes(heads, head_dim, device=device, dtype=dtype, effort=Effort.choose(quick=True))
+        tokens, tried = break_even(timed), max(one.tokens for one in timed)
+        below = [name for name in names if keys[name] < (tried if tokens is None else tokens)]
+        found.append(BreakEven(heads, head_dim, tokens, tried, below))
+    return found
 
 
 def inference_bytes(candidate: Candidate) -> int:

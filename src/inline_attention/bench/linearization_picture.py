@@ -62,7 +62,11 @@ def _draw_over_size(axes: Axes, report: LinearizationReport, value: Callable[[Sp
         shown = [(one.img_size[0], value(one)) for one in report.speed if one.model == name and value(one) is not None]
         if shown:
             axes.plot(*zip(*shown, strict=True), color=COLOURS[name], label=name, marker="o")
+            for place in shown:
+                axes.annotate(f"{place[1]:,.3g}", place, xytext=(0, 6 if name == TEACHER else -13), fontsize=8,
+                              textcoords="offset points", ha="center", color=COLOURS[name])  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="height of the image, pixels")
     axes.set_xticks(sides, [str(side) for side in sides])
     axes.minorticks_off()
+    axes.margins(y=0.15)  # room for the numbers
     axes.legend()

@@ -11,7 +11,6 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from inline_attention.models.base import VisionModel
 from inline_attention.optimize import MODES, optimize
 from inline_attention.printing import table
 
@@ -211,8 +210,7 @@ def make_candidates(
     autocast = in_precision(device, dtype)
 
     def step_of(model: nn.Module) -> Call:
-        channels = model.in_chans if isinstance(model, VisionModel) else 3
-        inputs = images[:, :channels].contiguous()
+        inputs = images[:, : getattr(model, "in_chans", 3)].contiguous()
         if setting.training:
             return training_step(model, training_loss(setting.model, inputs), autocast)
         return inference_step(model, inputs, autocast)

@@ -33,7 +33,7 @@ def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
 class Record:
     """A run. With a path, the file always holds what has been measured so far."""
 
-    kind: str  # "op", "kernels", "model", "profile" or "dense"
+    kind: str  # "op", "break-even", "kernels", "model", "profile" or "dense"
     facts: dict[str, str]
     path: Path | None = None
     results: list[dict[str, Any]] = field(default_factory=list)

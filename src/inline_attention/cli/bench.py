@@ -46,6 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kernels = kinds.add_parser("kernels", parents=[timed], help="the Triton kernels one by one, on a GPU")
     kernels.add_argument("--case", nargs="+", metavar="CASE", help="as in op")
 
+    even = kinds.add_parser("break-even", parents=[timed], help="tokens from which on linear attention is faster")
+    even.add_argument("--heads", nargs="+", default=["6x64"], metavar="HxD", help="heads and their size (6x64)")
+    even.add_argument("--sides", nargs="+", type=int, metavar="N", help="of the token map (4 7 10 14 20 28 40 56)")
+
     model = kinds.add_parser("model", parents=[timed, tasks], help="whole models")
     sweep = kinds.add_parser("sweep", parents=[timed, tasks], help="InLine-DeiT-T over resolutions")
     profile = kinds.add_parser("profile", parents=[common, tasks], help="time of whole models by kernel")
@@ -127,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.precision or ("bf16" if device.type == "cuda" else "fp32")]
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
-    runs = {"op": _run_op, "kernels": _run_kernels, "profile": _run_profile}
+    runs = {"op": _run_op, "break-even": _run_break_even, "kernels": _run_kernels, "profile": _run_profile}
     record = runs.get(args.kind, _run_models)(args, facts, options)
     return 1 if record.failed else 0
 
@@ -161,6 +165,31 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             say_text(op.op_table(record.add(results)))
     return record
+
+
+def _run_break_even(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
+    from inline_attention.bench import break_even
+    from inline_attention.bench.record import Record
+
+    sides = args.sides or break_even.SIDES
+    if min(sides) < 1:
+        raise ValueError(f"--sides {' '.join(map(str, sides))}: expected 1 or more")
+    sizes = [_parse_heads(text) for text in args.heads]
+    facts["compile modes"] = "eager"
+    _print_facts(facts)
+    record = Record("break-even", facts, args.json)
+    for heads, head_dim in sizes:
+        results = break_even.time_sizes(heads, head_dim, sides=sides, **options)
+        say_text(break_even.break_even_table(record.add(results)))
+        say("", f"{heads}×{head_dim}: {break_even.describe_break_even(results)}")
+    return record
+
+
+def _parse_heads(text: str) -> tuple[int, int]:
+    heads, times, head_dim = text.partition("x")
+    if not (times and heads.isdecimal() and head_dim.isdecimal() and int(heads) and int(head_dim)):
+        raise ValueError(f"--heads {text}: expected heads and their size, such as 6x64")
+    return int(heads), int(head_dim)
 
 
 def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
@@ -256,6 +285,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
 
 
 def _print_records(paths: list[Path], picture: Path | None) -> None:
+    from inline_attention.bench.break_even import break_even_table
     from inline_attention.bench.kernels import kernel_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
@@ -265,6 +295,7 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
 
     tables = {
         "op": op_table,
+        "break-even": break_even_table,
         "kernels": kernel_table,
         "model": lambda results: f"{ratio_table(results)}\n\n{model_table(results)}",
         "profile": profile_table,

@@ -4,7 +4,7 @@ Both run on a few hundred unlabelled images, and both compare each layer with so
 original model. So the layers do not depend on each other, and one pass measures all of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.layers.mode import evaluation_mode
+from inline_attention.ops.projections import unstack
 
 from .convert import add_gains, linearized_modules
 from .modules import Call, LinearizedAttention
@@ -188,6 +189,21 @@ def _batches(images: Images) -> list[Tensor]:
     if not batches or not all(isinstance(batch, Tensor) and batch.ndim == 4 and len(batch) for batch in batches):
         raise ValueError("images: expected a tensor (B, C, H, W), or batches of such tensors, with at least one image")
     return batches
+
+
+def count_keys(model: nn.Module, images: Tensor) -> dict[str, int]:
+    """The number of keys of every converted attention in one call of the model: name → tokens."""
+    keys: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[[LinearizedAttention, Call], Tensor]:
+        def observe(module: LinearizedAttention, call: Call) -> Tensor:
+            keys[name] = unstack(call.projections)[1].shape[1]
+            return module.linear_form(call, module.gain)
+
+        return observe
+
+    _outputs(model, [images], {name: counting(name) for name in linearized_modules(model)})
+    return keys
 
 
 def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str, Any]) -> Tensor:

@@ -28,7 +28,8 @@ from inline_attention.training.distributed import Ranks
 
 SMALL: dict[str, Any] = dict(embed_dim=16, depth=2, num_heads=2, patch_size=2, img_size=8, in_chans=1)
 SETTINGS = (
-    "data.batch_size=32", "data.workers=0", "data.in_memory=true", "match.steps=6", "schedule.epochs=2",
+    "data.batch_size=32", "optim.rate_batch=null", "data.workers=0", "data.in_memory=true", "match.steps=6",
+    "schedule.epochs=2",
     "schedule.warmup_epochs=0", "log.tensorboard=false", "log.every_steps=1",
 )  # fmt: skip
 
@@ -78,6 +79,9 @@ def test_the_report(finished: Path, teacher: Path) -> None:
     assert sizes == [(name, [side, side]) for side in (8, 16, 24, 32) for name in ("teacher", "student")]
     weights = sum(tensor.nbytes for tensor in load_model(teacher).state_dict().values())
     assert all(row["images_per_second"] > 0 and row["peak_bytes"] > weights for row in report["speed"])
+    (even,) = report["break_even"]
+    assert (even["heads"], even["head_dim"]) == (2, 8)
+    assert bool(even["below"]) == (even["tokens"] is None or even["tokens"] > 17)  # 4 × 4 patches, a class token
     assert [len(records) > 1 for records in report["curves"].values()] == [True, True]
     assert "| carried over" in (finished / "report.md").read_text()
     assert (finished / "report.png").stat().st_size > 10_000

@@ -40,7 +40,7 @@ class MatchConfig:
     """Stage 1: every linear attention learns the output of the softmax it replaces, on the teacher's inputs."""
 
     steps: int = 240  # updates; 0: no such stage
-    lr: float = 5e-4  # absolute
+    lr: float = 5e-4  # per optim.rate_batch images, as optim.lr
 
     def __post_init__(self) -> None:
         check_setting("match.steps", self.steps, self.steps >= 0, "0 or more")

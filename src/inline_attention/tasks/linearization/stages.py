@@ -97,6 +97,8 @@ def plan_linearization(
         raise ValueError(f"{place} already holds a run: continue it with --resume auto, or give another --output")
     if not begun and resume not in (None, "auto"):
         raise ValueError(f"--resume {resume}: expected a folder of `inline linearize`, with {MATCH} or {DISTILL} in it")
+    if resume not in (None, "auto") and output is not None and Path(output).resolve() != Path(str(place)).resolve():
+        raise ValueError(f"--resume {resume} continues in that folder: leave out --output {output}")
     source = str(begun[0]) if begun else None
     plan = plan_run(recipe, task=Matching, overrides=overrides, flags=flags, output=place, resume=source)
     fixed = tuple(f"model.{name}{end}" for name in FIXED for end in ("=", "."))

@@ -168,7 +168,7 @@ class Matching(Linearization):
         steps, saving = config.match.steps, config.checkpoint
         return replace(
             config,
-            optim=replace(config.optim, lr=config.match.lr, rate_batch=None),
+            optim=replace(config.optim, lr=config.match.lr),
             schedule=replace(config.schedule, steps=steps, warmup_steps=0, cooldown_epochs=0),
             checkpoint=replace(saving, every_epochs=steps, every_steps=saving.every_steps or SAVE_STEPS),
             log=replace(config.log, eval_epochs=steps),

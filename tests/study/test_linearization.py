@@ -1,0 +1,69 @@
+"""The students of the study: their commands, their table, and one of them made."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from inline_attention.cli import build_parser, parse
+from inline_attention.cli._training import split_settings
+from inline_attention.cli.linearize import _flags
+from inline_attention.tasks.linearization import plan_linearization
+from study.__main__ import main
+from study.linearization import ACCURACY, EPOCHS, STUDENTS, Run, build_runs, write_results
+
+
+def test_every_command_can_be_planned() -> None:
+    for run in build_runs():
+        words = run.arguments({}, Path("out"))
+        args = parse(build_parser(words[0]), words[1:])
+        model, overrides = split_settings(args.arguments)
+        config = plan_linearization(overrides=overrides, flags=_flags(args, model)).config
+        assert config.distill.enabled == (run.epochs > 0)
+        assert run.epochs in (0, config.schedule.epochs)
+        assert config.seed == run.seed
+        assert config.optim.lr == 2e-3
+
+
+def test_the_runs() -> None:
+    runs = build_runs()
+    assert len({run.name for run in runs}) == len(runs)
+    assert {run.seed for run in runs if run.row == "tangent"} == {0, 1, 2}
+    assert {run.epochs for run in runs if run.row == "inline"} == set(EPOCHS)
+    assert runs[0].epochs == 0
+    assert runs[0].seed == 0
+    with pytest.raises(ValueError, match="there is no student softmax; expected some of tangent, inline"):
+        build_runs(["softmax"])
+
+
+def test_the_table(tmp_path: Path) -> None:
+    for run, top1 in ((Run("tangent", 0, 0), 38.0), (Run("tangent", 20, 0), 46.0), (Run("tangent", 20, 1), 48.0)):
+        (tmp_path / run.name).mkdir()
+        (tmp_path / run.name / ACCURACY).write_text(json.dumps({"top1": top1}))
+    text = write_results(tmp_path, scratch={"softmax_deit_study": 45.8})
+    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")]
+    assert cells == ["", STUDENTS["tangent"].title, "38.00", "", "", "", "47.00 ± 1.41", "", ""]
+    assert json.loads((tmp_path / "linearization.json").read_text())["scratch"] == {"softmax_deit_study": 45.8}
+    assert (tmp_path / "linearization.png").exists()
+
+
+def test_data_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["linearize", "--rows", "imagenette"]) == 2
+    assert "no data for imagenette, tiny_imagenet: give --data imagenette=FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_student_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "val"):
+        for name in ("n01443537", "n01644900"):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            Image.new("RGB", (64, 64), "red").save(tmp_path / "data" / split / name / "a.png")
+    small = ["data.batch_size=2", "match.steps=1", "data.workers=0", "run.compile=false"]
+    words = ["linearize", "--data", f"tiny_imagenet={tmp_path / 'data'}", "--output", str(tmp_path / "out")]
+    words += ["--rows", "tangent_plain", "--device", "cpu", "--set", *small, "schedule.epochs=1"]
+    assert main(words) == 0
+    assert (tmp_path / "out" / "tangent_plain-e20-s0" / "student.safetensors").exists()
+    assert capsys.readouterr().out.count(": top-1") == 2
+    assert main(words) == 0  # nothing is left to train
+    assert ": top-1" not in capsys.readouterr().out

@@ -11,6 +11,7 @@ import torch
 
 from inline_attention import __version__, create_model, list_models
 from inline_attention.cli import COMMANDS, main
+from inline_attention.models import deit
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +72,8 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert stages[1]["shape"] == [56, 56, 64]
 
 
-def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deit, "STUDY", {**deit.STUDY, "depth": 1})
     path = tmp_path / "m.pt2"
     arguments = ["export", "inline_deit_study", "--format", "pt2", "--img-size", "32", "48", "--output", str(path)]
     assert main(arguments) == 0
@@ -82,6 +84,7 @@ def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "max |file − model| = 0.00e+00 ok" in out
 
 
+@pytest.mark.slow
 def test_export_with_the_weights_of_the_package(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     arguments = ["export", "inline_deit_study", "--format", "pt2", "--weights", "pretrained", "--output", str(path)]

@@ -57,8 +57,10 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", FAMILIES)
+# Every family under one head, and every head on one family.
+@pytest.mark.parametrize(
+    ("name", "head"), [*((name, "mask_rcnn") for name in FAMILIES), ("inline_pvt_tiny", "cascade_mask_rcnn")]
+)
 def test_every_family_learns_and_finds(name: str, head: str) -> None:
     model = small_detector(name, head)
     losses = model(*batch())

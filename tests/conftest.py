@@ -1,10 +1,7 @@
 """Where there is no GPU, Triton's kernels run in its interpreter, which is chosen before Triton is imported first, and
 tests marked `gpu` are skipped."""
 
-import functools
-import inspect
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -23,25 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> None:
-    """Before each call of a device function, Triton's interpreter searches triton.language for the functions that it
-    replaces. That is a quarter of the time of the kernels' tests. It always finds the same, so here it searches once.
-    """
     if torch.cuda.is_available():
         return
     try:
-        from triton.runtime import interpreter
+        import quick_interpreter
     except ImportError:
-        return
-    is_builtin = interpreter.tl.core.is_builtin
-
-    @functools.cache
-    def names_of_builtins(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-
-    def patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
-        for name in names_of_builtins(package):
-            member = getattr(package, name)
-            if is_builtin(member):  # not replaced already by a call that this one is part of
-                interpreter._patch_attr(package, name, member, builder, *scope)
-
-    interpreter._patch_builtin = patch_builtin
+        return  # no Triton
+    quick_interpreter.install()

@@ -17,8 +17,8 @@ _SHRUNK: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(_SHRUNK)
 # Two or three stages where a family has four: every kind of block, and what is between stages. For tests that compile.
 _SHALLOW: dict[str, dict[str, Any]] = {
-    "deit": dict(depth=1),
-    "pvt": dict(embed_dims=(8, 16), depths=(1, 1), num_heads=(1, 2), mlp_ratios=(2, 2), reductions=(2, 1)),
+    "deit": dict(depth=2),
+    "pvt": dict(embed_dims=(8, 16), depths=(1, 1), num_heads=(1, 2), mlp_ratios=(2, 2), reductions=(1, 2)),
     "swin": dict(depths=(1, 2), num_heads=(1, 2)),  # windows are shifted in the second block of a stage
     "cswin": dict(depths=(1, 1, 1), num_heads=(2, 2, 2), stripes=(1, 2, 2)),  # no stripes in the last stage
 }
@@ -52,8 +52,10 @@ def create_small(name: str, *, seed: int = 0, **kwargs: Any) -> Any:
 
 
 def create_shallow(name: str) -> Any:
-    mixed = {"inline_swin_tiny": dict(attention="IS"), "inline_cswin_tiny": dict(attention="ISS")}
-    return create_small(name, **_SHALLOW[family_of(name)], **mixed.get(name, {}))
+    """InLine models have softmax attention in their last blocks, so that both are compiled in one model."""
+    mixed = dict(inline_deit_tiny="inline:1", inline_pvt_tiny="IS", inline_swin_tiny="IS", inline_cswin_tiny="ISS")
+    options = dict(attention=mixed[name]) if name in mixed else {}
+    return create_small(name, **_SHALLOW[family_of(name)], **options)
 
 
 def image(height: int = SIZE, width: int | None = None, *, batch: int = 2, channels: int = 3) -> torch.Tensor:

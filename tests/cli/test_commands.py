@@ -12,6 +12,7 @@ import torch
 
 from inline_attention import __version__, create_model, list_models
 from inline_attention.cli import COMMANDS, main
+from inline_attention.models import deit
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +73,8 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert stages[1]["shape"] == [56, 56, 64]
 
 
-def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deit, "STUDY", {**deit.STUDY, "depth": 1})
     path = tmp_path / "m.pt2"
     arguments = ["export", "inline_deit_study", "--format", "pt2", "--img-size", "32", "48", "--output", str(path)]
     assert main(arguments) == 0
@@ -84,6 +86,7 @@ def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert re.search(r"check:   1 × 3 × 32 × 48: max \|file − model\| = \d\.\d\de-\d\d ok", out)
 
 
+@pytest.mark.slow
 def test_export_with_the_weights_of_the_package(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     arguments = ["export", "inline_deit_study", "--format", "pt2", "--weights", "pretrained", "--output", str(path)]

@@ -120,7 +120,7 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *SHORT]) == 0
+    assert main(["train", *SHORT, "model.kwargs.depth=1"]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("quickstart-")
     summary = json.loads((folder / "summary.json").read_text())

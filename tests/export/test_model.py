@@ -36,7 +36,8 @@ def test_onnx_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(run(x), model(x), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", slow_unless("inline_swin_tiny"))  # has windows, shifted too
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
 def test_pt2_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
     model = create_shallow(name)
     exported = export_model(model, tmp_path / "m.pt2", format="pt2", dynamic_batch=True, dynamic_size=True)

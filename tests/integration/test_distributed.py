@@ -31,8 +31,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     assert _runs.run(_runs.arguments(root / "one", *SETTINGS), log=root / "one.txt") == 0
     for name, settings in (("two", TWO), ("sharded", SHARDED)):
-        log = root / f"{name}.txt"
-        assert _runs.run_ranks(_runs.arguments(root / name, *settings), 2, log=log) == [0, 0], log.read_text()
+        log, saving = root / f"{name}.txt", (*settings, "checkpoint.every_steps=6")
+        assert _runs.run_ranks(_runs.arguments(root / name, *saving), 2, log=log) == [0, 0], log.read_text()
     return root
 
 
@@ -82,8 +82,7 @@ def test_a_checkpoint_serves_any_number_of_ranks(
 ) -> None:
     """Continued after its sixth update, the run makes the last four as it did before."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
-    saving = (*(SHARDED if source == "sharded" else TWO), "checkpoint.every_steps=6")
-    assert _runs.run_ranks(_runs.arguments(output, *saving), 2, log=log) == [0, 0], log.read_text()
+    shutil.copytree(runs / source, output)
     shutil.rmtree(output / "checkpoints" / "step-00000010")
     strategy = "run.strategy=fsdp" if settings is SHARDED else "run.strategy=ddp"
     again = ["train", f"--output={output}", "--resume=auto", f"data.batch_size={16 // ranks}", strategy]

@@ -123,6 +123,7 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert "| InLine (with residual) |" in front
 
 
+@pytest.mark.slow
 def test_what_fails_is_noted_and_made_again_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [Run("digits", "linear", CHECK_EPOCHS, seed, 2) for seed in (0, 1)]
     names = [run.name for run in runs]
@@ -213,6 +214,7 @@ def test_two_calls_share_a_grid(tmp_path: Path) -> None:
         assert len(json.loads((tmp_path / name / "environment.json").read_text())) == 1
 
 
+@pytest.mark.slow
 def test_interrupted_twice_nothing_is_waited_for_and_nothing_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 from window_oracle import members
 
 from inline_attention.layers.embed import PatchEmbed, resize_map
@@ -64,11 +63,21 @@ def test_patch_embed_is_a_strided_convolution(size: tuple[int, int], patch: int)
     torch.testing.assert_close(embed(channels_last), expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_resize_map(mode: str) -> None:
-    x = torch.randn(1, 4, 6, 3)
-    assert resize_map(x, (4, 6), mode=mode) is x
-    expected: Tensor = torch.nn.functional.interpolate(
-        x.permute(0, 3, 1, 2), size=(7, 5), mode=mode, align_corners=False, antialias=False
+def test_resize_map_interpolates_between_centres() -> None:
+    rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
+    x = torch.stack([rows, columns], -1)[None]
+    assert resize_map(x, (4, 6), mode="bilinear") is x
+    out = resize_map(x, (8, 3), mode="bilinear")
+    rows, columns = torch.meshgrid(
+        torch.tensor([0, 0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3]), torch.tensor([0.5, 2.5, 4.5]), indexing="ij"
     )
-    assert torch.equal(resize_map(x, (7, 5), mode=mode), expected.permute(0, 2, 3, 1))
+    torch.testing.assert_close(out, torch.stack([rows, columns], -1)[None])
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("bilinear", 0.0), ("bicubic", -0.09375)])
+def test_resize_map_does_not_average(mode: str, expected: float) -> None:
+    """A quarter of the size: the first value lies between the second and the third of the map. Antialiasing would take
+    the first one too."""
+    x = torch.zeros(1, 1, 8, 1)
+    x[0, 0, 0] = 1
+    assert resize_map(x, (1, 2), mode=mode)[0, 0, 0].item() == pytest.approx(expected)

@@ -26,7 +26,6 @@ IMAGE_SIZES = [(224, 224), (160, 288), (225, 319)]
 every_model = pytest.mark.parametrize("name", NAMES)
 every_distinct_model = pytest.mark.parametrize("name", DISTINCT)
 one_per_family = pytest.mark.parametrize("name", ONE_PER_FAMILY)
-both_attentions_per_family = pytest.mark.parametrize("name", [name for name in DISTINCT if name.endswith("_tiny")])
 
 
 def train_step(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -267,7 +266,14 @@ def test_gradient_checkpointing_saves_memory() -> None:
     assert sizes[1] < sizes[0] / 2
 
 
-@both_attentions_per_family
+# The fast ones: tokens as a sequence, and windows that are shifted.
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "deit" in name or "_swin" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in ONE_PER_FAMILY
+    ],
+)
 def test_compile(name: str) -> None:
     """One graph, forward and backward, with the gradients of the eager model."""
     torch.compiler.reset()
@@ -280,11 +286,10 @@ def test_compile(name: str) -> None:
     torch.testing.assert_close({n.removeprefix("_orig_mod."): g for n, g in compiled_grads.items()}, grads)
 
 
-@pytest.mark.parametrize(
-    "name", ["inline_deit_tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_PER_FAMILY[1:])]
-)
+@pytest.mark.slow  # tracing dynamic sizes takes ten seconds a model
+@one_per_family
 def test_compiled_graphs_serve_other_sizes(name: str) -> None:
-    """Padding or none, one graph: sizes change from batch to batch, and compiling takes its time."""
+    """One graph, with or without padding: sizes change from batch to batch, and compiling is slow."""
     torch.compiler.reset()
     model = create_shallow(name)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -306,7 +311,7 @@ def test_compile_with_inductor(name: str) -> None:
         torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), atol=1e-4, rtol=1e-4)
 
 
-@both_attentions_per_family
+@one_per_family
 def test_export(name: str) -> None:
     model = create_shallow(name)
     x = image(65, 64)

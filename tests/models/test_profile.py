@@ -74,7 +74,7 @@ def test_summary_and_published_macs(name: str) -> None:
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
 def test_all_inline_models_are_linear_in_pixels(name: str) -> None:
     model = on_meta(name, attention="inline")
-    sides = (224, 448, 896, 1792)
+    sides = (224, 448, 896)
     macs = [count_macs(model, img_size=(side, side)) for side in sides]
     # What does not grow: the head, the kernel generators and the class token, a few millions.
     per_pixel = [m / side**2 for m, side in zip(macs, sides, strict=True)]

@@ -152,17 +152,18 @@ def test_local_residual_is_a_convolution_with_a_kernel_per_sample(masked: bool) 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("local", [False, True])
 def test_gradients(feature_map: str, masked: bool, local: bool) -> None:
-    q, k, v = (x[:1, :, :2, :2].requires_grad_() for x in qkv())
-    mask = some_mask()[:1] if masked else None
+    q, k, v = (x[:1, :7, :2, :2].requires_grad_() for x in qkv())
+    mask = torch.tensor([[True, False, True, True, True, False, True]]) if masked else None
     weight = local_kernels()[:1, :2, :2].requires_grad_() if local else None
 
     def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> Tensor:
         return inline_attention(
-            q, k, v, feature_map=feature_map, local_weight=weight, grid=GRID, num_prefix_tokens=PREFIX,
+            q, k, v, feature_map=feature_map, local_weight=weight, grid=(2, 3), num_prefix_tokens=1,
             token_mask=mask, query_mask=mask,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(call, (q, k, v, weight))
+    assert torch.autograd.gradgradcheck(call, (q, k, v, weight), fast_mode=True)
 
 
 def test_masks_of_queries_and_keys_are_independent() -> None:
@@ -195,23 +196,6 @@ def test_a_token_mask_says_nothing_of_queries(attend: Callable[..., Tensor]) -> 
         assert (matrix.abs().sum((1, 3)) > 0).all()
 
 
-@pytest.mark.parametrize("feature_map", MAPS)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("local", [False, True])
-def test_second_derivatives(feature_map: str, masked: bool, local: bool) -> None:
-    q, k, v = (x[:1, :7, :1, :2].requires_grad_() for x in qkv())
-    mask = torch.tensor([[True, False, True, True, True, False, True]]) if masked else None
-    weight = local_kernels()[:1, :1, :2].requires_grad_() if local else None
-
-    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> Tensor:
-        return inline_attention(
-            q, k, v, feature_map=feature_map, local_weight=weight, grid=(2, 3), num_prefix_tokens=1,
-            token_mask=mask, query_mask=mask,
-        )  # fmt: skip
-
-    assert torch.autograd.gradgradcheck(call, (q, k, v, weight))
-
-
 def test_second_derivatives_of_one_tensor_in_three_places() -> None:
     x = randn(1, 5, 1, 2).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: inline_attention(x, x, x), (x,))
@@ -220,15 +204,15 @@ def test_second_derivatives_of_one_tensor_in_three_places() -> None:
 
 
 def test_gradients_of_queries_of_another_length() -> None:
-    q, k, v = (x[:1, :, :2, :2].requires_grad_() for x in qkv(queries=3))
-    mask = some_mask()[:1]
+    q, k, v = (x[:1, :9, :2, :2].requires_grad_() for x in qkv(queries=3))
+    mask = some_mask()[:1, :9]
     assert torch.autograd.gradcheck(lambda *x: inline_attention(*x, token_mask=mask, feature_map="exp"), (q, k, v))
 
 
 def test_gradients_of_packed_images() -> None:
-    q, k, v = (x[0, :, :2, :2].requires_grad_() for x in qkv())
+    q, k, v = (x[0, :11, :2, :2].requires_grad_() for x in qkv())
     weight = local_kernels()[:, :2, :2].requires_grad_()
-    bounds, grids = torch.tensor([0, 7, TOKENS]), [(2, 3), (13, 1)]
+    bounds, grids = torch.tensor([0, 7, 11]), [(2, 3), (3, 1)]
 
     def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
         return inline_attention_packed(
@@ -300,7 +284,7 @@ def centred_rank(keys: Tensor, feature_map: str) -> int:
     return int(torch.linalg.matrix_rank(phi - phi.mean(0), atol=1e-3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(p=vectors, q=vectors, keys=key_sets, feature_map=st.sampled_from(["identity", "leaky_relu", "exp"]))
 def test_inline_is_injective(p: Tensor, q: Tensor, keys: Tensor, feature_map: str) -> None:
     """Where φ is injective and the centred keys span the space, different queries get different rows."""
@@ -317,7 +301,7 @@ def test_inline_is_injective(p: Tensor, q: Tensor, keys: Tensor, feature_map: st
         assert (rows[0] - rows[1]).norm() > 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(p=vectors, factor=st.floats(1.5, 20), keys=key_sets, feature_map=st.sampled_from(["identity", "relu"]))
 def test_linear_attention_confuses_collinear_queries(p: Tensor, factor: float, keys: Tensor, feature_map: str) -> None:
     """φ(factor·p) = factor·φ(p), and the division cancels the factor: two queries, one row. InLine tells them apart."""
@@ -333,7 +317,7 @@ def test_linear_attention_confuses_collinear_queries(p: Tensor, factor: float, k
         assert (inline[0] - inline[1]).norm() > 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(p=vectors, q=vectors, keys=key_sets)
 def test_softmax_is_injective_when_the_keys_span(p: Tensor, q: Tensor, keys: Tensor) -> None:
     """rank(K) = d and rank([K, 1]) = d + 1: its logarithm determines s·K·q up to a constant, and so q."""

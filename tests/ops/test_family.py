@@ -146,7 +146,7 @@ def test_gradients(normalization: Any, feature_map: str, names: tuple[str, ...])
     def call(*x: Any) -> Tensor:
         return linear_attention(*x[:3], token_weight=x[3], query_offset=x[4], local_weight=x[5], **options)
 
-    assert gradcheck(call, tensors)
+    assert gradcheck(call, tensors, fast_mode=True)
     assert gradgradcheck(call, tensors, fast_mode=True)
 
 
@@ -305,11 +305,11 @@ def test_activation_checkpointing() -> None:
         assert torch.equal(grad, other)
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_export(normalization: Any) -> None:
+def test_export() -> None:
     class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return linear_attention(q, k, v, normalization=normalization) + tangent_attention(q, k, v)
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+            outs = [linear_attention(q, k, v, normalization=normalization) for normalization in NORMALIZATIONS]
+            return [*outs, tangent_attention(q, k, v)]
 
     tensors = make()
     program = torch.export.export(Module(), tensors)

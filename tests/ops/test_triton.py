@@ -198,28 +198,25 @@ def test_masks_of_queries_and_keys_are_independent(given, local, path):
     assert all(torch.equal(clean[name], poisoned[name]) for name in clean)
 
 
-def heads_first(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 LAYOUTS = {
-    "heads first": heads_first,
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "separate": torch.Tensor.contiguous,
     "sliced": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
 }
 
 
-@pytest.mark.parametrize(("layout", "dtype"), list(zip(LAYOUTS, DTYPES * 4, strict=False)))
-def test_any_strides(layout, dtype, path):
+@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:1])
+def test_any_strides(dtype, path):
     """Of the inputs, and of the gradient that arrives: the same numbers, to the bit."""
     qkv, weight, grad, options = make_inputs(2, (3, 5), 0, 2, 16, dtype)
     expected = run(qkv, weight, grad, options, backend="triton")
-    leaves = [LAYOUTS[layout](x).requires_grad_() for x in qkv.unbind(2)]
-    out = inline_attention(*leaves, local_weight=weight, backend="triton", **options)
-    results = [out, *torch.autograd.grad(out, leaves, LAYOUTS[layout](grad))]
-    for name, x in zip(("out", "dq", "dk", "dv"), results, strict=True):
-        assert torch.equal(x, expected[name]), name
+    for layout in LAYOUTS.values():
+        leaves = [layout(x).requires_grad_() for x in qkv.unbind(2)]
+        out = inline_attention(*leaves, local_weight=weight, backend="triton", **options)
+        results = [out, *torch.autograd.grad(out, leaves, layout(grad))]
+        for name, x in zip(("out", "dq", "dk", "dv"), results, strict=True):
+            assert torch.equal(x, expected[name]), name
 
 
 def test_tokens_far_apart(path):

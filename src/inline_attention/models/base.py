@@ -102,6 +102,8 @@ class VisionModel(nn.Module):
 
     def init_weights(self) -> None:
         """Draws linear layers from a truncated normal of std 0.02, with zero biases. The others keep their defaults."""
+        if next(self.parameters()).is_meta:
+            return  # there is nothing to draw, and on the meta device a truncated normal is slow Python
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import timm
 
+from inline_attention.models.base import VisionModel
 from inline_attention.models.hub import hf_arguments
 
 from .route import Request, Route, Run
@@ -15,8 +16,9 @@ def _write_hf(request: Request, path: Path) -> None:
     prepared = {key: json.loads(request.about[key]) for key in ("mean", "std")}
     prepared |= {key: request.about[key] for key in ("interpolation", "crop_mode")}
     prepared["crop_pct"] = float(request.about["crop_pct"])
+    assert isinstance(request.model, VisionModel)  # `export_model` refuses others
     arguments = hf_arguments(request.model, class_names=names, preprocessing=prepared)
-    timm.models.save_for_hf(request.model, path, **arguments)
+    timm.models.save_for_hf(request.model, str(path), **arguments)
 
 
 def _load_hf(path: Path, request: Request) -> Run:

@@ -76,8 +76,8 @@ def export_model(
     if (dynamic_batch or dynamic_size) and not route.is_dynamic:
         able = ", ".join(name for name in FORMATS if ROUTES[name].is_dynamic)
         raise ValueError(f"format={format!r} takes no dynamic batch or size; {able} do")
-    if format == "hf" and hasattr(model, "linearization"):
-        raise ValueError("format='hf': timm and transformers cannot build a linearised model; expected another format")
+    if format == "hf" and (hasattr(model, "linearization") or not isinstance(model, VisionModel)):
+        raise ValueError("format='hf': timm and transformers cannot build a linearised model; choose another format")
     about = describe(model, class_names=class_names, preprocessing=preprocessing)
     route.check_packages()
     path = Path(path)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.data import ImageNetInfo
+from torch import Tensor
 
 from inline_attention.data import EvalLoader
 from inline_attention.tasks.classification.classifier import Classifier
@@ -39,21 +40,28 @@ def predict(
     loader.to(device)
     model: Any = classifier.model.to(device).eval()  # timm's contract
     names = classifier.class_names or [str(label) for label in range(model.num_classes)]
-    descriptions = _descriptions(names)
+    descriptions = describe_classes(names)
     for batch in loader:
         if len(batch.images) == 0:  # none of them could be read
             continue
         with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             logits = model(batch.images)
-        probabilities = logits.float().softmax(dim=1)
-        best = probabilities.topk(min(topk, len(names)), dim=1)
-        columns = (batch.sample_ids.tolist(), best.indices.tolist(), best.values.tolist())
-        for sample, labels, values in zip(*columns, strict=True):
-            ranked = zip(labels, values, strict=True)
-            yield Prediction(sample, [Guess(label, names[label], descriptions[label], p) for label, p in ranked])
+        guesses = best_guesses(logits, names, descriptions, topk=topk)
+        for sample, ranked in zip(batch.sample_ids.tolist(), guesses, strict=True):
+            yield Prediction(sample, ranked)
 
 
-def _descriptions(names: Sequence[str]) -> list[str]:
+def best_guesses(logits: Tensor, names: Sequence[str], descriptions: Sequence[str], *, topk: int) -> list[list[Guess]]:
+    """The most probable classes of each image: logits (B, classes) → B lists, the most probable first"""
+    best = logits.float().softmax(dim=1).topk(min(topk, len(names)), dim=1)
+    return [
+        [Guess(label, names[label], descriptions[label], p) for label, p in zip(labels, values, strict=True)]
+        for labels, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+def describe_classes(names: Sequence[str]) -> list[str]:
+    """What WordNet calls each class; "" for names that are not WordNet's"""
     imagenet = ImageNetInfo()
 
     def describe(name: str) -> str:

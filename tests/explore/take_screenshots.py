@@ -31,6 +31,7 @@ def visit(browser: Any, url: str, viewport: dict[str, int], scheme: str) -> list
             page.mouse.click(box["x"] + 0.38 * box["width"], box["y"] + 0.35 * box["height"])
             for kind in KINDS:
                 expect(page.locator(f"[data-kind={kind}] .facts")).to_contain_text("Smallest")
+                expect(page.locator(f"[data-kind={kind}] .guesses li").first).to_be_visible()
             expect(page.locator(".panel.stale")).to_have_count(0)
         else:
             expect(page.locator("#cost-chart polyline")).to_have_count(3)

@@ -1,5 +1,6 @@
 """The maps are rows of the attention that the model computes, and the models are the ones asked for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,24 @@ def test_a_map_is_a_row_of_the_layer(
     rows = layer.weights()[0]  # (heads, N, N), the class token first
     row = (rows.mean(0) if head is None else rows[head])[1 + 2 * GRID + 1]
     torch.testing.assert_close(torch.tensor(found.weights), row[1:], rtol=1e-4, atol=1e-7)
+
+
+def test_a_prediction_is_the_model_s_own(subjects: list[Subject], picture: Image.Image) -> None:
+    names = ["n01440764", "cat", "dog", "n01443537", "cow"]
+    named = [replace(subject, class_names=names if subject.weights else None) for subject in subjects]
+    maps = Maps(named, device=CPU)
+    for number, subject in enumerate(named):
+        guesses = maps.prediction("a", picture, model=number)
+        if subject.weights is None:
+            assert guesses == []
+            continue
+        with torch.no_grad():
+            shares = subject.model(prepare(picture, subject, device=CPU)).softmax(1)[0]
+        order = shares.argsort(descending=True)[:3].tolist()
+        assert [guess.name for guess in guesses] == [names[label] for label in order]
+        assert [guess.probability for guess in guesses] == pytest.approx(shares[order].tolist())
+    unnamed = Maps(subjects, device=CPU).prediction("a", picture, model=0)
+    assert all(guess.name == f"class {guess.label}" for guess in unnamed)
 
 
 def test_the_residual_is_on_the_neighbours(subjects: list[Subject], picture: Image.Image) -> None:

@@ -233,6 +233,27 @@ def legend(page: Any) -> list[float]:
     return [float(text.replace("−", "-")) for text in page.locator("#image-legend span").all_inner_texts()]
 
 
+def test_predictions_are_beside_the_maps(open_page: Callable[..., Any], server: ExploreServer) -> None:
+    page = open_page("image")
+    for number, kind in enumerate(KINDS):
+        guesses = page.locator(f"article[data-kind={kind}] .guesses li")
+        _, answer, _ = ask(server, "POST", "/api/prediction", dict(picture="china", model=number))
+        if kind == "linear":  # the one with random weights
+            assert answer["guesses"] == []
+            expect(guesses).to_have_text(["No prediction: random weights."])
+            continue
+        expect(guesses).to_have_count(3)
+        for item, guess in zip(guesses.all(), answer["guesses"], strict=True):
+            expect(item.locator("span")).to_have_text(guess["name"])
+            assert float(item.locator("b").inner_text().rstrip("%")) == pytest.approx(
+                100 * guess["probability"], abs=0.5
+            )
+    page.locator("#image-samples button").nth(1).click()
+    _, answer, _ = ask(server, "POST", "/api/prediction", dict(picture="flower", model=0))
+    meter = page.locator("article[data-kind=softmax] .guesses meter").first
+    expect(meter).to_have_attribute("value", str(answer["guesses"][0]["probability"]))
+
+
 def test_all_maps_share_a_scale(open_page: Callable[..., Any], server: ExploreServer) -> None:
     """The legend reads as weight × N, its ends are the largest of any map, and its middle is in the middle."""
     page = open_page("image")

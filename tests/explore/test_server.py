@@ -170,6 +170,22 @@ def test_wrong_bodies(server: ExploreServer, body: bytes, content_type: str, sta
     assert content["error"]
 
 
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        (dict(model=3), 400, "model is 3; expected a whole number below 3"),
+        (dict(model=None), 400, "model is None"),
+        (dict(picture="../secret"), 404, "the picture is no longer here"),
+    ],
+)
+def test_wrong_requests_for_predictions(
+    server: ExploreServer, change: dict[str, Any], status: int, message: str
+) -> None:
+    found, answer, _ = ask(server, "POST", "/api/prediction", {"picture": "china", "model": 0, **change})
+    assert found == status
+    assert message in answer["error"]
+
+
 def test_uploads(server: ExploreServer) -> None:
     status, content, _ = ask(server, "POST", "/api/pictures", picture_file())
     assert status == 201

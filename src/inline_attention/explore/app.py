@@ -75,6 +75,7 @@ class App:
             ("GET", "/api/setup"): lambda request: self._setup_response,
             ("POST", "/api/pictures"): self._add_picture,
             ("POST", "/api/map"): self._map,
+            ("POST", "/api/prediction"): self._predict,
             ("GET", "/api/cost"): self._cost,
             ("POST", "/api/measure"): self._measure,
         }
@@ -134,6 +135,15 @@ class App:
         with self._gate.turn():
             found = self._maps.attention_map(name, picture.image, model=model, layer=layer, head=head, x=x, y=y)
         return Response.json(dataclasses.asdict(found))
+
+    def _predict(self, request: Request) -> Response:
+        body = request.json()
+        name = str(body.get("picture"))
+        picture = self._picture(name)
+        model = _integer(body, "model", len(self._subjects))
+        with self._gate.turn():
+            guesses = self._maps.prediction(name, picture.image, model=model)
+        return Response.json(dict(guesses=[guess._asdict() for guess in guesses]))
 
     def _cost(self, request: Request) -> Response:
         with self._gate.turn():

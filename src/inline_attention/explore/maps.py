@@ -1,4 +1,4 @@
-"""Attention maps of a picture: the weights of one token on the others, in a layer and head of a model."""
+"""Attention maps and predictions of a picture: what a token of a model attends to, and what the model sees."""
 
 import math
 from collections import OrderedDict
@@ -11,10 +11,13 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from inline_attention.analysis import LayerAttention, capture, layer_names
+from inline_attention.tasks.classification.classifier import class_descriptions
+from inline_attention.tasks.classification.prediction import Guess, best_guesses
 
 from .subjects import Subject
 
-CACHED_LAYERS = 32
+CACHED_LAYERS, CACHED_PREDICTIONS = 32, 256
+GUESSES = 3  # classes of a prediction
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Maps:
     def __init__(self, subjects: Sequence[Subject], *, device: torch.device) -> None:
         self._subjects, self._device = subjects, device
         self._layers: OrderedDict[tuple[str, int, int], LayerAttention] = OrderedDict()
+        self._predictions: OrderedDict[tuple[str, int], list[Guess]] = OrderedDict()
         self.layer_counts = [len(layer_names(subject.model)) for subject in subjects]
 
     def attention_map(
@@ -83,6 +87,21 @@ class Maps:
             weights=_numbers(rows[0]),
             with_local=_numbers(rows[1]) if attention.local else None,
         )
+
+    def prediction(self, name: str, image: Image.Image, *, model: int) -> list[Guess]:
+        """The most probable classes of a picture, the first of them first. Empty for a model with random weights."""
+        subject = self._subjects[model]
+        if subject.weights is None:
+            return []
+        key = (name, model)
+        if key not in self._predictions:
+            with torch.no_grad():
+                logits = subject.model(prepare(image, subject, device=self._device))
+            names = subject.class_names or [f"class {label}" for label in range(logits.shape[1])]
+            (self._predictions[key],) = best_guesses(logits, names, class_descriptions(names), topk=GUESSES)
+            if len(self._predictions) > CACHED_PREDICTIONS:
+                self._predictions.popitem(last=False)
+        return self._predictions[key]
 
     def _layer(self, name: str, image: Image.Image, model: int, layer: int) -> LayerAttention:
         key = (name, model, layer)

@@ -28,6 +28,7 @@ class Subject:
     model: VisionModel
     data: DataConfig  # its image size and normalisation
     weights: str | None  # the file's name; None: random
+    class_names: list[str] | None = None  # None: the file does not name them
 
 
 def load_subjects(weights: Sequence[str] = (), *, device: torch.device) -> list[Subject]:
@@ -81,4 +82,5 @@ def _random(kind: str, like: Subject | None) -> Subject:
 def _subject(classifier: Classifier, *, weights: str | None) -> Subject:
     model = classifier.model
     assert isinstance(model, VisionModel)
-    return Subject(model.attention[0][0], architecture(model), model, classifier.data, weights)
+    names = None if weights is None else classifier.class_names
+    return Subject(model.attention[0][0], architecture(model), model, classifier.data, weights, names)

@@ -176,7 +176,7 @@ def rows(found: Detections) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("head", ["mask_rcnn", "cascade_mask_rcnn"])
+@pytest.mark.parametrize("head", ["faster_rcnn", "mask_rcnn", "cascade_mask_rcnn"])
 def test_detectors_learn_the_same_from_padded_images(head: str) -> None:
     model = small_detector("inline_pvt_tiny", head)
     x, sizes = images(dtype=torch.float32)[1:3], SIZES[1:3]

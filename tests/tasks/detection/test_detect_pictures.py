@@ -1,5 +1,7 @@
 """What is drawn: the mask in its colour, the box around it, nothing of what is not sure."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -28,6 +30,15 @@ def test_the_sure_object_is_drawn() -> None:
     assert (picture[100:] == 0).all()
     everything = np.asarray(draw(Image.new("RGB", (120, 120)), result(), class_names=["cat", "dog"], min_score=0.2))
     assert (everything[109, 109] > 0).any()
+
+
+def test_boxes_alone_are_drawn_without_masks_and_thicker() -> None:
+    found = replace(result(), masks=None)
+    picture = np.asarray(draw(Image.new("RGB", (120, 120)), found, class_names=["cat", "dog"], min_score=0.5))
+    colour = np.array(class_colour(2))
+    assert (picture[70, 60] == 0).all()  # nothing inside the box
+    assert (picture[50:52, 60] == colour).all()
+    assert (picture[52, 60] == 0).all()
 
 
 def plate(box: list[float]) -> tuple[np.ndarray, np.ndarray]:

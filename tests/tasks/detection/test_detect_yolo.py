@@ -5,12 +5,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from coco_shapes import NAMES, draw_shapes, draw_yolo, write_annotations
 from PIL import Image
 
 from inline_attention.tasks.detection import yolo
 from inline_attention.tasks.detection.coco import read_coco
 from inline_attention.tasks.detection.config import DetectionDataConfig
+from inline_attention.tasks.detection.data import open_detection_data
 from inline_attention.tasks.detection.layouts import find_layout, read_split
 from inline_attention.tasks.detection.yolo import read_yolo
 
@@ -196,3 +198,24 @@ def test_a_folder_without_annotations_says_what_was_looked_for(tmp_path: Path) -
 def test_mask_heads_cannot_learn_from_boxes(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"has YOLO labels, which are boxes alone; .* set model.head=faster_rcnn"):
         read_split(DetectionDataConfig(path=str(folder)), "train", masks=True)
+
+
+def test_batches_of_boxes_are_padded_and_mirrored_as_those_with_masks(tmp_path: Path) -> None:
+    """The same images and objects from both layouts: the same pixels, sizes and boxes, without masks."""
+    pytest.importorskip("pycocotools")
+    contents = draw_yolo(tmp_path / "yolo", splits={"train": 3, "val": 1})
+    for split, content in contents.items():
+        draw_shapes(tmp_path / "coco", split=split, images=len(content["images"]), seed=list(contents).index(split))
+    batches = []
+    for layout in ("yolo", "coco"):
+        config = DetectionDataConfig(path=str(tmp_path / layout), batch_size=3, train_short_sides=(48, 80), workers=0)
+        (batch,) = open_detection_data(config, masks=layout == "coco", seed=4).train.epoch(0)
+        batches.append(batch)
+    boxes, masks = batches
+    assert len(set(boxes.sizes)) > 1
+    assert boxes.sizes == masks.sizes
+    assert torch.equal(boxes.images, masks.images)
+    for target, other in zip(boxes.targets, masks.targets, strict=True):
+        assert target.keys() == {"boxes", "labels"}
+        torch.testing.assert_close(target["boxes"], other["boxes"], rtol=1e-5, atol=1e-4)
+        assert torch.equal(target["labels"], other["labels"])

@@ -111,13 +111,14 @@ function makePanel({ title, name, model = null, head = null }) {
   const node = html("article", { class: "card panel", "data-kind": model?.kind ?? "picture" }, html("header", {}, title));
   if (head) node.firstChild.append(head);
   node.append(canvas);
+  const guesses = html("ol", { class: "guesses", "aria-label": `Prediction, ${name}` });
   if (model) {
     const source = model.weights ?? html("span", { class: "badge" }, "random weights");
-    node.append(facts, html("p", {}, `${describe(model)} · `, source));
+    node.append(guesses, facts, html("p", {}, `${describe(model)} · `, source));
   } else {
     node.append(facts);
   }
-  const panel = { node, canvas, model, head, facts, map: null, asking: false, outdated: false };
+  const panel = { node, canvas, model, head, facts, guesses, map: null, asking: false, outdated: false };
   const choose = (event) => {
     const box = canvas.getBoundingClientRect();
     select((event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
@@ -176,7 +177,31 @@ async function usePicture(picture) {
   }
   panels.forEach((panel) => (panel.map = null));
   update();
+  panels.filter((panel) => panel.model).forEach((panel) => predict(panel, picture));
   return true;
+}
+
+/** Shows the classes that a model finds most probable, with their probabilities. */
+async function predict({ guesses, model }, picture) {
+  guesses.replaceChildren();
+  let found;
+  try {
+    found = (await ask("/api/prediction", { json: { picture, model: model.index } })).guesses;
+  } catch (error) {
+    guesses.replaceChildren(html("li", { class: "error" }, error.message));
+    return;
+  }
+  if (picture !== state.picture) return; // another one was chosen meanwhile
+  const items = found.map(({ name, description, probability }) =>
+    html(
+      "li",
+      {},
+      html("span", { title: description || name }, description.split(",")[0] || name),
+      html("meter", { min: 0, max: 1, value: probability, "aria-hidden": "true" }),
+      html("b", {}, `${(100 * probability).toFixed(probability < 0.0995 ? 1 : 0)}%`),
+    ),
+  );
+  guesses.replaceChildren(...(items.length > 0 ? items : [html("li", {}, "No prediction: random weights.")]));
 }
 
 async function upload(file) {

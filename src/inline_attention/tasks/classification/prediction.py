@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from inline_attention.data import EvalLoader
 from inline_attention.tasks.classification.classifier import Classifier, class_descriptions
@@ -44,9 +45,15 @@ def predict(
             continue
         with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             logits = model(batch.images)
-        probabilities = logits.float().softmax(dim=1)
-        best = probabilities.topk(min(topk, len(names)), dim=1)
-        columns = (batch.sample_ids.tolist(), best.indices.tolist(), best.values.tolist())
-        for sample, labels, values in zip(*columns, strict=True):
-            ranked = zip(labels, values, strict=True)
-            yield Prediction(sample, [Guess(label, names[label], descriptions[label], p) for label, p in ranked])
+        guesses = best_guesses(logits, names, descriptions, topk=topk)
+        for sample, ranked in zip(batch.sample_ids.tolist(), guesses, strict=True):
+            yield Prediction(sample, ranked)
+
+
+def best_guesses(logits: Tensor, names: Sequence[str], descriptions: Sequence[str], *, topk: int) -> list[list[Guess]]:
+    """The most probable classes of each image: logits (B, classes) → B lists, the most probable first"""
+    best = logits.float().softmax(dim=1).topk(min(topk, len(names)), dim=1)
+    return [
+        [Guess(label, names[label], descriptions[label], p) for label, p in zip(labels, values, strict=True)]
+        for labels, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]

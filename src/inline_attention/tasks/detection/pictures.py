@@ -23,10 +23,11 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
     pen = ImageDraw.Draw(picture)
     height = max(10, min(picture.size) // 40)
     font = ImageFont.load_default(height)
+    line = max(1, height // 8) if result.masks is not None else max(2, height // 4)  # boxes alone must be seen
     for n in reversed(shown):  # the highest score on top
         colour = class_colour(int(result.labels[n]))
         x0, y0, x1, y1 = (float(side) for side in result.boxes[n])
-        pen.rectangle((x0, y0, x1, y1), outline=colour, width=max(1, height // 8))
+        pen.rectangle((x0, y0, x1, y1), outline=colour, width=line)
         text = f"{class_names[int(result.labels[n]) - 1]} {result.scores[n]:.2f}"
         _write(pen, text, corner=(x0, y0), colour=colour, font=font, size=picture.size, margin=max(2, height // 4))
     return picture

@@ -149,6 +149,7 @@ def run_expansion(args: argparse.Namespace) -> int:
 
 
 def run_ablation(args: argparse.Namespace) -> int:
+    from inline_attention.analysis.report import to_plain
     from inline_attention.environment import choose_device, describe_environment
     from inline_attention.printing import write_json
     from study.ablation import IMAGES, SHIPPED, Row, ablate
@@ -168,7 +169,7 @@ def run_ablation(args: argparse.Namespace) -> int:
     )
     if args.json:
         model = SHIPPED if args.weights is None else Path(args.weights).name
-        facts = dict(environment=describe_environment(), model=model, rows=[row._asdict() for row in rows])
+        facts = dict(environment=describe_environment(), model=model, rows=to_plain(rows))
         write_json(args.json, facts)
     return 0
 

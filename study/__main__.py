@@ -147,20 +147,22 @@ def run_probes(args: argparse.Namespace) -> int:
 def run_expansion(args: argparse.Namespace) -> int:
     from inline_attention.environment import choose_device, describe_environment
     from inline_attention.printing import write_json
-    from study.expansion import TEACHER_SHA256, evaluate_rows, read_rows
+    from study.expansion import ROWS, TEACHER_SHA256, evaluate_rows, read_rows
 
     known = read_rows(args.json) if args.json else []
-    device, rows = choose_device(args.device), []
-    for row in evaluate_rows(args.data, device=device, batch_size=args.batch_size, workers=args.workers, known=known):
-        rows.append(row)
+    table = {row.title: row for row in known}
+    loading = dict(batch_size=args.batch_size, workers=args.workers)
+    for row in evaluate_rows(args.data, device=choose_device(args.device), known=known, **loading):
         say(f"{row.title:28} top-1 {row.top1:.2f}%  top-5 {row.top5:.2f}%  {row.images} images")
-        if args.json and row not in known:
-            facts = dict(environment=describe_environment(), teacher=TEACHER_SHA256, rows=[r._asdict() for r in rows])
-            write_json(args.json, facts)
+        if args.json and row.title not in table:
+            table[row.title] = row
+            rows = [table[title]._asdict() for title in ROWS if title in table]
+            write_json(args.json, dict(environment=describe_environment(), teacher=TEACHER_SHA256, rows=rows))
     return 0
 
 
 def run_ablation(args: argparse.Namespace) -> int:
+    from inline_attention.analysis.report import to_plain
     from inline_attention.environment import choose_device, describe_environment
     from inline_attention.printing import write_json
     from study.ablation import IMAGES, SHIPPED, Row, ablate
@@ -180,7 +182,7 @@ def run_ablation(args: argparse.Namespace) -> int:
     )
     if args.json:
         model = SHIPPED if args.weights is None else Path(args.weights).name
-        facts = dict(environment=describe_environment(), model=model, rows=[row._asdict() for row in rows])
+        facts = dict(environment=describe_environment(), model=model, rows=to_plain(rows))
         write_json(args.json, facts)
     return 0
 

@@ -209,8 +209,17 @@ SMALLER_DATA = {
     for part, share in DATA_SHARES.items()
     for name in ("softmax", "linear", "linear_residual", "inline")
 }
+# Backbones with maps at several strides, which are trained here and then fine-tuned under segmentation heads.
+BACKBONES = {
+    model: Row(f"{title}-T", {}, model=model)
+    for model, title in (
+        ("inline_pvt_tiny", "InLine-PVT"), ("softmax_pvt_tiny", "PVT"),
+        ("inline_swin_tiny", "InLine-Swin"), ("softmax_swin_tiny", "Swin"),
+    )
+}  # fmt: skip
 _SETS = (
     MAIN, FEATURE_MAPS, WITH_SHARED_MAP, BASELINES, FAMILY, WINDOWS, DEEP, RATES, GAINS, PUBLISHED, SMALLER_DATA,
+    BACKBONES,
 )  # fmt: skip
 ROWS = {name: row for rows in _SETS for name, row in rows.items()}
 assert len(ROWS) == sum(map(len, _SETS))
@@ -333,6 +342,7 @@ GROUPS = {
     "long": Group("the five main models for longer", tuple(MAIN), (LONG_EPOCHS,), SEEDS),
     "data_size": Group("do the gaps depend on the number of images?", tuple(SMALLER_DATA), (0,), SEEDS),
     "published": Group("published augmentation and clipping", tuple(PUBLISHED), (PUBLISHED_EPOCHS,), SEEDS[:2]),
+    "backbones": Group("backbones for segmentation", tuple(BACKBONES), (0,)),
     "tokens": Group("the number of tokens", tuple(MAIN), (TOKENS_EPOCHS,), dataset="imagenette"),
     "feature_maps": Group("other feature maps", tuple(FEATURE_MAPS), (VARIANT_EPOCHS,)),
     "baselines": Group("older linear attentions", tuple(BASELINES), (VARIANT_EPOCHS,)),

@@ -34,14 +34,14 @@ def plan(
 
 
 def expected_seconds(run: Run, finished: Sequence[RunResult]) -> float | None:
-    """The training time of a run while JOBS run at a time, by finished runs with the same data, tokens and settings.
+    """The training time of a run while JOBS run at a time, by finished runs of such models on the same data.
 
     Runs of the same row are preferred, then those of the most similar length. None without any: then nothing is known
     of what its settings cost, such as augmentation by workers.
     """
     ours = _cost_settings(run)
     known = [r for r in finished if (r.run.dataset, r.run.patch) == (run.dataset, run.patch)]
-    known = [r for r in known if _cost_settings(r.run) == ours and ROWS[r.run.row].is_deit == ROWS[run.row].is_deit]
+    known = [r for r in known if _cost_settings(r.run) == ours and ROWS[r.run.row].model == ROWS[run.row].model]
     known = [r for r in known if r.run.row == run.row] or known
     if not known:
         return None

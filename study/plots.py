@@ -85,9 +85,9 @@ def draw_answer(
     for i, row in enumerate(rows):
         for j, (epochs, by_row) in enumerate(accuracies.items()):
             values = by_row.get(row, [])
-            place = [len(rows) - 1 - i + 0.15 * (len(accuracies) - 1 - 2 * j)] * len(values)
+            at = len(rows) - 1 - i + 0.15 * (len(accuracies) - 1 - 2 * j)
             label = f"{epochs} epochs" if i == 0 else None
-            left.plot(values, place, "o", color=COLOURS[j], alpha=0.8, label=label)
+            left.plot(values, [at] * len(values), "o", color=COLOURS[j], alpha=0.8, label=label)
     left.set_yticks(range(len(rows)), rows[::-1])
     left.legend(fontsize=8)
     left.set(title="Accuracy", xlabel="validation top-1 (%)", ylim=(-0.6, len(rows) - 0.4))

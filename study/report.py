@@ -360,8 +360,9 @@ def missing_table(results: Results) -> str:
 def _setting(results: Results, setting: Setting) -> str:
     """The section of one setting: the DeiT rows, then the Swin rows, each with its analyses."""
     values: dict[str, object] = {"setting": setting, "provenance": provenance(results, setting)}
-    for family in ("deit", "swin"):
-        rows = [row for row in results.rows(setting) if ROWS[row].is_deit == (family == "deit")]
+    families = {"deit": [row for row in ROWS if ROWS[row].is_deit], "swin": list(WINDOWS)}
+    for family, members in families.items():
+        rows = [row for row in results.rows(setting) if row in members]
         if rows:
             values[f"{family}_table"] = setting_table(results, setting, rows)
             values[f"{family}_analyses"] = looked_at(results, setting, rows)

@@ -222,15 +222,7 @@ def read_report(path: Path) -> Results:
             device_seconds=60 * content["device_minutes"],
             probes=content["probes"],
             speed=content["speed"],
-            sweep=sweep
-            and Sweep(
-                *(
-                    {int(side): ratio for side, ratio in sweep.get(key, {}).items()}
-                    for key in ("ratios", "math_ratios")
-                ),
-                sweep["commit"],
-                sweep["machine"],
-            ),
+            sweep=sweep and _sweep_of(sweep),
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a results.json that `python -m study report` wrote: {error!r}") from error
@@ -254,6 +246,13 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
             commit=" and ".join(row["commit"]),
             machine=" and ".join(row["machine"]),
         )
+
+
+def _sweep_of(entry: dict[str, Any]) -> Sweep:
+    flash, written_out = (
+        {int(side): ratio for side, ratio in entry.get(key, {}).items()} for key in ("ratios", "math_ratios")
+    )
+    return Sweep(flash, written_out, entry["commit"], entry["machine"])
 
 
 def _analysis_of(row: dict[str, Any], index: int) -> dict[str, Any] | None:

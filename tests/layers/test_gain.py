@@ -43,6 +43,30 @@ def test_a_gain_multiplies_the_queries(kind: str, fused_qkv: bool) -> None:
     torch.testing.assert_close(other(x, GRID), plain(x, GRID))
 
 
+def test_an_adapter_of_the_projection_has_gains_too() -> None:
+    class Adapter(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.linear, self.more = linear, torch.nn.Linear(DIM, 3 * DIM, bias=False).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + self.more(x)
+
+    x, module = tokens(), attention("inline", 2.0)
+    module.qkv = Adapter(module.qkv)
+    out = module(x, GRID)
+    both = torch.nn.Linear(DIM, 3 * DIM).double()
+    both.load_state_dict({
+        "weight": module.qkv.linear.weight + module.qkv.more.weight, "bias": module.qkv.linear.bias,
+    })  # fmt: skip
+    more, module.qkv = module.qkv.more, module.qkv.linear
+    hook = module.qkv.register_forward_hook(lambda _, args, out: out + more(args[0]))
+    torch.testing.assert_close(module(x, GRID), out)
+    hook.remove()
+    module.qkv = both
+    torch.testing.assert_close(module(x, GRID), out)
+
+
 def test_inline_attention_deviates_from_the_mean_in_proportion() -> None:
     x = tokens()
     plain, doubled = (InLineAttention(DIM, HEADS, local_residual=False, gain=gain).double() for gain in (True, 2.0))

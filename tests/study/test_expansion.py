@@ -61,6 +61,11 @@ def test_a_table_that_was_begun_is_continued(tmp_path: Path, monkeypatch: pytest
             "nowhere", device=torch.device("cpu"), batch_size=1, workers=0, known=expansion.read_rows(table)
         )
     ) == [known]
+    monkeypatch.setattr(expansion, "evaluate_rows", lambda data, *, known, **_: [more, *known])
+    monkeypatch.setattr(expansion, "ROWS", {"linear": ("linear", 1), "softmax": ("softmax", 1)})
+    more = known._replace(title="linear")
+    assert main(["expansion", "--data", "nowhere", "--json", str(table)]) == 0
+    assert expansion.read_rows(table) == [more, known]  # in the order of the table, and nothing is lost
     table.write_text(json.dumps({"teacher": "another", "rows": []}))
     with pytest.raises(ValueError, match="the table of the teacher another"):
         expansion.read_rows(table)

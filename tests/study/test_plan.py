@@ -36,6 +36,7 @@ def test_nothing_is_guessed_of_other_data_and_other_costs(tmp_path: Path) -> Non
         Run("imagenette", "inline", 30, 0, 4),
         Run("tiny_imagenet", "inline_published", 300, 0, 4),  # workers augment
         Run("tiny_imagenet", "swin_window2", 20, 0, 4),
+        Run("tiny_imagenet", "softmax_pvt_tiny", 40, 0, 4),
     ):
         assert expected_seconds(run, known) is None
     assert plan(no_results(), ["main"])[0].minutes is None

@@ -111,8 +111,8 @@ class AffineMap(nn.Module):
 class HeadGain(nn.Module):
     """A learned factor of the queries of each head.
 
-    It multiplies the rows of the projection that make the queries. These are few, so that no pass over the tokens is
-    added and the operation stays as it is.
+    It multiplies the rows of the projection that make the queries. These are few compared with the tokens, and the
+    operation stays as it is.
     """
 
     def __init__(
@@ -135,8 +135,12 @@ class HeadGain(nn.Module):
 
     def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """`linear`, whose first C outputs are the queries, with the gains: (…, C) → (…, its outputs)"""
-        queries = linear.in_features
+        queries = x.shape[-1]
         factor = self.weight.repeat_interleave(queries // len(self.weight))
+        # An adapter, a quantised layer or a hook may compute anything.
+        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+            y = linear(x)
+            return y * F.pad(factor, (0, y.shape[-1] - queries), value=1.0).to(y.dtype)
         factor = F.pad(factor, (0, linear.out_features - queries), value=1.0)
         bias = None if linear.bias is None else factor * linear.bias
         return F.linear(x, factor[:, None] * linear.weight, bias)

@@ -1,6 +1,6 @@
 """The most probable classes of images, by a trained classifier."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch

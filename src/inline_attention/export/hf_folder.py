@@ -16,7 +16,7 @@ def _write_hf(request: Request, path: Path) -> None:
     prepared |= {key: request.about[key] for key in ("interpolation", "crop_mode")}
     prepared["crop_pct"] = float(request.about["crop_pct"])
     arguments = hf_arguments(request.model, class_names=names, preprocessing=prepared)
-    timm.models.save_for_hf(request.model, path, **arguments)
+    timm.models.save_for_hf(request.model, str(path), **arguments)
 
 
 def _load_hf(path: Path, request: Request) -> Run:

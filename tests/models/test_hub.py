@@ -69,6 +69,7 @@ def test_transformers_opens_the_folder(tmp_path, transformers, name):
         assert torch.equal(loaded(pixel_values=image()).logits, model(image()))
 
 
+@pytest.mark.slow
 def test_a_pipeline_names_the_classes(tmp_path, transformers):
     """And prepares the photograph as the folder says."""
     model = write_folder(tmp_path)
@@ -86,7 +87,7 @@ def test_a_pipeline_names_the_classes(tmp_path, transformers):
 
 
 @pytest.mark.slow
-def test_trainer_trains_it_and_saves_the_same_kind_of_folder(tmp_path, transformers):
+def test_trainer_trains_it_and_saves_a_folder_for_both(tmp_path, transformers):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
     write_folder(tmp_path / "folder")
     model = transformers.AutoModelForImageClassification.from_pretrained(
@@ -103,15 +104,19 @@ def test_trainer_trains_it_and_saves_the_same_kind_of_folder(tmp_path, transform
     assert not torch.equal(model.timm_model.head.weight, before)
     trainer.save_model(tmp_path / "trained")
     again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "trained").eval()
+    in_timm = timm.create_model(f"local-dir:{tmp_path / 'trained'}", pretrained=True).eval()
     with torch.no_grad():
-        x = image()
-        torch.testing.assert_close(again(pixel_values=x).logits, model.eval()(pixel_values=x).logits)
+        expected = model.eval()(pixel_values=image()).logits
+        torch.testing.assert_close(again(pixel_values=image()).logits, expected)
+        torch.testing.assert_close(in_timm(image()), expected)
 
 
+@pytest.mark.slow
 def test_backbones_of_transformers(tmp_path, transformers):
     model = write_folder(tmp_path)
     source = f"local-dir:{tmp_path}"
-    auto = transformers.AutoBackbone.from_pretrained(source, use_timm_backbone=True, out_indices=(0, 1, 2, 3)).eval()
+    config = transformers.TimmBackboneConfig(backbone=source, out_indices=(0, 1, 2, 3))
+    auto = transformers.AutoBackbone.from_config(config, pretrained=True).eval()
     direct = transformers.TimmBackbone.from_pretrained(source, out_indices=(0, 1, 2, 3)).eval()
     with torch.no_grad():
         expected = model.forward_intermediates(image(), intermediates_only=True)

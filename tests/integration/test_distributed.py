@@ -257,7 +257,7 @@ def _pid_of_rank(rank: int, *, parent: int) -> int:
     raise AssertionError(f"rank {rank} is not running")
 
 
-@pytest.mark.parametrize("more", [(), ("--knn=3",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--knn=3",), marks=pytest.mark.slow)])
 def test_evaluation_on_two_ranks(runs: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     weights = next(runs.glob("*/checkpoints/last.safetensors"))
     common = ["eval", f"--weights={weights}", f"--data={_runs.images()}", "--device=cpu", "--workers=0", *more]

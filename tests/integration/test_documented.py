@@ -39,6 +39,7 @@ KNOWN = ("n01443537", "n01644900")  # classes that the package's models know
 # Placeholders that are no files: what a reader would put there.
 WORDS = {
     "NAME": "inline_deit_tiny",
+    "MODEL": "softmax_deit_study",
     "RECIPE": "quickstart",
     "H": "64",
     "W": "96",

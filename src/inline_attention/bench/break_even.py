@@ -18,8 +18,8 @@ TOKENS = {"cuda": 2**18, "cpu": 2**12}  # of a batch, at every size: it keeps th
 
 def tangent(x: Inputs) -> Tensor:
     """As a converted layer computes it, with the residual, by the fastest backend of the device."""
-    options = dict(local_weight=x.local_weight, grid=(x.case.height, x.case.width))
-    return tangent_attention_projected(x.qkv, anchor=x.anchor, **options)
+    grid = (x.case.height, x.case.width)
+    return tangent_attention_projected(x.qkv, anchor=x.anchor, local_weight=x.local_weight, grid=grid)
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ def test_the_loss_of_a_classifier(teacher: Path) -> None:
     task = build(LabelledDistillation, teacher, "data.mixup=0", "distill.labels=0.3", "distill.temperature=3")
     student = task.build_model()
     batch = next(task.data.train.epoch(0))
-    losses = task.losses(student, batch, epoch=0, step=0)
     with torch.no_grad():
+        losses = task.losses(student, batch, epoch=0, step=0)
         ours, theirs = student(batch.images).double(), task.teacher(batch.images).double()
     divergence, wrong = 0.0, 0.0
     for logits, taught, label in zip(ours, theirs, batch.targets, strict=True):

@@ -172,6 +172,8 @@ class Matching(Linearization):
             schedule=replace(config.schedule, steps=steps, warmup_steps=0, cooldown_epochs=0),
             checkpoint=replace(saving, every_epochs=steps, every_steps=saving.every_steps or SAVE_STEPS),
             log=replace(config.log, eval_epochs=steps),
+            # FSDP gathers weights for the backward pass of a block's output, and here the loss is inside the blocks.
+            run=replace(config.run, strategy="ddp"),
         )
 
     def build_model(self) -> nn.Module:
@@ -234,7 +236,7 @@ class LogitDistillation(Distillation):
     """Stage 2 of a classifier, without labels: the student learns the teacher's probabilities."""
 
     headline = Headline("agreement", "agreement with the teacher")
-    summary_figures = ("agreement", "cosine")
+    summary_figures: ClassVar[tuple[str, ...]] = ("agreement", "cosine")
 
     def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
         images, _ = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)

@@ -47,11 +47,11 @@ TINY = (
 
 @functools.cache
 def images() -> str:
-    """A folder of real images: the first digits of the embedded set, 160 for training and 101 for validation."""
+    """A folder of real images: the first digits of the embedded set, 160 for training and 41 for validation."""
     root = tempfile.mkdtemp(prefix="digits-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     digits = sklearn.datasets.load_digits()
-    for number, (pixels, label) in enumerate(zip(digits.images[:261], digits.target[:261], strict=True)):
+    for number, (pixels, label) in enumerate(zip(digits.images[:201], digits.target[:201], strict=True)):
         folder = Path(root, "train" if number < 160 else "val", str(label))
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray((pixels * 15).astype("uint8")).save(folder / f"{number}.png")

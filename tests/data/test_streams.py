@@ -3,8 +3,6 @@
 import io
 import json
 import multiprocessing
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -191,14 +189,12 @@ def test_a_run_with_a_bad_label_ends(shards: Path, tmp_path: Path) -> None:
         append(shard, "999999", encoded(0), b"7")
     settings = ("data.num_classes=3", "data.in_memory=false", "data.in_chans=3", "data.workers=1", "data.batch_size=4")
     data = f"--data=wds/{shards}"
-    arguments = training_runs.arguments(tmp_path / "run", *settings, data)
-    program = "import sys; from inline_attention.cli import main; sys.exit(main(sys.argv[1:]))"
-    finished = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert finished.returncode == 2, finished.stderr
-    assert "label 7 of" in finished.stderr
-    assert "Traceback" not in finished.stderr
+    log = tmp_path / "log.txt"
+    status = training_runs.run(training_runs.arguments(tmp_path / "run", *settings, data), log=log)
+    printed = log.read_text()
+    assert status == 2, printed
+    assert "label 7 of" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -17,12 +17,9 @@ from inline_attention.export.onnx_files import ONNX
 ALL = [f"{kind}_{family}_tiny" for kind in ("inline", "softmax") for family in FAMILIES]
 
 
-def slow_unless(fast: str) -> list:
-    """Tracing dynamic sizes takes ten seconds a model, and writing ONNX as long again."""
-    return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
-
-
-@pytest.mark.parametrize("name", slow_unless("inline_deit_tiny"))
+# Tracing dynamic sizes takes ten seconds a model, and writing ONNX as long again.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
 def test_onnx_with_dynamic_batch_and_size(name: str, tmp_path: Path) -> None:
     model = create_shallow(name)
     exported = export_model(model, tmp_path / "m.onnx", format="onnx", dynamic_batch=True, dynamic_size=True)

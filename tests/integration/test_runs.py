@@ -182,6 +182,7 @@ def test_what_another_process_makes_is_skipped(file: str, tmp_path: Path, hold: 
     assert not (folder / "log.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_was_locked_while_it_started_has_not_failed(
     tmp_path: Path, hold: Callable[[Path], None]
 ) -> None:

@@ -81,3 +81,30 @@ def test_resize_map_does_not_average(mode: str, expected: float) -> None:
     x = torch.zeros(1, 1, 8, 1)
     x[0, 0, 0] = 1
     assert resize_map(x, (1, 2), mode=mode)[0, 0, 0].item() == pytest.approx(expected)
+
+
+def test_one_graph_serves_maps_of_any_size() -> None:
+    """Its sizes are symbols. It pads, shifts and resizes as the modules do for each size."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions = PatchEmbed(2, 3, 4), torch.nn.Parameter(torch.randn(1, 3, 3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            height, width = x.shape[1:3]
+            x = x + resize_map(self.positions, (height, width), mode="bilinear")
+            plan = WindowPlan.fit((height, width), (3, 2), shifted=True)
+            tokens, token_mask = to_windows(x, plan)
+            if token_mask is not None:
+                tokens = tokens.masked_fill(~token_mask[..., None], 0)
+            return plan.merge(tokens + tokens.sum(1, keepdim=True), batch=x.shape[0])
+
+    module = Module()
+    dynamic = {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        graph = torch.export.export(module, (torch.randn(2, 3, 21, 30),), dynamic_shapes=(dynamic,)).module()
+        for size in ((21, 30), (24, 16), (9, 33)):  # the second without padding
+            x = torch.randn(2, 3, *size)
+            torch.testing.assert_close(graph(x), module(x))

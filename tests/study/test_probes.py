@@ -96,6 +96,7 @@ def test_the_residual_supplies_local_detail(photographs: Photographs) -> None:
     assert found["InLine + residual"] > found["InLine"] + 5
 
 
+@pytest.mark.slow
 def test_the_command_is_deterministic_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: LENGTH_CONTESTANTS[name] for name in ("InLine", "linear, ReLU")}
     monkeypatch.setattr(probes, "LENGTH_CONTESTANTS", few)

@@ -148,7 +148,7 @@ def test_run_folder(tmp_path: Path) -> None:
     assert (summary["epochs"], summary["updates"], summary["skipped_images"]) == (2, 10, 0)
     evaluations = _runs.metrics(folder, "eval")
     assert [record["epoch"] for record in evaluations] == [1, 2]
-    assert evaluations[-1]["val_images"] == 101
+    assert evaluations[-1]["val_images"] == 41
     assert summary["val_top1"] == evaluations[-1]["val_top1"]
     assert summary["best_top1"] == max(max(r["val_top1"], r["ema_top1"]) for r in evaluations)
     assert [record["update"] for record in _runs.metrics(folder)] == [2, 4, 5, 6, 8, 10]

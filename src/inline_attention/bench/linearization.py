@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from inline_attention.data import EvalLoader, open_eval_data
+from inline_attention.data import open_eval_data
 from inline_attention.linearize.calibration import count_keys
 from inline_attention.linearize.convert import linearization_of, linearized_modules
 from inline_attention.models.base import input_shape, resize_input
 from inline_attention.models.weights import load_model
 from inline_attention.printing import table
 from inline_attention.tasks.classification.classifier import model_name
-from inline_attention.tasks.linearization.comparison import compare_outputs, extract_features, neighbours_top1
+from inline_attention.tasks.classification.knn import knn_accuracy
+from inline_attention.tasks.linearization.comparison import compare_outputs
 from inline_attention.tasks.linearization.stages import DISTILL, MATCH, LinearizationPlan
 from inline_attention.tasks.linearization.task import data_for, load_teacher, make_student
-from inline_attention.training.distributed import rank_device
+from inline_attention.training.distributed import Ranks, rank_device
 from inline_attention.training.loop import choose_precision
 from inline_attention.training.report import read_records
 from inline_attention.training.run_folder import write_atomically
@@ -37,6 +38,7 @@ TITLES = {MATCH: "matched", DISTILL: "distilled"}
 # Multiples of the teacher's input size, and images in a batch at the first of them. Larger ones get fewer images.
 SCALES = {"cuda": ((1, 2, 4, 8), 128), "cpu": ((1, 2, 3, 4), 4)}
 SLOWEST = 10.0  # seconds of a call; larger sizes are then left out
+NEIGHBOURS = 20  # that vote, as in DINO's evaluation
 KNOWN_IMAGES = 10_000  # training images among which the neighbours of a validation image are looked for
 
 
@@ -158,7 +160,10 @@ def make_report(plan: LinearizationPlan, *, log: Callable[[str], None] = lambda 
         log(f"evaluating: {title}")
         model = model.to(device)
         near = compare_outputs(model, teacher, loader, device=device, amp_dtype=dtype, labelled=config.data.labels)
-        neighbours = None if known is None else knn_accuracy(model, known, loader, device=device, amp_dtype=dtype)
+        neighbours = None
+        if known is not None:
+            k = min(NEIGHBOURS, known.num_images)
+            neighbours, _ = knn_accuracy(model, known, loader, k=k, ranks=Ranks(device), amp_dtype=dtype)
         quality.append(Quality(title, near.top1, neighbours, near.agreement, near.cosine, near.images))
     student = load_model(plan.student).to(device)
     return LinearizationReport(
@@ -170,18 +175,6 @@ def make_report(plan: LinearizationPlan, *, log: Callable[[str], None] = lambda 
         break_even=compare_tokens(student, data.size, device=device, dtype=dtype or torch.float32, log=log),
         curves={TITLES[stage]: read_records(plan.folder / stage) for stage, _ in plan.stages},
     )
-
-
-def knn_accuracy(
-    model: nn.Module,
-    known: EvalLoader,
-    loader: EvalLoader,
-    *,
-    device: torch.device,
-    amp_dtype: torch.dtype | None,
-) -> float:
-    extract = partial(extract_features, model, device=device, amp_dtype=amp_dtype)
-    return neighbours_top1(extract(known), extract(loader), num_classes=len(known.class_names))
 
 
 def time_both(

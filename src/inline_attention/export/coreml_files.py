@@ -67,7 +67,7 @@ def _write_coreml(request: Request, path: Path) -> None:
     with quiet("coremltools"):
         converted = coremltools.convert(
             program,
-            inputs=[coremltools.ImageType(_IMAGE, shape=pixels.shape, color_layout=layouts[request.model.in_chans])],
+            inputs=[coremltools.ImageType(_IMAGE, shape=pixels.shape, color_layout=layouts[pixels.shape[1]])],
             classifier_config=None if names is None else coremltools.ClassifierConfig(names),
             # Sums over an image of products of keys and values leave the range of half precision.
             compute_precision=coremltools.precision.FLOAT32,

@@ -21,7 +21,6 @@ from inline_attention.models import create_model
 from inline_attention.models.weights import load_model, save_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from inline_attention.tasks.linearization import plan_linearization
-from inline_attention.tasks.linearization.comparison import neighbours_top1
 from inline_attention.tasks.linearization.stages import prepare
 from inline_attention.tasks.linearization.task import Distillation, LabelledDistillation, LogitDistillation, Matching
 from inline_attention.training.distributed import Ranks
@@ -219,13 +218,6 @@ def test_a_model_without_a_head_learns_the_features_of_all_tokens(
     assert all(row["top1"] is None and row["agreement"] is None for row in quality)
     assert all(0 < row["knn_top1"] <= 100 for row in quality)
     assert load_model(folder / "student.safetensors")(torch.randn(1, 1, 8, 8)).shape == (1, 16)
-
-
-def test_neighbours_by_hand() -> None:
-    """Two of three neighbours agree, but the third one is nearer than both together."""
-    known = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.8, -0.6]]), torch.tensor([1, 0, 0])
-    asked = torch.tensor([[1.0, 0.0], [0.6, 0.8]]), torch.tensor([1, 1])
-    assert neighbours_top1(known, asked, num_classes=2, chunk=1) == 50
 
 
 def test_without_labels_any_images_will_do(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ def extract_features(
         for batch in loader:
             with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
                 rows = timm_model.forward_head(timm_model.forward_features(batch.images), pre_logits=True)
+            if rows.ndim > 2:  # a model that does not pool: (B, …, C)
+                rows = rows.flatten(1, -2).mean(1)
             features.append(F.normalize(rows.float(), dim=1).cpu())
             labels.append(batch.targets.cpu())
             if on_images is not None:

@@ -1,4 +1,4 @@
-"""How near the outputs of a linearised model are to those of its teacher, and how good its features are."""
+"""How near the outputs of a linearised model are to those of its teacher."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,6 @@ from inline_attention.data import EvalLoader
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.tasks.classification.evaluation import padded_batches
 from inline_attention.training.distributed import is_distributed
-
-# The protocol of DINO's k-NN classifier.
-NEIGHBOURS, TEMPERATURE = 20, 0.07
 
 
 @dataclass(frozen=True)
@@ -69,41 +66,6 @@ def compare_outputs(
         agreement=100 * agreed / images_seen if has_head else None,
         top1=100 * correct / images_seen if has_head and labelled else None,
     )
-
-
-@torch.no_grad()
-def extract_features(
-    model: nn.Module, loader: EvalLoader, *, device: torch.device, amp_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """The outputs of a model without a head as rows of length one, (images, channels), and the labels (images,)"""
-    loader.to(device)
-    rows, labels = [], []
-    with evaluation_mode(model):
-        for batch in loader:
-            with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-                features = model(batch.images).float()
-            if features.ndim > 2:  # a model that does not pool: (B, …, C)
-                features = features.flatten(1, -2).mean(1)
-            rows.append(F.normalize(features, dim=1))
-            labels.append(batch.targets)
-    return torch.cat(rows), torch.cat(labels)
-
-
-def neighbours_top1(
-    known: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor], *, num_classes: int, chunk: int = 1024
-) -> float:
-    """Accuracy in per cent of a vote of the nearest `known` features, weighted by exp(cosine / TEMPERATURE).
-
-    known, asked: features and labels as `extract_features` returns them.
-    """
-    features, labels = known
-    correct = 0
-    for rows, expected in zip(asked[0].split(chunk), asked[1].split(chunk), strict=True):
-        nearest = (rows @ features.T).topk(min(NEIGHBOURS, len(features)), dim=1)
-        votes = rows.new_zeros(len(rows), num_classes)
-        votes.scatter_add_(1, labels[nearest.indices], (nearest.values / TEMPERATURE).exp())
-        correct += int((votes.argmax(1) == expected).sum())
-    return 100 * correct / len(asked[0])
 
 
 def relative_error(out: Tensor, expected: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import timm.layers
 import torch
@@ -160,7 +160,7 @@ class Matching(Linearization):
     """
 
     headline = Headline("cosine", "cosine to the teacher")
-    summary_figures: ClassVar[tuple[str, ...]] = ("cosine",)
+    summary_figures: tuple[str, ...] = ("cosine",)
 
     @staticmethod
     def loop_settings(config: LinearizationConfig) -> LinearizationConfig:
@@ -209,7 +209,7 @@ class Distillation(Linearization):
     """Stage 2 of a model without a head: the student learns the teacher's features, those of all tokens."""
 
     headline = Headline("cosine", "cosine to the teacher")
-    summary_figures: ClassVar[tuple[str, ...]] = ("cosine",)
+    summary_figures: tuple[str, ...] = ("cosine",)
 
     def build_model(self) -> nn.Module:
         wanted, student = self.config.model, super().build_model()
@@ -236,7 +236,7 @@ class LogitDistillation(Distillation):
     """Stage 2 of a classifier, without labels: the student learns the teacher's probabilities."""
 
     headline = Headline("agreement", "agreement with the teacher")
-    summary_figures: ClassVar[tuple[str, ...]] = ("agreement", "cosine")
+    summary_figures: tuple[str, ...] = ("agreement", "cosine")
 
     def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
         images, _ = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)
@@ -253,7 +253,7 @@ class LabelledDistillation(LogitDistillation):
     """Stage 2 of a classifier, with labels for a share of the loss, and ranked by accuracy."""
 
     headline = Headline("top1", "top-1")
-    summary_figures = ("top1", "agreement", "cosine")
+    summary_figures: tuple[str, ...] = ("top1", "agreement", "cosine")
 
     def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
         images, targets = self.mixup(batch.images, batch.targets, epoch=epoch, step=step)

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ def perceptron_calls(
 ) -> list[Call]:
     """The kernel on each of the inputs."""
     norm, weights = tensors[:2], tensors[2:]
-    return [lambda x=x: fused_perceptron.add_perceptron(x, norm, weights, 1e-6, dtype, tile) for x in xs]
+    return [partial(fused_perceptron.add_perceptron, x, norm, weights, 1e-6, dtype, tile) for x in xs]
 
 
 def compiled_calls(xs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Call]:
@@ -102,7 +103,7 @@ def compiled_calls(xs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch
             return add_perceptron(x, *tensors, eps=1e-6, backend="reference")
 
     compiled = torch.compile(reference, dynamic=False)
-    return [lambda x=x: compiled(x) for x in xs]
+    return [partial(compiled, x) for x in xs]
 
 
 def run_perceptron(

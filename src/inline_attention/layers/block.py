@@ -95,6 +95,8 @@ class Block(nn.Module):
         x = x + self.drop_path1(self.attention_branch_of_each(x, grid, padding))
         if self.fused_perceptron and not self.training:
             norm, fc1, fc2 = self.norm2, self.mlp.fc1, self.mlp.fc2
+            assert fc1.bias is not None
+            assert fc2.bias is not None
             return add_perceptron(
                 x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, eps=norm.eps
             )  # fmt: skip

@@ -257,11 +257,13 @@ def accumulate(
     """
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BK, BV], tl.float32)
-    # Column sums are products with ones, which need no reduction across threads inside the loop.
+    # Column sums are products with ones, which need no reduction across threads inside the loop. Keys stand left and
+    # values right, as in the product of both. On the other side φ would be computed a second time.
     b_ones = tl.full([16, BN], 1.0, DOT)
-    b_k_sum = tl.zeros([16, BK], tl.float32)
+    b_ones_k = tl.full([BN, 16], 1.0, DOT)
+    b_k_sum = tl.zeros([BK, 16], tl.float32)
     b_v_sum = tl.zeros([16, BV], tl.float32)
-    b_dk_sum = tl.zeros([16, BK], tl.float32)
+    b_dk_sum = tl.zeros([BK, 16], tl.float32)
     b_dv_sum = tl.zeros([16, BV], tl.float32)
     for t in range(t_begin, t_end, BN):
         m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
@@ -274,31 +276,31 @@ def accumulate(
             b_share_k = load_shares(p_share, p_lse, N, t, o_t, m_t, o_k, m_k, DK, HEADS, ANCHORED)
             b_share_v = load_shares(p_share, p_lse, N, t, o_t, m_t, o_v, m_v, DV, HEADS, ANCHORED)
             if PRECISION == "ieee":
-                b_k_sum = add_product(b_k_sum, b_ones, b_k * b_share_k, PRECISION)
+                b_k_sum = add_product(b_k_sum, tl.trans(b_k * b_share_k), b_ones_k, PRECISION)
                 b_v_sum = add_product(b_v_sum, b_ones, b_v * b_share_v, PRECISION)
             b_k = operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share_k, DOT, PRECISION)
             b_v = tl.where(m_t[:, None], b_v.to(tl.float32) - b_v0[None, :], 0.0)
             b_dv_sum = add_product(b_dv_sum, b_ones, operand(b_v * b_share_v, DOT, PRECISION), PRECISION)
             b_v = operand(b_v, DOT, PRECISION)
-            b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
+            b_dk_sum = add_product(b_dk_sum, tl.trans(b_k), b_ones_k, PRECISION)
         else:
             b_k = operand(b_k, DOT, PRECISION)
             b_v = operand(b_v, DOT, PRECISION)
-            b_k_sum = add_product(b_k_sum, b_ones, b_k, PRECISION)
+            b_k_sum = add_product(b_k_sum, tl.trans(b_k), b_ones_k, PRECISION)
             b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
             if CENTRE:
                 b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
                 b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-                b_dk_sum = add_product(b_dk_sum, b_ones, b_k, PRECISION)
+                b_dk_sum = add_product(b_dk_sum, tl.trans(b_k), b_ones_k, PRECISION)
                 b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
         b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
-    # Every row holds the same sum.
+    # Every row, or column, holds the same sum.
     if WEIGHTED and PRECISION != "ieee":
-        return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 0), tl.max(b_dv_sum, 0)
-    b_k_sum = tl.max(b_k_sum, 0)
+        return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 1), tl.max(b_dv_sum, 0)
+    b_k_sum = tl.max(b_k_sum, 1)
     b_v_sum = tl.max(b_v_sum, 0)
     if CENTRE:
-        return b_kv, b_k_sum, b_v_sum, tl.max(b_dk_sum, 0), tl.max(b_dv_sum, 0)
+        return b_kv, b_k_sum, b_v_sum, tl.max(b_dk_sum, 1), tl.max(b_dv_sum, 0)
     else:
         return b_kv, b_k_sum, b_v_sum, b_k_sum, b_v_sum
 

@@ -51,7 +51,7 @@ def _parse_command(arguments: Sequence[str]) -> str:
         description="InLine attention for vision.",
         epilog="`inline COMMAND --help` shows the options of a command.",
     )
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)

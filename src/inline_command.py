@@ -56,7 +56,7 @@ def _parse_command(arguments: Sequence[str]) -> str:
         description="InLine attention for vision.",
         epilog="`inline COMMAND --help` shows the options of a command.",
     )
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     known = COMMANDS | COMPLETION
     for name, text in known.items():

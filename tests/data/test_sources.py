@@ -55,6 +55,24 @@ def test_splits_are_named(make_folder: MakeFolder) -> None:
         open_data(config(root))
 
 
+def test_images_without_labels(make_folder: MakeFolder, tmp_path: Path) -> None:
+    """At any depth, in other folders in each split; a folder without splits is divided."""
+    root = make_folder(train={"a": 2, "b": 1}, val={"c": 3})
+    Image.new("RGB", (9, 9)).save(root / "train" / "top.png")
+    data = open_data(config(root, labels=False))
+    assert (data.train.steps_per_epoch, data.val.num_images, data.class_names) == (2, 3, [])
+    with pytest.raises(ValueError, match="no split 'test'"):
+        open_data(config(root, labels=False, val_split="test"))
+    for number in range(21):
+        path = tmp_path / "photos" / f"{number % 4}" / f"train {number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9)).save(path)
+    splits = [open_source(config(tmp_path / "photos", labels=False), split) for split in ("train", "val")]
+    found = [{source.path(i) for i in range(len(source))} for source in splits]
+    assert (len(found[0]), len(found[1])) == (18, 3)
+    assert not found[0] & found[1]
+
+
 def test_path_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'/no/such/place' does not exist; expected a folder with the splits 'train'"):
         open_data(config("/no/such/place"))

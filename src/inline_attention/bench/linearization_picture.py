@@ -62,9 +62,11 @@ def _draw_over_size(axes: Axes, report: LinearizationReport, value: Callable[[Sp
         shown = [(one.img_size[0], value(one)) for one in report.speed if one.model == name and value(one) is not None]
         if shown:
             axes.plot(*zip(*shown, strict=True), color=COLOURS[name], label=name, marker="o")
-            for place in shown:
-                axes.annotate(f"{place[1]:,.3g}", place, xytext=(0, 6 if name == TEACHER else -13), fontsize=8,
-                              textcoords="offset points", ha="center", color=COLOURS[name])  # fmt: skip
+    for pair in report.pairs():  # the larger number above, the smaller one below
+        numbers = [(number, one) for one in pair if (number := value(one)) is not None]
+        for place, (number, one) in enumerate(sorted(numbers, key=lambda item: -item[0])):
+            axes.annotate(f"{number:,.3g}", (one.img_size[0], number), xytext=(0, -13 if place else 6), fontsize=8,
+                          textcoords="offset points", ha="center", color=COLOURS[one.model])  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="height of the image, pixels")
     axes.set_xticks(sides, [str(side) for side in sides])
     axes.minorticks_off()

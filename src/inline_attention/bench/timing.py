@@ -1,6 +1,7 @@
 """Timing. Contenders are timed in turn, so that a drifting clock or a busy machine affects all of them alike."""
 
 import math
+import os
 import statistics
 import time
 from collections import deque
@@ -175,6 +176,7 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 
 def allocated_bytes(call: Call) -> int:
     """The most memory that a call holds on a CPU at one time, which has no statistics: by the profiler's events."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints that it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     held = most = 0

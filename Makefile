@@ -12,7 +12,7 @@ help:
 	@echo "make quickstart   trains a small model on handwritten digits, about a minute"
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
-	@echo "make test-timm    timm's own tests of models, downloaded, over our names; about ten minutes"
+	@echo "make test-timm    timm's own tests of models, downloaded, over our names; ARGS='-- -k tiny' for the small ones"
 	@echo "make test-versions  ops, layers and models with the oldest and the newest supported versions; downloads gigabytes"
 	@echo "make soak         tries to break the package thousands of times, about 20 minutes; PART=weights for one part"
 	@echo "make bench        the operation against its peers on the CPU, under a minute"
@@ -49,7 +49,6 @@ soak: $(STAMP)
 test-versions: $(STAMP)
 	$(BIN)/python tests/versions.py $(ARGS)
 
-# ARGS='-- -k swin' chooses among them.
 test-timm: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/timm_tests.py $(ARGS)
 

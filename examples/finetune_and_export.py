@@ -23,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
 
     data = args.data or write_classes(args.output / "data")
-    settings = [f"schedule.epochs={args.epochs}", "data.workers=0", "log.tensorboard=false"]
+    settings = [f"schedule.epochs={args.epochs}", "data.batch_size=8", "data.workers=0", "log.tensorboard=false"]
     plan = plan_run(
         "finetune",
         task=Classification,

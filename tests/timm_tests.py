@@ -23,7 +23,6 @@ TESTS = (
     "test_model_default_cfgs",
     "test_model_default_cfgs_non_std",
     "test_model_load_pretrained",
-    "test_model_features_pretrained",
     "test_model_forward_features",
     "test_model_forward_intermediates_features",
     "test_model_forward_intermediates",

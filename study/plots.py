@@ -232,7 +232,7 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) 
         over_chance = np.array(found["locality"]["by_layer"]) / np.array(found["locality"]["chance"])
         lines = [(locality, over_chance), (rank, found["rank"]["by_layer"])]
         if counted:
-            lines.append((confusion, 1e6 * np.array(found["confused"][-1]["by_layer"])))
+            _draw_confused(confusion, found["confused"], colour)
         for axes, values in lines:
             axes.plot(range(1, len(values) + 1), values, marker="o", color=colour, label=name)
         drops = masking_drops(found["masking"])
@@ -244,12 +244,14 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) 
     confusion.set_ylim(bottom=-0.1)
     locality.axhline(1, linestyle=":", color=GREY)
     locality.axhline(uniform_over_chance(first["locality"]), linestyle="-.", color=GREY, lw=1)
-    what = "Confused pairs of queries"
+    what = "Confused pairs of queries at every pair of thresholds"
     if counted:
-        what += f", τ = {first['confused'][-1]['tau']:g}, ρ = {first['confused'][-1]['rho']:g}"
+        labels = [f"τ = {pair['tau']:g}, ρ = {pair['rho']:g}" for pair in first["confused"]]
+        confusion.set_xticks(range(len(labels)), labels, fontsize=8)
     else:
         confusion.text(0.5, 0.5, "not measured", transform=confusion.transAxes, ha="center", color=GREY)
-    _finish(figure, confusion, title=what, xlabel="layer", ylabel="pairs in a million", legend=False)
+    _finish(figure, confusion, title=what, xlabel="rows closer than τ, queries further than ρ, times their medians",
+            ylabel="pairs in a million", legend=False)  # fmt: skip
     what = "Attention to the 3×3 neighbourhood (···: chance, -·-: spread evenly)"
     _finish(figure, locality, title=what, xlabel="layer", ylabel="times chance", legend=False)
     what = "Top-1 lost by masking: local window (—), random tokens (···)"
@@ -262,6 +264,14 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) 
     )
     figure.supxlabel(caption, fontsize=8, color=GREY)
     return figure
+
+
+def _draw_confused(axes: Axes, confused: Sequence[Mapping[str, Any]], colour: str) -> None:
+    """Pairs in a million by thresholds, with their intervals over images."""
+    shares = 1e6 * np.array([pair["share_of_pairs"] for pair in confused])
+    low, high = 1e6 * np.array([pair.get("interval", [pair["share_of_pairs"]] * 2) for pair in confused]).T
+    errors = np.maximum([shares - low, high - shares], 0)
+    axes.errorbar(range(len(shares)), shares, yerr=errors, marker="o", color=colour, capsize=3)
 
 
 def _finish(figure: Figure, axes: Axes, *, title: str, xlabel: str, ylabel: str, legend: bool = True) -> Figure:

@@ -15,6 +15,7 @@ from timm.models.naflexvit import NaFlexVitCfg, batch_patchify
 from torch import Tensor, nn
 
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, create_model
+from inline_attention.analysis import capture
 from inline_attention.integrations.timm import partial, register
 from inline_attention.layers import ATTENTIONS, FocusedAttention, token_grid
 
@@ -43,6 +44,17 @@ def test_the_model_is_our_own(kind: str) -> None:
     ours = create_model("inline_deit_tiny", attention=kind, img_size=(32, 80), **SIZE, **options).double().eval()
     ours.load_state_dict(model.state_dict())
     torch.testing.assert_close(model(images()), ours(images()))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_analyses_know_the_map(residual: bool) -> None:
+    """Written out, a layer inside timm's ViT is the layer of our DeiT, on the map of the patch embedding."""
+    model = build(attn_layer=partial(InLineAttention, local_residual=residual))
+    ours = create_model("inline_deit_tiny", img_size=(32, 80), **SIZE, local_residual=residual).double().eval()
+    ours.load_state_dict(model.state_dict())
+    for found, expected in zip(capture(model, images()), capture(ours, images()), strict=True):
+        assert found.grid == expected.grid == (2, 5)
+        torch.testing.assert_close(found.weights(), expected.weights())
 
 
 def test_all_arguments_of_timm() -> None:

@@ -85,11 +85,13 @@ def token_mask_of(attn_mask: Tensor | None, is_causal: bool, x: Tensor) -> Tenso
 class ModelGrid:
     """The token map of a timm model in the current call: a hook of its patch embedding, `patch_embed` or `embeds`.
 
-    `grid` is a (height, width), or a list of one for every image of a NaFlexVit that gets patches.
+    `grid` is a (height, width), or a list of one for every image of a NaFlexVit that gets patches. Such a list makes
+    the host wait, so it is left out (None) if no attention of the model acts on the map.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, for_attention: bool) -> None:
         self.model: Any = model
+        self.for_attention = for_attention
         self.grid: Grid | list[Grid] | None = None
 
     @property
@@ -99,7 +101,7 @@ class ModelGrid:
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         coordinates = kwargs.get("patch_coord")
         if coordinates is not None:
-            self.grid = measure_naflex(coordinates, kwargs.get("patch_valid"))
+            self.grid = measure_naflex(coordinates, kwargs.get("patch_valid")) if self.for_attention else None
         elif isinstance(output, tuple):  # NaFlexEmbeds return the grid
             self.grid = (output[1][0], output[1][1])
         else:
@@ -150,17 +152,17 @@ def _connect(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     embeds: Any = getattr(parent, "embeds", None) or getattr(parent, "patch_embed", None)
     if child is None or not hasattr(embeds, "dynamic_feat_size") or not hasattr(parent, "num_prefix_tokens"):
         return
-    found = [module for module in child.modules() if module in _waiting]
-    on_map: list[Any] = [module for module in found if module.uses_grid]
+    found: list[Any] = [module for module in child.modules() if module in _waiting]
+    on_map = any(module.uses_grid for module in found)
     if on_map and drops_patches(parent):
         raise ValueError(
             f"{type(parent).__name__} drops patches in training, which leaves no map for the local residual: "
             "set patch_drop_rate=0, or local_residual=False of the attention"
         )
-    if on_map:
-        grid = ModelGrid(parent)
+    if found:
+        grid = ModelGrid(parent, for_attention=on_map)
         embeds.register_forward_hook(grid, with_kwargs=True)
-        for module in on_map:
+        for module in found:
             module.model_grid = grid
     _waiting.difference_update(found)
     if found and not _waiting and _handle is not None:

@@ -13,7 +13,8 @@ from PIL import Image
 from inline_attention.data import DataConfig, open_files
 from inline_attention.data.decode import UnreadableImage, decode_image, image_size, read_image
 from inline_attention.explore.pictures import decode_picture
-from inline_attention.tasks.detection.data import load, without_annotations
+from inline_attention.tasks.detection.annotations import without_annotations
+from inline_attention.tasks.detection.data import load
 from inline_attention.tasks.segmentation.data import PlainFiles
 from inline_attention.tasks.segmentation.sources import read_mask
 

@@ -233,7 +233,7 @@ class Attention(nn.Module):
             self.q = nn.Linear(dim, dim, bias=qkv_bias, **self.factory)
             self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias, **self.factory)
         self.fused_qkv = fused_qkv
-        self.q_norm = self.k_norm = self.norm = None
+        self.q_norm = self.k_norm = None
         if norm_layer is not None and qk_norm:
             self.q_norm = norm_layer(self.head_dim, **self.factory)
             self.k_norm = norm_layer(self.head_dim, **self.factory)
@@ -252,8 +252,9 @@ class Attention(nn.Module):
         if position_conv:
             self.position = ParameterPair((dim, 1, 3, 3), (dim,), fan_in=TAPS, **self.factory)
         self.gate: nn.Module | None = None  # of a subclass: what the output is multiplied with, from the tokens
+        self.scale_norm = scale_norm
         if norm_layer is not None and scale_norm:
-            self.norm = norm_layer(dim, **self.factory)
+            self.norm = norm_layer(dim, **self.factory)  # timm's name; PVT's attention has another norm of this name
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **self.factory)
         self.proj_drop = nn.Dropout(proj_drop)
         self.model_grid: ModelGrid | None = None
@@ -423,7 +424,7 @@ class Attention(nn.Module):
     def merge(self, out: Tensor) -> Tensor:
         """Heads (B, N, heads, d), local terms included, through the output projection → (B, N, C)"""
         out = out.flatten(2)
-        return self.proj_drop(self.proj(out if self.norm is None else self.norm(out)))
+        return self.proj_drop(self.proj(self.norm(out) if self.scale_norm else out))
 
     # The same attention written out as a matrix, O(N²). Analyses and tests use it; models do not.
 

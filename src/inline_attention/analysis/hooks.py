@@ -107,7 +107,7 @@ def _hooks(
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             plan = plans.get(module)
             if isinstance(module, Attention):
-                written = module.write_out(*args, **kwargs)
+                written = module.write_out_call(*args, **kwargs)
             else:
                 written = timm_models.write_out(module, *args, name=name, vit_map=vit_map, plan=plan, **kwargs)
             windows = None if plan is None or plan.counts == (1, 1) else plan

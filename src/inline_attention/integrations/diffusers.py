@@ -6,6 +6,8 @@ pipe = SanaPipeline.from_pretrained(…)
 use_fused_attention(pipe.transformer)
 """
 
+from typing import Any
+
 import torch
 from diffusers.models.attention_processor import Attention, SanaLinearAttnProcessor2_0
 from torch import Tensor, nn
@@ -55,6 +57,7 @@ def use_fused_attention(model: nn.Module, *, backend: Backend = "auto") -> int:
     ]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no SanaLinearAttnProcessor2_0; expected a SanaTransformer2DModel")
+    processor: Any = SanaLinearAttnProcessor(backend)  # any callable will do, whatever diffusers' annotation says
     for module in layers:
-        module.set_processor(SanaLinearAttnProcessor(backend))
+        module.set_processor(processor)
     return len(layers)

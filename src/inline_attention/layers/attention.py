@@ -429,23 +429,9 @@ class Attention(nn.Module):
     # The same attention written out as a matrix, O(N²). Analyses and tests use it; models do not.
 
     def write_out(
-        self,
-        x: Tensor,
-        grid: Grid | None = None,
-        *,
-        token_mean: Tensor | None = None,
-        token_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
+        self, x: Tensor, grid: Grid, *, token_mean: Tensor | None = None, token_mask: Tensor | None = None
     ) -> WrittenOut:
         """What `forward` computes from the same arguments, as a matrix of weights and local terms."""
-        if attn_mask is not None or is_causal:
-            token_mask = token_mask_of(attn_mask, is_causal, x)
-        if grid is None:
-            found = self.find_grid(x) if self.model_grid is None else self.model_grid.grid
-            if found is None or isinstance(found, list):
-                raise ValueError("images of different sizes in one batch are not written out; pass them one by one")
-            grid = found
         x = zero_absent(x, token_mask)
         q, k, v = self.operands(self.project(x, grid), grid)
 
@@ -464,6 +450,25 @@ class Attention(nn.Module):
             matrix=matrix,
             finish=lambda attended, local: self.merge(self.apply_gate(self.normalise(attended) + local, x)),
         )
+
+    def write_out_call(
+        self,
+        x: Tensor,
+        grid: Grid | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> WrittenOut:
+        """`write_out` with the arguments of any call of `forward`, those of timm's blocks included."""
+        if attn_mask is not None or is_causal:
+            options["token_mask"] = token_mask_of(attn_mask, is_causal, x)
+        if grid is None:
+            found = self.find_grid(x) if self.model_grid is None else self.model_grid.grid
+            if found is None or isinstance(found, list):
+                raise ValueError("images of different sizes in one batch are not written out; pass them one by one")
+            grid = found
+        return self.write_out(x, grid, **options)
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v from `project` as `weights` takes them, (B, N, heads, d) each"""

@@ -1,16 +1,18 @@
 """The maps are rows of the attention that the model computes, and the models are the ones asked for."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from explored import CPU
 from PIL import Image
 from small import SIZE, create_small, shrunk
 
-from inline_attention import create_model
+from inline_attention import create_model, linearize
 from inline_attention.analysis import capture
 from inline_attention.data import DataConfig
 from inline_attention.explore import Subject, load_subjects
@@ -143,6 +145,57 @@ def test_models_with_weights(tmp_path: Path) -> None:
     assert all((s.model.img_size, s.model.embed_dim) == ((SIZE, SIZE), 16) for s in subjects)
     expected = create_small("inline_deit_tiny", feature_map="relu").state_dict()
     torch.testing.assert_close(subjects[2].model.state_dict(), expected)
+
+
+def saved_student(folder: Path, name: str = "softmax_deit_tiny", **options: Any) -> str:
+    arguments: dict[str, Any] = dict(img_size=56, depth=2, embed_dim=24, num_heads=2, num_classes=5)
+    model = create_small(name) if name.startswith("softmax") else timm.create_model(name, **arguments)
+    linearize(model, **options, arguments=arguments)
+    metadata = {"class_names": json.dumps(["ant", "bee", "cat", "dog", "eel"])}
+    return str(save_weights(model, folder / "student.safetensors", metadata=metadata))
+
+
+@pytest.mark.parametrize("name", ["softmax_deit_tiny", "vit_tiny_patch16_224"])
+def test_a_student_stands_beside_its_teacher(tmp_path: Path, picture: Image.Image, name: str) -> None:
+    """Both with maps and predictions. The teacher is the same file with softmax put back, and nothing is random."""
+    subjects = load_subjects([saved_student(tmp_path, name, keep_softmax=[0])], device=CPU)
+    assert [(s.kind, s.title, s.name, s.weights) for s in subjects] == [
+        ("softmax", "Softmax put back", name, "student.safetensors"),
+        ("tangent", "Linearised: tangent", name, "student.safetensors"),
+    ]
+    maps = Maps(subjects, device=CPU)
+    assert maps.layer_counts[0] == maps.layer_counts[1]
+    first = [maps.attention_map("a", picture, model=model, layer=0, head=0, x=0, y=0) for model in (0, 1)]
+    assert [found.kind for found in first] == ["softmax", "softmax"]  # kept
+    assert first[0].weights == first[1].weights
+    last = [maps.attention_map("a", picture, model=model, layer=1, head=0, x=0, y=0) for model in (0, 1)]
+    assert [found.kind for found in last] == ["softmax", "tangent"]
+    assert last[0].weights != last[1].weights
+    assert all(len(maps.prediction("a", picture, model=model)) == 3 for model in (0, 1))
+
+
+def test_a_teacher_that_is_given(tmp_path: Path) -> None:
+    files = [saved(tmp_path, "inline"), saved_student(tmp_path), saved(tmp_path, "softmax")]
+    subjects = load_subjects(files, device=CPU)
+    assert [(s.kind, s.title, s.weights) for s in subjects] == [
+        ("softmax", None, "softmax.safetensors"),
+        ("tangent", "Linearised: tangent", "student.safetensors"),
+        ("inline", None, "inline.safetensors"),
+    ]
+
+
+def test_a_teacher_that_cannot_be_written_out(tmp_path: Path) -> None:
+    """The student is shown alone."""
+    (subject,) = load_subjects([saved_student(tmp_path, "eva02_tiny_patch14_224")], device=CPU)
+    assert subject.title == "Linearised: tangent"
+
+
+def test_students_that_cannot_be_shown(tmp_path: Path) -> None:
+    file = saved_student(tmp_path)
+    with pytest.raises(ValueError, match=r"student.safetensors and student.safetensors are linearised; expected one"):
+        load_subjects([file, file], device=CPU)
+    with pytest.raises(ValueError, match=r"student.safetensors: stages.0.* with a position bias"):
+        load_subjects([saved_student(tmp_path, "softmax_swin_tiny")], device=CPU)
 
 
 def test_wrong_weights(tmp_path: Path) -> None:

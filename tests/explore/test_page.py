@@ -2,16 +2,20 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from explored import BROWSER, DESKTOP, FLAGS, KINDS, PATIENCE, PHONE, ask, huge_png, picture_file, serve
+from explored import BROWSER, CPU, DESKTOP, FLAGS, KINDS, PATIENCE, PHONE, ask, huge_png, picture_file, serve
+from small import create_small
 
-from inline_attention.explore import ExploreServer, Subject
+from inline_attention import linearize
+from inline_attention.explore import ExploreServer, Subject, load_subjects
 from inline_attention.explore import cost as cost_module
 from inline_attention.explore.pictures import MAX_BYTES
+from inline_attention.models.weights import save_weights
 from inline_attention.ops import attention_matrix
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
@@ -274,6 +278,28 @@ def test_all_maps_share_a_scale(open_page: Callable[..., Any], server: ExploreSe
     facts = page.locator("[data-kind=softmax] .facts").inner_text()
     assert f"largest {content['tokens'] * max(content['weights']):.2f}" in facts
     assert f"N = {content['tokens']}" in facts
+
+
+def test_a_student_beside_its_teacher(browser: Any, tmp_path: Path) -> None:
+    """Titled so, on one colour scale, each with its prediction."""
+    model = create_small("softmax_deit_tiny")
+    linearize(model)
+    file = str(save_weights(model, tmp_path / "student.safetensors"))
+    with contextmanager(serve)(load_subjects([file], device=CPU)) as server:
+        page = browser.new_page(viewport=DESKTOP)
+        page.goto(f"{server.url}#image")
+        expect(page.locator(".panel h2")).to_have_text(["Picture", "Softmax put back", "Linearised: tangent"])
+        expect(page.locator(".panel.stale")).to_have_count(0)
+        ends: list[float] = []
+        for kind in ("softmax", "tangent"):
+            facts = page.locator(f"[data-kind={kind}] .facts")
+            expect(facts).to_contain_text("Smallest")
+            expect(page.locator(f"[data-kind={kind}] .guesses li")).to_have_count(3)
+            expect(page.locator(f"[data-kind={kind}]")).to_contain_text("student.safetensors")
+            ends += map(float, re.findall(r"(?:Smallest|largest) ([-\d.]+)", facts.inner_text().replace("−", "-")))
+        expect(page.locator("#image-random")).to_be_hidden()
+        assert max(legend(page)) == pytest.approx(max(map(abs, ends)), abs=0.011)
+        page.close()
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])

@@ -24,7 +24,7 @@ from coco_shapes import draw_shapes, draw_yolo
 from documented import PAGES, ROOT, Block, Command
 from PIL import Image
 
-from inline_attention import create_model
+from inline_attention import create_model, linearize
 from inline_attention.cli import COMMANDS, build_parser, main, parse
 from inline_attention.data import DataConfig
 from inline_attention.layers import ATTENTIONS
@@ -164,7 +164,9 @@ def make_weights(path: Path, words: list[str]) -> None:
     options: dict[str, Any] = {} if words[0] == "export" else dict(num_classes=2)
     if path.stem in ATTENTIONS:  # explore takes a file for each attention
         options["attention"] = path.stem
-    model = create_model(name, **options, **sizes)
+    model = create_model("softmax_deit_tiny" if path.stem == "student" else name, **options, **sizes)
+    if path.stem == "student":
+        linearize(model)
     prepared = preprocessing(DataConfig(eval_transform="resize", **sizes))
     save_weights(model, path, metadata={"class_names": json.dumps(["cat", "dog"]), "preprocessing": prepared})
 

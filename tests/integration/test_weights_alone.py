@@ -117,9 +117,8 @@ def test_a_student(student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["bench", "model", str(student), *timed, "--json", str(tmp_path / "bench.json")]) == 0
     assert json.loads((tmp_path / "bench.json").read_text())["results"][0]["error"] is None
 
-    # Analyses read the matrix of an attention, which is not known for the linear form of any module.
-    assert main(["analyze", "rank", "--weights", str(student), "--output", str(tmp_path / "a"), *on_cpu]) == 2
-    assert "analyse the original model" in capsys.readouterr().err
+    assert main(["analyze", "rank", "--weights", str(student), "--output", str(tmp_path / "a"), *on_cpu]) == 0
+    assert json.loads((tmp_path / "a" / "rank.json").read_text())["models"][0]["attention"] == "tangent"
 
 
 def test_what_needs_a_model_of_this_library(student: Path, capsys: pytest.CaptureFixture[str]) -> None:

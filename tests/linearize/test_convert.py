@@ -14,7 +14,6 @@ from linearize_cases import CASES, Case, shrink_logits, vit
 from torch import Tensor, nn
 
 from inline_attention import linear_attention, linearize, tangent_attention
-from inline_attention.analysis import hooks
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.ops import local_residual
 
@@ -380,11 +379,3 @@ def test_vit_b_16_of_torchvision() -> None:
     with torch.device("meta"):
         model = torchvision.models.vit_b_16()
     assert len(linearize(model).linear()) == 12
-
-
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "softmax_deit_tiny"])
-def test_analyses_do_not_take_it_for_softmax(name: str) -> None:
-    model = OF_NAME[name].model
-    linearize(model)
-    with pytest.raises(ValueError, match="analyse the original model"):
-        hooks.capture(model, OF_NAME[name].images())

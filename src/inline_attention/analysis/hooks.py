@@ -1,8 +1,8 @@
 """The attention layers of a running model, one by one.
 
 The model is not changed. Hooks record the inputs and outputs of its attention modules, and the weights are recomputed
-from them. An attention of this library writes itself out (`Attention.write_out`); `timm_models` does so
-for the softmax attention of timm's vision transformers and Swins.
+from them. An attention of this library writes itself out (`Attention.write_out`), and so does one that `linearize`
+converted, of any library. `timm_models` does so for the softmax attention of timm's vision transformers and Swins.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from inline_attention.layers import Attention, Block, SoftmaxAttention
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.layers.windows import WindowPlan
+from inline_attention.linearize import LinearizedAttention
 
 from . import timm_models
 from .record import LayerAttention
@@ -22,13 +23,19 @@ from .record import LayerAttention
 
 def layer_names(model: nn.Module) -> list[str]:
     """The attention modules of a model whose weights can be written out, in order."""
-    return [name for name, module in model.named_modules() if isinstance(module, (Attention, *timm_models.ATTENTIONS))]
+    known = (LinearizedAttention, Attention, *timm_models.ATTENTIONS)
+    return [name for name, module in model.named_modules() if isinstance(module, known)]
 
 
 def attention_kinds(model: nn.Module) -> list[str]:
     """The different attentions of a model, in the order of its layers."""
-    modules = (model.get_submodule(name) for name in layer_names(model))
-    return list(dict.fromkeys(m.kind if isinstance(m, Attention) else SoftmaxAttention.kind for m in modules))
+    return list(dict.fromkeys(_kind(model.get_submodule(name)) for name in layer_names(model)))
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, LinearizedAttention):  # first: it is still of the class that it was converted from
+        return module.form.attention
+    return module.kind if isinstance(module, Attention) else SoftmaxAttention.kind
 
 
 @torch.no_grad()
@@ -36,7 +43,7 @@ def capture(model: nn.Module, images: Tensor, *, layers: Sequence[str | int] | N
     """Run a model on these images and return its attention layers.
 
     Args:
-        model: of this library, or a softmax ViT or Swin of timm; on the images' device.
+        model: of this library, a softmax ViT or Swin of timm, or one that `linearize` converted; on the images' device.
         images: (B, channels, H, W), normalised.
         layers: names (see `layer_names`) or indices, negative ones from the end; None for all.
     """
@@ -69,7 +76,7 @@ def resolve_layers(model: nn.Module, layers: Sequence[str | int] | None) -> list
     if not names:
         raise ValueError(
             f"{type(model).__name__} has no attention that can be written out; expected a model of this library, "
-            "or a ViT or Swin of timm with softmax attention"
+            "a ViT or Swin of timm with softmax attention, or a linearised model"
         )
     if layers is None:
         return names
@@ -103,15 +110,22 @@ def _hooks(
         is_own = isinstance(block, Block)
         plans[block.attn] = block.window_plan(args[1]) if is_own else timm_models.window_plan(block, args[0])
 
-    def attention_hook(name: str) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    def attention_hook(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             plan = plans.get(module)
-            if isinstance(module, Attention):
+            if isinstance(module, LinearizedAttention):
+                try:
+                    written = module.write_out(*args, token_map=vit_map.token_map, **kwargs)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
+            elif isinstance(module, Attention):
                 written = module.write_out_call(*args, **kwargs)
             else:
                 written = timm_models.write_out(module, *args, name=name, vit_map=vit_map, plan=plan, **kwargs)
             windows = None if plan is None or plan.counts == (1, 1) else plan
-            return on_layer(LayerAttention(**vars(written), name=name, output=output, windows=windows))
+            tokens, *rest = (output,) if isinstance(output, Tensor) else output  # some return weights too, or None
+            replaced = on_layer(LayerAttention(**vars(written), name=name, output=tokens, windows=windows))
+            return replaced if replaced is None or not rest else (replaced, *rest)
 
         return hook
 

@@ -27,6 +27,10 @@ class VitMap:
             self.grid = model.patch_embed.dynamic_feat_size((images.shape[2], images.shape[3]))
             self.num_prefix_tokens = model.num_prefix_tokens
 
+    @property
+    def token_map(self) -> tuple[Grid, int] | None:
+        return None if self.grid is None else (self.grid, self.num_prefix_tokens)
+
 
 def window_plan(block: Any, x: Tensor) -> WindowPlan:
     """How a Swin block cuts its map (B, H, W, C)."""
@@ -45,7 +49,7 @@ def write_out(
     module: Any, x: Tensor, *args: Any, name: str, vit_map: VitMap, plan: WindowPlan | None, **kwargs: Any
 ) -> WrittenOut:
     """A call of one of ATTENTIONS; `name` is for errors."""
-    if type(module) not in ATTENTIONS:  # such as one that `linearize` converted
+    if type(module) not in ATTENTIONS:  # a subclass may compute anything
         raise ValueError(
             f"{name} is a {type(module).__name__}, whose matrix is not known here; analyse the original model"
         )

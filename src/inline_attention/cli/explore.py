@@ -13,7 +13,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="files of `inline train`, one for each attention (default: those of the package, else random weights)",
+        help="files of `inline train`, one for each attention, or one of `inline linearize`, which is shown beside its "
+        "teacher (default: those of the package, else random weights)",
     )
     parser.add_argument("--port", type=int, default=7860, help="default: 7860; 0 chooses a free port")
     parser.add_argument(

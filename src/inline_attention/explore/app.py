@@ -98,7 +98,7 @@ class App:
 
     def _describe_setup(self) -> dict[str, Any]:
         models = [
-            dict(kind=subject.kind, name=subject.name, weights=subject.weights, layers=layers)
+            dict(kind=subject.kind, title=subject.title, name=subject.name, weights=subject.weights, layers=layers)
             for subject, layers in zip(self._subjects, self._maps.layer_counts, strict=True)
         ]
         return dict(

@@ -269,8 +269,7 @@ class TangentAttention(FusedAttention):
         else:  # each query has the anchors of the queries that it sees
             found, _ = find_anchors(by_head[:, :, None], mask, count=self.anchors)  # (B, heads, rows or 1, M, d)
             anchors = take_rows(found, nearest_rows(own.unsqueeze(3), found)).squeeze(3)
-        products = self.scale * ((own - anchors) @ k.permute(0, 2, 3, 1))
-        return weighted_rows(products, softmax_of_seen(anchors, k, mask, self.scale), normalization="subtract")
+        return tangent_rows(own, k, anchors, mask=mask, scale=self.scale)
 
 
 def nearest_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -335,6 +334,15 @@ def softmax_of_seen(anchors: Tensor, k: Tensor, mask: Tensor | None, scale: floa
     if mask is None:
         return products.softmax(-1)
     return products.masked_fill(~mask, torch.finfo(products.dtype).min).softmax(-1).masked_fill(~mask, 0)
+
+
+def tangent_rows(q: Tensor, k: Tensor, anchors: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
+    """The rows of `TangentAttention` with given anchors, over the keys that each row of a mask sees.
+
+    q (B, heads, rows, d), k (B, N, heads, d), anchors (B, heads, rows or 1, d) → (B, heads, rows, N)
+    """
+    products = scale * ((q - anchors) @ k.permute(0, 2, 3, 1))
+    return weighted_rows(products, softmax_of_seen(anchors, k, mask, scale), normalization="subtract")
 
 
 def weighted_rows(products: Tensor, shares: Tensor, *, normalization: str, eps: Tensor | float = 0.0) -> Tensor:

@@ -15,17 +15,22 @@ from torch.nn import functional as F
 
 from inline_attention.layers import LocalWeight
 from inline_attention.layers.attention import masked_mean
+from inline_attention.layers.family import mean_of_seen, tangent_rows
+from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.token_grid import GridSource, TokenGrid
+from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import (
     FEATURE_MAPS,
     Grid,
     Normalization,
+    attention_matrix,
     linear_attention_projected,
+    local_residual,
     tangent_attention_projected,
 )
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import anchor_weight, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, anchor_weight, zero_absent
 
 MAX_REGIONS = 4  # a cyclic shift brings at most two bands of rows and two of columns into one window
 
@@ -247,6 +252,119 @@ class LinearizedAttention(nn.Module):
             mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(q.dtype).min)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale).transpose(1, 2)
         return zero_absent(out, call.query_mask)
+
+    # The linear form written out as a matrix, O(N²). Analyses and tests use it; models do not.
+
+    def write_out(self, *args: Any, token_map: tuple[Grid, int] | None = None, **kwargs: Any) -> WrittenOut:
+        """What `forward` computes from the same arguments, as a matrix of weights and a local term.
+
+        Args:
+            token_map: the size of the map and the number of prefix tokens, for a module that does not know them.
+        """
+        calls: list[Call] = []
+
+        def record(module: LinearizedAttention, call: Call) -> Tensor:
+            calls.append(call)
+            return module.linear_form(call, module.gain)
+
+        self._observed_by(record, *args, **kwargs)
+        call, gain = calls[0], self.gain
+        q, k, v = unstack(call.projections)
+        if len(calls) > 1 or call.bias is not None or call.regions is not None or q.shape[1] != k.shape[1]:
+            raise ValueError(
+                "a linearised attention with a position bias, stripes or reduced keys is not written out; "
+                "analyse the original model"
+            )
+        grid, num_prefix_tokens = call.grid, call.num_prefix_tokens
+        if grid is None:
+            if token_map is None:
+                raise ValueError(
+                    "a linearised attention without a local residual does not know its token map; convert the model "
+                    "with local_residual=True, or analyse the original model"
+                )
+            grid, num_prefix_tokens = token_map
+
+        local: tuple[LocalTerm, ...] = ()
+        of_mean: Tensor | float = 0.0  # what the residual makes of the part of v that the gain leaves out
+        if call.local_weight is not None:
+            taps = call.local_weight
+            if gain is not None and self.form.attention != TANGENT:
+                rest = (1 - gain)[:, None] * mean_of_rows(v, call.token_mask)
+                options: dict[str, Any] = dict(grid=grid, num_prefix_tokens=num_prefix_tokens)
+                of_mean = local_residual(rest.expand_as(v), taps, token_mask=call.token_mask, **options)
+                taps = gain[:, None, None] * taps
+            local = (LocalTerm(taps.flatten(1, 2).unflatten(2, (3, 3))),)
+
+        def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
+            chosen = None if gain is None else gain[heads]
+            return self.rows_of_weights(
+                q[samples, :, heads], k[samples, :, heads], rows=rows, mask=mask, scale=call.scale, gain=chosen
+            )
+
+        def finish(attended: Tensor, local_sum: Tensor) -> Tensor:
+            out = (attended + local_sum + of_mean).to(v.dtype)
+            return self._observed_by(lambda module, call: out, *args, **kwargs)
+
+        return WrittenOut(
+            kind=self.form.attention,
+            grid=grid,
+            num_prefix_tokens=num_prefix_tokens,
+            q=q,
+            k=k,
+            v=zero_absent(v, call.token_mask),
+            local=local,
+            token_mask=call.token_mask,
+            matrix=matrix,
+            finish=finish,
+        )
+
+    def rows_of_weights(
+        self, q: Tensor, k: Tensor, *, rows: slice, mask: Tensor | None, scale: float, gain: Tensor | None
+    ) -> Tensor:
+        """Rows of the matrix whose product with v is the linear form of self-attention, without the local residual.
+
+        Args:
+            q: (B, N, heads, d), all tokens.
+            k: (B, N, heads, d)
+            rows: the queries whose rows are returned.
+            mask: bool, broadcasts to the result. False where a token is as if absent for a query.
+            scale: of the logits.
+            gain: (heads,), None for one.
+
+        Returns:
+            (B, heads, rows, N)
+        """
+        if self.form.attention == TANGENT:
+            q, k = (x.to(accumulation_dtype(x.dtype)) for x in (q, k))
+            by_head = q.transpose(1, 2)
+            anchors, own = mean_of_seen(by_head, mask), by_head[:, :, rows]
+            if gain is not None:
+                own = anchors + gain.to(q.dtype)[:, None, None] * (own - anchors)
+            return tangent_rows(own, k, anchors, mask=mask, scale=scale)
+        weights = attention_matrix(
+            q[:, rows],
+            k,
+            kind=self.form.attention,  # type: ignore[arg-type]  # one of _FORMS
+            feature_map=self.form.feature_map,
+            scale=scale,
+            pair_mask=mask,
+        )
+        if gain is not None:  # a gain of v's deviation from its mean over the tokens that a query sees
+            seen = torch.ones_like(weights) if mask is None else mask.to(weights.dtype).expand_as(weights)
+            mean = weights.sum(-1, keepdim=True) * seen / seen.sum(-1, keepdim=True).clamp(min=1)
+            weights = mean + gain.to(weights.dtype)[:, None, None] * (weights - mean)
+        return weights
+
+    def _observed_by(
+        self, observer: "Callable[[LinearizedAttention, Call], Tensor]", *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """`forward` with another observer; what the module returns first."""
+        before, self.observer = self.observer, observer
+        try:
+            out = self.forward(*args, **kwargs)
+        finally:
+            self.observer = before
+        return out if isinstance(out, Tensor) else out[0]
 
 
 def mean_of_rows(rows: Tensor, mask: Tensor | None) -> Tensor:

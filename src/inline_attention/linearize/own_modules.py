@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from inline_attention.layers import Attention, SoftmaxAttention
 from inline_attention.layers.attention import MappedSoftmaxAttention
-from inline_attention.layers.written_out import WrittenOut
 from inline_attention.models import cswin, pvt, swin
 from inline_attention.ops import Grid
 from inline_attention.ops.feature_maps import get_feature_map
@@ -32,9 +31,6 @@ class OwnAttention(LinearizedAttention):
         """Takes the place of the method that all forms of softmax here come through. The mask is over keys."""
         token_mask = None if mask is None else mask[:, 0, 0]
         return self.compute(Call(self.mapped(q, k, v), self.scale, token_mask=token_mask))
-
-    def write_out(self, x: Tensor, grid: Grid, **options: Any) -> WrittenOut:
-        raise ValueError("the attention is linearised, and analyses do not know its matrix: analyse the original model")
 
 
 class PlainAttention(OwnAttention):

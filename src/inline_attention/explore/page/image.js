@@ -88,9 +88,10 @@ function buildControls({ photos, models }) {
 function buildPanels(models) {
   panels.push(makePanel({ title: html("h2", {}, "Picture"), name: "Picture" }));
   for (const [index, model] of models.entries()) {
-    const title = html("h2", { class: `kind ${model.kind}` }, titleOf(model.kind));
-    const head = html("select", { "aria-label": `Head of ${titleOf(model.kind)}` }, html("option", { value: "" }, "mean of heads"));
-    const panel = makePanel({ title, name: titleOf(model.kind), model: { ...model, index }, head });
+    const name = model.title ?? titleOf(model.kind);
+    const title = html("h2", { class: `kind ${model.kind}` }, name);
+    const head = html("select", { "aria-label": `Head of ${name}` }, html("option", { value: "" }, "mean of heads"));
+    const panel = makePanel({ title, name, model: { ...model, index }, head });
     head.addEventListener("change", () => refresh(panel));
     panels.push(panel);
   }

@@ -1,0 +1,144 @@
+"""A linearised attention written out is what the converted module computes, in float64 up to rounding."""
+
+from typing import Any
+
+import pytest
+import torch
+from linearize_cases import CASES
+from torch import Tensor, nn
+
+from inline_attention import linearize
+from inline_attention.analysis import LayerAttention, capture, layer_names, observe
+from inline_attention.analysis.hooks import attention_kinds
+from inline_attention.linearize import FORMS, LinearizedAttention
+from inline_attention.linearize.convert import add_gains, linearized_modules
+
+OF_NAME = {case.name: case for case in CASES}
+VIT, DEIT, TORCHVISION = "vit_tiny_patch16_224", "softmax_deit_tiny", "torchvision vit"
+ON_ONE_MAP = [
+    VIT,
+    "vit with norms",
+    "vit_small_patch14_reg4_dinov2",
+    "eva02_tiny_patch14_224",
+    TORCHVISION,
+    DEIT,
+    "mapped softmax",
+]
+ROUNDING = 1e-12  # relative, in float64
+
+
+def student(name: str, *, gains: bool = True, **options: Any) -> Any:
+    """Local residuals and gains as training could leave them; as converted they would be zero and one."""
+    model = OF_NAME[name].model
+    linearize(model, **options)
+    if gains:
+        add_gains(model)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for module in linearized_modules(model).values():
+            if module.local is not None:
+                nn.init.normal_(module.local.fc2.weight, std=0.3)
+                nn.init.normal_(module.local.fc2.bias, std=0.3)
+            if module.gain is not None:
+                nn.init.uniform_(module.gain, 0.3, 1.7)
+    return model
+
+
+def check(model: nn.Module, images: Tensor, *, kind: str) -> None:
+    records = capture(model, images)
+    assert [record.name for record in records] == list(linearized_modules(model))
+    for record in records:
+        assert record.kind == kind
+        assert record.error() < ROUNDING, record.name
+
+
+@pytest.mark.parametrize("name", ON_ONE_MAP)
+def test_matrix_is_the_module(name: str) -> None:
+    check(student(name), OF_NAME[name].images(len(OF_NAME[name].sizes) - 1), kind="tangent")
+
+
+@pytest.mark.parametrize("gains", [True, False], ids=["gains", "plain"])
+@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("name", [VIT, DEIT])
+def test_every_form(name: str, attention: str, gains: bool) -> None:
+    check(student(name, attention=attention, gains=gains), OF_NAME[name].images(), kind=attention)
+
+
+@pytest.mark.parametrize("name", [VIT, DEIT])
+def test_without_a_residual(name: str) -> None:
+    """timm's modules are not told the map; that of the model stands in."""
+    model = student(name, local_residual=False)
+    check(model, OF_NAME[name].images(1), kind="tangent")
+    record = capture(model, OF_NAME[name].images(1), layers=[0])[0]
+    assert not record.local
+    assert record.num_prefix_tokens + record.grid[0] * record.grid[1] == record.q.shape[1]
+
+
+def test_weights_of_the_tangent_by_hand() -> None:
+    record = capture(student(VIT, gains=False), OF_NAME[VIT].images(), layers=[0])[0]
+    q, k = record.q[1, :, 0], record.k[1, :, 0]
+    s, a = q.shape[1] ** -0.5, q.mean(0)
+    p = (s * k @ a).softmax(0)
+    expected = p * (1 + s * (q - a) @ (k - p @ k).T)
+    torch.testing.assert_close(record.weights()[1, 0], expected)
+    assert (expected < 0).any()  # unlike softmax's
+
+
+@pytest.mark.parametrize("attention", FORMS)
+def test_unseen_tokens_are_as_if_absent(attention: str) -> None:
+    """A row over some of the tokens is that of the attention among them."""
+    model = student(DEIT, attention=attention)
+    record = capture(model, OF_NAME[DEIT].images(), layers=[1])[0]
+    module = linearized_modules(model)[record.name]
+    seen = torch.arange(record.q.shape[1]) % 3 != 1
+    weights = record.weights(mask=seen[None, None, None])
+    assert (weights[..., ~seen] == 0).all()
+    few = {"rows": slice(None), "mask": None, "scale": module.scale, "gain": module.gain}
+    expected = module.rows_of_weights(record.q[:, seen], record.k[:, seen], **few)  # type: ignore[arg-type]
+    torch.testing.assert_close(weights[:, :, seen][..., seen], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["tangent", "linear"])
+def test_a_mask_of_tokens(attention: str) -> None:
+    model = student(DEIT, attention=attention)
+    attn = model.blocks[0].attn
+    x = torch.randn(2, 17, attn.proj.in_features, dtype=torch.float64)
+    mask = torch.rand(2, 17) < 0.7
+    written = attn.write_out(x, (4, 4), token_mask=mask)
+    record = LayerAttention(**vars(written), name="attn", output=attn(x, (4, 4), token_mask=mask))
+    assert record.error() < ROUNDING
+
+
+def test_layers_that_stayed_softmax() -> None:
+    model = student(VIT, keep_softmax=[-1])
+    assert layer_names(model) == ["blocks.0.attn", "blocks.1.attn"]
+    assert attention_kinds(model) == ["tangent", "softmax"]
+    records = capture(model, OF_NAME[VIT].images())
+    assert [record.kind for record in records] == ["tangent", "softmax"]
+    assert all(record.error() < ROUNDING for record in records)
+
+
+@pytest.mark.parametrize("name", [VIT, TORCHVISION])
+def test_the_output_can_be_replaced(name: str) -> None:
+    """Also where a module returns more than its output. The observer of a module is given back."""
+    model, images = student(name), OF_NAME[name].images()
+    with torch.no_grad():
+        expected = model(images)
+    torch.testing.assert_close(observe(model, images, lambda record: record.recompute_output()), expected)
+    changed = observe(model, images, lambda record: torch.zeros_like(record.output))
+    assert not torch.allclose(changed, expected)
+    assert all(module.observer is None for module in model.modules() if isinstance(module, LinearizedAttention))
+
+
+@pytest.mark.parametrize(
+    "name", ["swin_tiny_patch4_window7_224", "pvt_v2_b0", "softmax_swin_tiny", "softmax_pvt_tiny", "softmax_cswin_tiny"]
+)
+def test_what_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"0\.attn: a linearised attention with a position bias, stripes or reduced"):
+        capture(student(name, gains=False), OF_NAME[name].images())
+
+
+def test_a_map_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match="does not know its token map; convert the model with local_residual=True"):
+        capture(student(TORCHVISION, local_residual=False), OF_NAME[TORCHVISION].images())

@@ -10,7 +10,10 @@ from inline_attention.linearize import calibrate, layer_costs, linearize, restor
 from inline_attention.linearize.convert import linearized_modules
 
 OF_NAME = {case.name: case for case in CASES}
-KINDS = ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224", "softmax_pvt_tiny"]
+KINDS = [
+    "vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224", "softmax_pvt_tiny",
+    "softmax_cswin_tiny",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", ["tangent", "inline", "linear"])

@@ -356,5 +356,4 @@ def add_gains(model: nn.Module) -> None:
     for module in linearized_modules(model).values():
         if module.gain is None:
             like = next(module.parameters())
-            num_heads, _ = module.heads(module)
-            module.gain = nn.Parameter(torch.ones(num_heads, device=like.device, dtype=like.dtype))
+            module.gain = nn.Parameter(torch.ones(module.num_gains(module), device=like.device, dtype=like.dtype))

@@ -118,6 +118,11 @@ class LinearizedAttention(nn.Module):
         return module.num_heads, module.head_dim
 
     @classmethod
+    def num_gains(cls, module: Any) -> int:
+        """The heads of one call, each of which can have a gain."""
+        return cls.heads(module)[0]
+
+    @classmethod
     def has_map(cls, module: nn.Module) -> bool:
         """Whether queries and keys are the same tokens of one map, so that there can be a local residual."""
         return True

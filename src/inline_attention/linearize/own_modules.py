@@ -76,7 +76,11 @@ class ReducedAttention(OwnAttention):
 
 
 class StripeAttention(OwnAttention):
-    """Stripes have a positional convolution of v already."""
+    """Stripes have a positional convolution of v already. Each direction is a call, with half of the heads."""
+
+    @classmethod
+    def num_gains(cls, module: Any) -> int:
+        return module.num_heads // len(module.positions)  # a head of each direction shares one
 
     @classmethod
     def has_map(cls, module: nn.Module) -> bool:

@@ -320,7 +320,7 @@ def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path: Path) -> Non
     store.save(progress(2), **subject.saved())
     assert len(notes) == 1
     assert "could not save the checkpoint" in notes[0]
-    assert "Training goes on" in notes[0]
+    assert "Training continues" in notes[0]
     blocked.unlink()
     store.save(progress(3), **subject.saved())
     assert notes[1:] == [f"saving works again: the checkpoint is in {blocked}"]

@@ -59,7 +59,7 @@ class DataConfig(LoaderConfig):
     """
 
     path: str = "digits"
-    labels: bool = True  # False: a folder's images at any depth, whatever their folders are called
+    labels: bool = True  # False: use a folder's images at any depth; folder names mean nothing
     split_file: str | None = None  # a folder without splits: the table with file, label and split, as runs write it
     val_share: float = 0.2  # a folder without splits: the share of each class for validation
     train_share: float = 1.0  # train on this share of the images, evenly spaced over the split; not for streams

@@ -36,7 +36,7 @@ class DetectionDataConfig(LoaderConfig):
     train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image
     max_side: int = 1333  # an image whose long side would exceed this is made smaller
     hflip: float = 0.5
-    skip_empty: bool = True  # images without objects are not trained on, as published
+    skip_empty: bool = True  # train only on images with objects, as published
 
     def validate(self) -> None:
         super().validate()

@@ -44,7 +44,7 @@ def own_tokens(sizes: Tensor, grid: Grid, *, num_prefix_tokens: int = 0) -> Padd
 
 
 def zero_padding(x: Tensor, sizes: Tensor | None, *, channels: Literal["first", "last"]) -> Tensor:
-    """A map (B, C, H, W) or (B, H, W, C) with zeros beyond each image's border, whatever was there"""
+    """A map (B, C, H, W) or (B, H, W, C) with everything beyond each image's border set to zero"""
     if sizes is None:
         return x
     if channels == "first":

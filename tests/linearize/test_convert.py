@@ -288,7 +288,7 @@ def test_patch_dropout_and_a_missing_patch_embedding_need_no_residual() -> None:
         linearize(dropping)
     linearize(dropping, local_residual=False)
     alone = nn.Sequential(timm.layers.Attention(24, 2))
-    with pytest.raises(ValueError, match="no patch embedding tells the size"):
+    with pytest.raises(ValueError, match="no patch embedding gives the size"):
         linearize(alone)
     linearize(alone, local_residual=False)
 

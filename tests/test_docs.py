@@ -78,5 +78,5 @@ def test_links_are_found() -> None:
     """Or the test above would hold of pages without any."""
     assert "docs/attention.md" in links(ROOT / "README.md")
     assert "images/explore-plane.png" in links(ROOT / "docs" / "explore.md")
-    assert "training.md#what-a-run-leaves-behind" in {link for path in MARKDOWN for link in links(path)}
-    assert "what-a-run-leaves-behind" in anchors(ROOT / "docs" / "training.md")
+    assert "training.md#files-of-a-run" in {link for path in MARKDOWN for link in links(path)}
+    assert "files-of-a-run" in anchors(ROOT / "docs" / "training.md")

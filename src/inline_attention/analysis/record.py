@@ -49,7 +49,7 @@ class LayerAttention(WrittenOut):
 
         Args:
             rows: the queries, prefix tokens first.
-            mask: bool, broadcasts to the result; False where a token is as if absent for a query.
+            mask: bool, broadcasts to the result; False where a token counts as absent for a query.
 
         Returns:
             (S, heads, rows, keys). Rows and columns of absent tokens are zero.

@@ -54,8 +54,8 @@ class LoaderConfig:
 class DataConfig(LoaderConfig):
     """The source of the images and their transforms. The defaults are those of the published training.
 
-    `path` is "digits" (embedded), a folder (class folders with or without splits, labels.csv, zip or tar layout), or
-    "hfds/NAME", "wds/FOLDER" and "tfds/NAME" for Hugging Face datasets, WebDataset shards and TensorFlow datasets.
+    `path` is "digits" (embedded) or a folder: class folders with or without splits, labels.csv, zip or tar layout.
+    "hfds/NAME" is a Hugging Face dataset, "wds/FOLDER" WebDataset shards, and "tfds/NAME" a TensorFlow dataset.
     """
 
     path: str = "digits"

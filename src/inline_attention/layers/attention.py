@@ -173,7 +173,7 @@ class Attention(nn.Module):
         device: of the parameters.
         dtype: of the parameters.
 
-    The names are timm's where timm has one, and the last seven are there for `timm.create_model(…, attn_layer=…)`.
+    Names are timm's, if timm has one. The last seven arguments are for `timm.create_model(…, attn_layer=…)`.
     """
 
     kind: str  # the name that models take
@@ -797,7 +797,7 @@ def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:
 
 
 def describe_attention(stages: Sequence[Sequence[str]]) -> str:
-    """The short form of what `parse_attention` returned: "IIIS", or "I I I:2 S" where a stage is mixed"""
+    """The short form of what `parse_attention` returned: "IIIS", or "I I I:2 S" if a stage is mixed"""
     letters = {name: letter for letter, name in LETTERS.items()}
     words = []
     for blocks in stages:

@@ -26,7 +26,7 @@ def ceil_div(n: int, divisor: int) -> int:
 
 
 def pad_bottom_right(x: Tensor, bottom: int, right: int) -> Tensor:
-    """Adds zeros to a map (B, H, W, C), or crops it where a number is negative. A cropped map is contiguous."""
+    """Adds zeros to a map (B, H, W, C), or crops it if a number is negative. A cropped map is contiguous."""
     return x if is_equal(bottom, 0) and is_equal(right, 0) else F.pad(x, (0, 0, 0, right, 0, bottom))
 
 

@@ -119,7 +119,7 @@ class LinearizedAttention(nn.Module):
 
     @classmethod
     def num_tokens(cls, module: nn.Module) -> int | None:
-        """The keys of one call, where the module itself knows."""
+        """The keys of one call, if the module itself knows."""
         return None
 
     @classmethod

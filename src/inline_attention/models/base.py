@@ -142,7 +142,7 @@ class VisionModel(nn.Module):
     def minimum_size(self) -> int:
         """The smallest side of an image that one exported graph with dynamic sizes serves.
 
-        A graph has one path. Families whose blocks take another path on small maps return the size where that ends.
+        A graph has one path. If the blocks of a family take another path on small maps, this is the size above them.
         """
         return 32
 

@@ -237,7 +237,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Makes a tensor's device the current one. Triton launches on the current device, whatever its arguments are on."""
+    """Makes a tensor's device the current one, where Triton launches. It ignores the device of its arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -679,7 +679,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 def _flops(projections: Any, local_weight: Any, products: int, local: int) -> int:
     """`products` products of queries with d×e states, as many of keys, and `local` sums over nine taps.
 
-    The arguments are shapes in the place of tensors.
+    The arguments are shapes instead of tensors.
     """
     batch, queries, _, heads, key_dim = projections[0]
     _, tokens, _, _, value_dim = projections[-1]

@@ -151,7 +151,7 @@ class Task(ABC):
     def losses(self, forward: Callable[..., Any], batch: Any, *, epoch: int, step: int) -> dict[str, Tensor]:
         """The terms () of the loss of one batch, by name. The loss is their sum.
 
-        forward: calls the model in the run's precision. Each term is a mean over the batch with a divisor that is the
+        forward: calls the model in the run's precision. Each term is a mean over the batch. Its divisor must be the
         same on every rank, so that the mean over ranks is the mean over the global batch. Nothing here may read from
         the device.
         """

@@ -25,9 +25,9 @@ class DetectorConfig(HeadedConfig):
 class DetectionDataConfig(LoaderConfig):
     """Images with boxes and, for mask heads, masks.
 
-    `layout` is "coco" for annotations/instances_SPLIT.json and the images in SPLIT/, "yolo" for a folder with
-    data.yaml, images/SPLIT and labels/SPLIT, and "auto" for whichever of them `path` holds. The splits train and val
-    are also COCO's train2017 and val2017.
+    `layout` "coco" is annotations/instances_SPLIT.json with the images in SPLIT/. "yolo" is a folder with data.yaml,
+    images/SPLIT and labels/SPLIT. "auto" is the one of them that `path` holds. The splits train and val are also COCO's
+    train2017 and val2017.
     """
 
     layout: Layout = "auto"  # coco, yolo, or auto for the one that data.path holds

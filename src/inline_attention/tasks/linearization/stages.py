@@ -81,10 +81,10 @@ def plan_linearization(
 
     Args:
         recipe, overrides, flags, output: as in `plan_run`.
-        resume: "auto" for what is in `output`, or the folder to continue. Complete stages are left as they are.
+        resume: "auto" for the run in `output`, or the folder to continue. Complete stages are left as they are.
     """
     if resume == "auto" and output is None:
-        raise ValueError("--resume auto continues what is in --output: give --output DIR too")
+        raise ValueError("--resume auto continues the run in --output: give --output DIR too")
     place = output if resume in (None, "auto") else resume
     if resume == place and place is not None and Path(place).name in (MATCH, DISTILL):
         place = str(Path(place).parent)  # messages of a stage name the folder of the stage

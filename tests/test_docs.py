@@ -75,7 +75,7 @@ def test_every_photograph_is_in_the_notice() -> None:
 
 
 def test_links_are_found() -> None:
-    """Or the test above would hold of pages without any."""
+    """Without this test, the one above would pass on pages without links."""
     assert "docs/attention.md" in links(ROOT / "README.md")
     assert "images/explore-plane.png" in links(ROOT / "docs" / "explore.md")
     assert "training.md#files-of-a-run" in {link for path in MARKDOWN for link in links(path)}

@@ -140,7 +140,7 @@ def test_bins_of_the_histogram() -> None:
 
 @pytest.mark.parametrize("kind", ["softmax", "inline"])
 def test_flat_attention_is_not_confused(kind: str) -> None:
-    """Rows of an untrained model differ little, but as much as its queries do: an injective attention confuses none."""
+    """The rows of an untrained model differ little, but so do its queries. An injective attention confuses none."""
     torch.manual_seed(0)
     model = create_model("inline_deit_tiny", attention=kind, img_size=64, patch_size=8, depth=2, num_classes=2)
     photographs = torch.stack([photograph(path, 64) for path in sample_photographs()])
@@ -313,7 +313,7 @@ def seen_window(record: Any, side: int) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_but_the_window_masked_by_hand(kind: str) -> None:
-    """What is left to a query is attended to as if there were nothing else, by the model's own fast path."""
+    """Each query attends to the tokens that are left as if there were no others, by the model's own fast path."""
     model = deit(kind, depth=1, local_residual=False)
     record = capture(model, image(64, 48))[0]
     attn, (height, width) = model.blocks[0].attn, record.grid
@@ -406,7 +406,7 @@ def test_random_masks_hide_as_many_present_tokens_as_local_ones() -> None:
 
 
 def test_masking_conditions_and_small_maps() -> None:
-    """Layers whose map is not larger than the window are left alone, and the result says which were masked."""
+    """Layers whose map is not larger than the window are not masked, and the result lists those that were."""
     model = create_small("inline_swin_tiny")
     result = measure_masking(model, [(image(), None)], sides=(3, 17), seed=3)  # 17: larger than any map
     assert [str(o.condition) for o in result.outcomes] == [

@@ -22,7 +22,7 @@ def deit():
 
 @pytest.fixture(scope="module")
 def official_file(deit, tmp_path_factory):
-    """A checkpoint of the official training code: its names, its shapes, other weights and an average of them."""
+    """A checkpoint as the official training code writes it: its names and shapes, weights and their average."""
     weights = OrderedDict()
     for name, tensor in deit.state_dict().items():
         if ".local." in name:

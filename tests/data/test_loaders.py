@@ -37,7 +37,7 @@ def folder(make_folder: MakeFolder) -> Path:
 
 
 def test_a_share_of_the_training_images(folder: Path) -> None:
-    """Every class keeps its share, and the validation images stay."""
+    """Every class keeps its share, and all validation images stay."""
     whole, half = (open_data(config(folder, train_share=share), seed=1) for share in (1.0, 0.5))
     assert 2 * half.train.steps_per_epoch == whole.train.steps_per_epoch
     assert half.val.num_images == whole.val.num_images
@@ -113,7 +113,7 @@ def test_global_generators_are_left_alone(folder: Path) -> None:
 
 
 def test_workers_can_be_spawned(folder: Path) -> None:
-    """Where processes do not fork (macOS), what a worker needs is pickled."""
+    """If processes do not fork (macOS), everything that a worker needs is pickled."""
     import pickle
 
     from inline_attention.data.dataset import TrainDataset
@@ -131,7 +131,7 @@ def test_workers_can_be_spawned(folder: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_see_what_one_rank_sees(folder: Path, world_size: int) -> None:
-    """Per step the same global batch, and the same pairs mixed."""
+    """At each step, the global batch and the mixed pairs are the same."""
     whole = open_data(config(folder, batch_size=4 * world_size), seed=1).train
     ranks = [open_data(config(folder), seed=1, rank=r, world_size=world_size).train for r in range(world_size)]
     assert {loader.steps_per_epoch for loader in ranks} == {whole.steps_per_epoch}
@@ -253,7 +253,7 @@ def test_images_of_a_few_pixels(folder: Path) -> None:
 
 
 def test_a_line_that_a_transform_would_blow_up(folder: Path) -> None:
-    """Its short side is enlarged to the size of the input, and with it the long one."""
+    """The transform enlarges the short side to the size of the input, and the long side with it."""
     Image.new("L", (1, 65_000)).save(folder / "val" / "a" / "000.png")
     loader = open_eval_data(config(folder, img_size=224, eval_transform="timm"))
     assert sum(len(batch.images) for batch in loader) == 23

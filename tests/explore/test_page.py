@@ -59,7 +59,7 @@ def open_page(browser: Any, server: ExploreServer) -> Iterator[Callable[..., Any
 
 
 def weights_shown(page: Any, kind: str) -> list[list[float]]:
-    """Of each query on each key, as the page writes them: in %."""
+    """The weights of each query on each key as the page shows them, in per cent."""
     rows = page.locator(f".row.{kind}").evaluate_all("rows => rows.map(row => row.innerText.trim().split(/\\s+/))")
     return [[float(text.replace("−", "-")) / 100 for text in row] for row in rows]
 
@@ -189,7 +189,7 @@ def map_painted(page: Any, kind: str) -> list[int]:
 
 
 def settled(page: Any) -> None:
-    """Waits until no map is awaited any more."""
+    """Wait until the page has received all maps that it requested."""
     expect(page.locator(".panel.stale")).to_have_count(0)
     for kind in KINDS:
         expect(page.locator(f"[data-kind={kind}] .facts")).to_contain_text("Smallest")
@@ -324,7 +324,7 @@ def test_uploads(open_page: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_two_visitors(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    """Each sees the picture that is theirs, also after the other's came."""
+    """Each visitor sees their own picture, also after the other one has uploaded theirs."""
     pages = [open_page("image") for _ in range(2)]
     pictures = []
     for seed, page in enumerate(pages):
@@ -416,7 +416,7 @@ def test_every_control_has_a_name(open_page: Callable[..., Any]) -> None:
 
 
 def test_another_page_cannot_use_it(browser: Any, server: ExploreServer) -> None:
-    """A page from elsewhere sends a form, which browsers let it do without asking: it is not answered."""
+    """Browsers let any page send a form to this server. Such a request is refused."""
     elsewhere = "http://elsewhere.test/"
     form = f"<form method=post enctype=text/plain action={server.url}api/measure><button>Win a prize</button></form>"
     page = browser.new_page()

@@ -109,7 +109,7 @@ def reason_not_to_run(command: Command) -> str | None:
 
 
 def inline_words(command: Command) -> list[str]:
-    """What `main` takes, with names for placeholders."""
+    """The arguments of `main`, with names in place of placeholders."""
     words = list(command.words)
     if "inline_attention" in words:  # python or torchrun -m inline_attention
         words = words[words.index("inline_attention") :]
@@ -261,7 +261,7 @@ def test_every_command_can_be_parsed(
 
 
 def test_commands_are_found() -> None:
-    """Or the tests here would hold of pages without any."""
+    """Without this test, the others would pass on pages without commands."""
     texts = set(COMMANDS_BY_TEXT)
     assert any(text.startswith("inline train finetune --data") for text in texts)
     assert any(text.startswith("torchrun --standalone") for text in texts)

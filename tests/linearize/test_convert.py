@@ -165,7 +165,7 @@ def test_the_residual_runs_on_the_map_of_the_call(name: str) -> None:
 
 
 def test_regions_of_shifted_windows_do_not_mix() -> None:
-    """An attention in which one region alone changes leaves the others as they were."""
+    """If the input changes in one region, the outputs of the other regions stay the same."""
     case = OF_NAME["swin_tiny_patch4_window7_224"]
     model: Any = train_residual(case.model)
     block = model.layers[0].blocks[1]
@@ -227,7 +227,7 @@ def test_heads_that_share_keys() -> None:
 
 
 def check_module(module: Any) -> None:
-    """With equal queries the tangent is softmax itself, whatever else the module does."""
+    """With equal queries, the tangent equals softmax for every option of the module."""
     torch.manual_seed(0)
     module = module.double().eval()
     x = torch.randn(2, 10, 24, dtype=torch.float64)

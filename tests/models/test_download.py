@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
-        """A client that hangs up is what these tests are about."""
+        """Print nothing: these tests expect clients that disconnect."""
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_too_large_a_file_is_not_kept(hub, server, monkeypatch):
 
 
 def test_slow_server_meets_the_deadline(hub, server, monkeypatch):
-    """Every byte comes in time, the file as a whole does not."""
+    """Every byte arrives in time, but the whole file does not."""
     monkeypatch.setattr(_download, "_DEADLINE", 0.5)
     server.piece, server.pause = 10, 0.05
     start = time.monotonic()

@@ -161,7 +161,7 @@ def test_the_average_has_every_tensor_of_the_model(tmp_path: Path) -> None:
 
 
 def test_only_older_checkpoints_are_removed(tmp_path: Path) -> None:
-    """Whatever their numbers: what is newer than the one just saved stays."""
+    """A checkpoint of a later update than the one just saved stays."""
     subject = Subject()
     store, _ = checkpoints(tmp_path, keep=1)
     store.save(progress(50), **subject.saved())

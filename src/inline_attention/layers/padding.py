@@ -3,8 +3,8 @@
 `sizes` (B, 2) holds the true (height, width) of each image, or of each image's own part of a feature map, as integers
 on the device of the data. None stands for a batch without padding, which then costs nothing.
 
-With the functions here, each image gets the result that it would get alone. They mask its own tokens, set everything
-beyond its border to zero, and resize it from its own border, not from that of the canvas.
+With the functions here, each image gets the result that it would get alone. They make a mask of its own tokens, set
+everything beyond its border to zero, and resize it from its own border, not from that of the canvas.
 """
 
 from typing import Literal, NamedTuple

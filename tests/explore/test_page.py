@@ -315,7 +315,7 @@ def test_uploads(open_page: Callable[..., Any], tmp_path: Path) -> None:
     for name, content, message in (
         ("notes.txt", b"these are notes", "“notes.txt”: this is not an image that can be read here"),
         ("bomb.png", huge_png(20_000), "at most 40 million pixels are decoded here"),
-        ("large.png", bytes(MAX_BYTES + 1), "“large.png” has 16.0 MiB; at most 16 MiB are taken here"),
+        ("large.png", bytes(MAX_BYTES + 1), "“large.png” has 16.0 MiB; the limit is 16 MiB"),
     ):
         upload(name, content)
         expect(status).to_contain_text(message)

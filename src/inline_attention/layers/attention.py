@@ -137,7 +137,7 @@ class HeadGain(nn.Module):
         """`linear`, whose first C outputs are the queries, with the gains: (…, C) → (…, its outputs)"""
         queries = x.shape[-1]
         factor = self.weight.repeat_interleave(queries // len(self.weight))
-        # The weight of an adapter, of a quantised layer or of one with hooks is not all that it computes.
+        # An adapter, a quantised layer or a layer with hooks computes something else than its weight says.
         if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
             y = linear(x)
             return y * F.pad(factor, (0, y.shape[-1] - queries), value=1.0).to(y.dtype)

@@ -23,7 +23,7 @@ class WrittenOut:
     kind: str  # "inline", "linear", "softmax", …
     grid: Grid  # (height, width) of the tokens that attend to each other: the map, or a window of it
     num_prefix_tokens: int
-    q: Tensor  # (S, N, heads, d), before φ of linear attentions
+    q: Tensor  # (S, N, heads, d), as the attention compares them, but before φ of linear attentions
     k: Tensor  # (S, keys, heads, d)
     v: Tensor  # (S, keys, heads, d)
     matrix: Matrix  # of rows, samples, heads and a mask

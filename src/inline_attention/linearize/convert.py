@@ -275,7 +275,7 @@ def _listed(model: nn.Module, problems: Mapping[str, str]) -> str:
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Whether a module has "attention" in its class name, or drops attention weights, as a block without one may."""
+    """Whether the class is named so, or drops attention weights: a block may compute attention by itself."""
     if isinstance(module, nn.Identity | nn.Dropout):
         return False
     return bool(re.search("attention|attn", type(module).__name__, re.IGNORECASE)) or hasattr(module, "attn_drop")

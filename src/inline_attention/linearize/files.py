@@ -86,8 +86,8 @@ def timm_arguments(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[
     if why is None:
         return name, options
     warnings.warn(
-        f"the file will not say how to build this {name}, because {why}. Pass linearize(…, arguments=…) what "
-        "timm.create_model was given, or load the file with load_model(path, model=…)",
+        f"the file will not say how to build this {name}, because {why}. Pass the arguments of "
+        "timm.create_model as linearize(…, arguments=…), or load the file with load_model(path, model=…)",
         stacklevel=4,
     )
     return None
@@ -109,9 +109,9 @@ def _observed(model: Any) -> dict[str, Any]:
 
 
 def _why_different(twin: nn.Module, model: nn.Module) -> str | None:
-    """A weight whose shape differs between a newly built model and this one, apart from what the conversion added."""
+    """A weight that differs between a newly built model and this one, apart from what the conversion added."""
     added = tuple(f"{name}.{what}" for name in linearized_modules(model) for what in ("local.", "gain"))
     own = {name: t.shape for name, t in model.state_dict().items() if not name.startswith(added)}
     built = {name: t.shape for name, t in twin.state_dict().items()}
     different = [name for name in {**own, **built} if own.get(name) != built.get(name)]
-    return f"{different[0]} would have another shape" if different else None
+    return f"its {different[0]} would be different" if different else None

@@ -147,7 +147,7 @@ class _RealCounts:
     def __init__(self, loader: EvalLoader, *, device: torch.device) -> None:
         if loader.class_names != ImageNetInfo().label_names():
             raise ValueError("ReaL labels are for ImageNet's thousand classes; leave out --real")
-        labels = RealLabelsImagenet(range(50_000)).real_labels  # by file name; the argument is not used for it
+        labels = RealLabelsImagenet(range(50_000)).real_labels  # by file name; only the argument's length counts
         names = [os.path.basename(loader.path(index)) for index in range(loader.num_images)] if loader.path else []
         unknown = [name for name in names if name not in labels]
         if unknown or not names:

@@ -1,4 +1,4 @@
-"""The documentation hangs together, in the repository as well as on the site that `make docs` builds."""
+"""Links, anchors and pictures of the documentation exist, in the repository and on the site of `make docs`."""
 
 import re
 import subprocess

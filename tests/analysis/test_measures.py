@@ -146,7 +146,7 @@ def test_flat_attention_is_not_confused(kind: str) -> None:
     photographs = torch.stack([photograph(path, 64) for path in sample_photographs()])
     result = measure_confusion(model, [photographs], rhos=(1.0,))
     assert result.per_million.max() < 100
-    # By the norm of a row, which ignores how flat the rows are, they all look alike.
+    # Distances relative to the norm of a row ignore how flat the rows are. By them all rows would count as equal.
     record = capture(model, photographs, layers=[0])[0]
     rows = record.weights()
     assert (torch.cdist(rows, rows).median() < 0.2 * rows.norm(dim=-1).mean()).all()
@@ -212,7 +212,7 @@ tokens = ({side} // 2) ** 2 + 1
 assert record.q.shape[1] == tokens and pairs == tokens * (tokens - 1) // 2
 print((after - before) / 1024)
 """
-    # glibc gives blocks of this size back at once, and the process is as large as what is alive in it.
+    # glibc returns blocks of this size at once, so the process has the size of its live memory.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     assert 0 < float(done.stdout) < megabytes, done.stdout

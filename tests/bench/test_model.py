@@ -1,4 +1,4 @@
-"""Models against counterparts: what is built, what is written down, and how ratios are formed."""
+"""Models against counterparts: the models that are built, their records, and the ratios."""
 
 import json
 import re

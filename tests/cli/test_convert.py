@@ -100,7 +100,7 @@ def test_bad_input_is_one_line_and_exit_2(official_file, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("out*"))
 
 
-# Which model it is, told by shapes alone: on the meta device, at full size.
+# The model is found by shapes alone, on the meta device, at full size.
 
 
 def checkpoint_of(name, info=None, **options):

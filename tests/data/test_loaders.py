@@ -65,7 +65,7 @@ def test_resumed_epoch(folder: Path, workers: int) -> None:
     loader = open_data(config(folder, workers=workers), seed=1).train
     whole = list(loader.epoch(5))
     assert len(whole) == loader.steps_per_epoch == 6
-    abandoned = loader.epoch(2)  # an iteration given up in the middle must not leak into the next
+    abandoned = loader.epoch(2)  # an abandoned iteration must not affect the next one
     next(abandoned)
     resumed = list(loader.epoch(5, start_step=4))
     assert len(resumed) == 2
@@ -85,7 +85,7 @@ def test_augmentation_is_of_seed_epoch_and_sample(folder: Path) -> None:
     assert len(first) == 24
     for other in (by_sample(loader.epoch(1)), by_sample(open_data(config(folder), seed=2).train.epoch(0))):
         assert sum(torch.equal(image, other[i]) for i, image in first.items()) < 3
-    # A different batch size shuffles who sits beside whom, and nothing else.
+    # A different batch size only changes which images share a batch.
     other = by_sample(open_data(config(folder, batch_size=6), seed=1).train.epoch(0))
     assert all(torch.equal(image, other[i]) for i, image in first.items())
 
@@ -221,7 +221,7 @@ def test_training_replaces_the_unreadable(folder: Path, in_memory: bool, augment
     list(loader.epoch(1))
     assert len(loader.skipped) == 2  # a file is counted once
     assert loader.skipped.replaced == 4
-    # Who stands in is a function of (seed, epoch, sample), on any number of workers.
+    # The replacement is a function of (seed, epoch, sample), with any number of workers.
     again = open_data(config(folder, workers=2, **options), seed=1).train
     assert_equal(merged(again.epoch(0)), first)
 

@@ -139,7 +139,7 @@ def test_links_to_folders_above_are_searched_once(make_folder: MakeFolder, caplo
     cat, dog = root / "val" / "cat", root / "val" / "dog"
     (cat / "loop").symlink_to(cat)
     (cat / "more").mkdir()
-    for number in range(12):  # without a memory of what was searched: 12! ways through them
+    for number in range(12):  # a search that does not remember visited folders would take 12! paths
         (cat / "more" / f"way{number}").mkdir()
     for number in range(12):
         for other in range(12):

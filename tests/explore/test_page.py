@@ -54,7 +54,7 @@ def open_page(browser: Any, server: ExploreServer) -> Iterator[Callable[..., Any
     yield open_page
     for context in contexts:
         context.close()
-    # The browser itself reports answers such as 422 to what a test does wrong on purpose.
+    # The browser itself reports answers such as 422 to the deliberate errors of a test.
     assert [problem for problem in problems if "the server responded with a status" not in problem] == []
 
 

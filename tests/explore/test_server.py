@@ -1,4 +1,4 @@
-"""Requests over a real connection: whose are answered, how large they may be, and that visitors do not meet."""
+"""Requests over a real connection: which are answered, how large they may be, and that visitors are kept apart."""
 
 import json
 import signal

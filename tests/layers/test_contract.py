@@ -93,7 +93,7 @@ def test_one_token(kind: str, masked: bool) -> None:
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert out.isfinite().all()
     assert grad.isfinite().all()
-    with warnings.catch_warnings():  # fewer tokens than heads are no reason to doubt the order of a module's rows
+    with warnings.catch_warnings():  # no warning about the order of dimensions: a module knows the order of its rows
         warnings.simplefilter("error")
         module(x, (1, 1), token_mask=mask)
 

@@ -192,7 +192,7 @@ def test_cached_file_that_does_not_read_is_replaced(hub, server, cached):
     server.status = 404
     with pytest.warns(UserWarning, match="downloaded again"), pytest.raises(ConnectionError):
         download(server.url, filename="model.pth", progress=False)
-    assert path.read_bytes() == cached  # what the user put there is not destroyed for nothing
+    assert path.read_bytes() == cached  # a failed download keeps the user's file
 
 
 @pytest.mark.parametrize("filename", ["", ".", "..", "../model.pth", "a/b.pth", "/model.pth"])

@@ -96,7 +96,7 @@ SHAPES = {  # batch, grid, prefix, heads, head_dim
 }
 
 
-# The interpreter takes its time: each shape in one dtype there, in turn.
+# The interpreter is slow: there each shape runs in one dtype, in turn.
 CASES = [(s, d) for i, s in enumerate(SHAPES) for j, d in enumerate(DTYPES) if GPU or i % len(DTYPES) == j]
 
 
@@ -599,7 +599,7 @@ class TestOnGPU:
         tokens = grid[0] * grid[1]
         torch.manual_seed(0)
         qkv = torch.randn(1, tokens, 3, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-        # Else the covariances of a million tokens, and with them the attention's part, are next to nothing.
+        # Otherwise the covariances of a million tokens, and with them the attention, are almost zero.
         qkv[:, :, 2] += qkv[:, :, 1]
         grad = torch.randn(1, tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16) + qkv[:, :, 0]
         weight = torch.randn(1, heads, head_dim, 9, device="cuda", dtype=torch.bfloat16) / 24

@@ -238,7 +238,7 @@ def test_damage_to_any_file_is_found(name: str, harm: str, tmp_path: Path) -> No
     if harm == "gone":
         file.unlink()
     elif harm == "flipped":
-        # In a manifest only what it says about the files counts.
+        # Only the manifest's entries about files count.
         place = content.index(b'"sha256": "') + 20 if name == "manifest.json" else len(content) // 2
         content[place] ^= 1
         file.write_bytes(content)
@@ -347,5 +347,5 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
     assert find_damage(kept[0]) is None
     assert json.loads((output / "summary.json").read_text())["epochs"] == 3
     assert not list((output / "checkpoints").glob(".*"))
-    # With space again the run goes on from what was kept.
+    # With free space, the run continues from its last checkpoint.
     assert _runs.run(["train", f"--resume={output}"], log=log) == 0, log.read_text()

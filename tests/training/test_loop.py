@@ -184,7 +184,7 @@ def test_a_run_of_steps_ends_inside_an_epoch(tmp_path: Path) -> None:
     outcome = run(tmp_path / "again", *steps, resume="auto")
     assert outcome.summary["updates"] == 7
     _runs.assert_same_weights(tmp_path / "run", tmp_path / "again")
-    # Its last checkpoint stands inside the second epoch: a longer run goes on from there.
+    # Its last checkpoint is inside the second epoch. A longer run continues from there.
     outcome = run(tmp_path / "run", *steps, "schedule.steps=12", resume="auto")
     assert (outcome.summary["updates"], outcome.summary["epochs"]) == (12, 3)
     assert [record["update"] for record in _runs.metrics(tmp_path / "run")] == list(range(1, 13))

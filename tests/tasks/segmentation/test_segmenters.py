@@ -1,4 +1,4 @@
-"""Segmentation models: what they cost, at which sizes they run, what they learn from."""
+"""Segmentation models: their cost, the sizes at which they run, and their losses."""
 
 from collections.abc import Iterable
 

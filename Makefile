@@ -33,15 +33,15 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One thread a worker: the tests' tensors are small, and oversubscribed threads fight.
-# Work stealing keeps the tests of a file on one worker, where they share what their fixtures have made.
+# One thread per worker: the tests' tensors are small, and more threads than cores slow each other down.
+# Work stealing keeps the tests of a file on one worker, where they share fixtures.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
-# Interrupted, it goes on where it stopped. ARGS='--share 0.05' makes a short one, ARGS=--record the figures of docs/.
+# An interrupted soak continues where it stopped. ARGS='--share 0.05' runs a short one; ARGS=--record writes the figures of docs/.
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m soak $(PART) $(ARGS)
 

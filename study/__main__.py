@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--retry", action="store_true", help="make failed runs again")
     train.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
     train.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best available)"
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help="device of every run (default: the best available)"
     )
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     train.set_defaults(run=run_train)
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     plan = parts.add_parser("plan", help="print the groups of the grid: runs, finished, missing, minutes on one H200")
     plan.add_argument("out", nargs="?", default=OUT, metavar="DIR", help=f"the --output of `train` ({OUT})")
     plan.add_argument("--onto", type=Path, metavar="JSON", help="runs of an earlier results.json count as finished too")
-    plan.add_argument("--groups", nargs="+", metavar="G", help="these groups (all but check)")
+    plan.add_argument("--groups", nargs="+", metavar="G", help="groups to print (all but check)")
     plan.add_argument("--main-epochs", type=int, metavar="N", help="epochs of the main rows")
     plan.set_defaults(run=run_plan)
 
@@ -95,7 +95,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     ablation = parts.add_parser("ablation", help="take the residual or the attention away from a trained model")
     ablation.add_argument("--data", required=True, metavar="FOLDER", help="Tiny-ImageNet-100")
-    ablation.add_argument("--weights", metavar="FILE", help="of a run (default: InLine attention of the package)")
+    ablation.add_argument(
+        "--weights", metavar="FILE", help="weights of a run (default: InLine attention of the package)"
+    )
     ablation.add_argument("--max-images", type=int, metavar="N", help="validation images, evenly spaced (1000)")
     ablation.add_argument("--json", type=Path, metavar="FILE", help="also write the table")
     add_loading(ablation, batch_size=128)
@@ -109,7 +111,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     students.add_argument("--minutes", type=float, metavar="M", help="start no run after M minutes")
     students.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
     students.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), help="of every run (default: the best available)"
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help="device of every run (default: the best available)"
     )
     students.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     students.set_defaults(run=run_linearize)

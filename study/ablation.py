@@ -42,7 +42,7 @@ def attend_to_all_alike(
     local_weight: Tensor | None,
     **_: Any,
 ) -> Tensor:
-    """`Attention.attend` with the mean of all values in the place of attention."""
+    """`Attention.attend` with the mean of all values instead of attention."""
     v = unstack(projections)[2]
     out = v.mean(1, keepdim=True).expand_as(v)
     if local_weight is None:

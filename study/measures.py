@@ -107,7 +107,7 @@ def _confused(result: ConfusionResult, tau: float, rho: float) -> dict[str, Any]
 
 
 def _masked(result: MaskingResult) -> list[dict[str, Any]]:
-    """Outcomes as plain values. `lost`: top-1 less than unmasked, with its interval; images are paired."""
+    """Outcomes as plain values. `lost`: the loss of top-1 by the mask, with its interval, paired by image."""
     outcomes, plain = [], result.outcomes[0].correct
     for o in result.outcomes:
         values = dict(o.condition._asdict(), top1=o.top1, agreement=o.agreement, logit_change=o.logit_change)

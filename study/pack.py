@@ -25,9 +25,9 @@ PACKED_ROWS = {"softmax_deit_study": "softmax", "linear_deit_study": "linear", "
 
 
 def packed_setting(results: Results) -> Setting:
-    """The longest training of all three rows with the data and tokens of the main setting, whatever its accuracy.
+    """The longest training of all three rows with the data and tokens of the main setting.
 
-    ValueError if there is none.
+    Accuracy plays no part in the choice. Raises ValueError if there is none.
     """
     main = results.main_setting
     if main is None:

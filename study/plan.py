@@ -36,8 +36,8 @@ def plan(
 def expected_seconds(run: Run, finished: Sequence[RunResult]) -> float | None:
     """The training time of a run while JOBS run at a time, by finished runs of such models on the same data.
 
-    Runs of the same row are preferred, then those of the most similar length. None without any: then nothing is known
-    of what its settings cost, such as augmentation by workers.
+    Runs of the same row are preferred, then those of the most similar length. None without such runs, because the cost
+    of its settings, such as augmentation by workers, is then not known.
     """
     ours = _cost_settings(run)
     known = [r for r in finished if (r.run.dataset, r.run.patch) == (run.dataset, run.patch)]
@@ -51,7 +51,7 @@ def expected_seconds(run: Run, finished: Sequence[RunResult]) -> float | None:
 
 
 def _cost_settings(run: Run) -> dict[str, object]:
-    """Settings of a row that change the time of an epoch in another way than its number of images."""
+    """Settings of a row, other than its number of images, that change the time of an epoch."""
     cheap = ("optim.lr", "optim.clip_norm", "data.train_share")
     return {key: value for key, value in ROWS[run.row].settings.items() if key not in cheap}
 

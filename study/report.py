@@ -339,7 +339,7 @@ def claim_texts(claims: Sequence[Claim]) -> str:
 
 
 def changed_table(claims: Sequence[Claim]) -> str:
-    """What an earlier report said otherwise. Empty if nothing has changed."""
+    """Verdicts that differ from those of an earlier report. Empty if nothing has changed."""
     words = {"confirmed": "supported", "not confirmed": "contradicted"}
     lines = [
         [claim.claim, earlier, claim.verdict]

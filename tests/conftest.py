@@ -1,5 +1,7 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter, which is chosen before Triton is imported first, and
-tests marked `gpu` are skipped."""
+"""Without a GPU, Triton's kernels run in its interpreter, and tests marked `gpu` are skipped.
+
+The interpreter has to be chosen before Triton is imported for the first time.
+"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the documentation asks a reader to type: command lines and Python blocks, found in its pages."""
+"""Finds the command lines and Python blocks in the pages of the documentation."""
 
 import re
 import shlex

@@ -21,7 +21,7 @@ from inline_attention.explore import App, ExploreServer, Subject, open_server
 CPU = torch.device("cpu")
 KINDS = ("softmax", "linear", "inline")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# The sandbox does not start for root, and without the rest a browser calls home.
+# The sandbox does not start for root. The other flags keep the browser from contacting its maker.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 PATIENCE = 60_000  # milliseconds, for machines that are busy: nothing waits for them to pass
 DESKTOP, PHONE = dict(width=1280, height=900), dict(width=390, height=844)

@@ -127,7 +127,7 @@ def _flip_bit(content: bytes, rng: random.Random) -> bytes:
 
 
 def _set_number(content: bytes, rng: random.Random) -> bytes:
-    """Write a length, a size or an offset that parsers may trip over."""
+    """Overwrite a length, a size or an offset with a value that parsers may not expect."""
     if not content:
         return content
     width = rng.choice((1, 2, 4))
@@ -157,7 +157,7 @@ def _repeat(content: bytes, rng: random.Random) -> bytes:
 
 
 def _place(content: bytes, rng: random.Random) -> int:
-    """More often in the header, where sizes and offsets are."""
+    """A position, more often in the header, where sizes and offsets are."""
     return rng.randrange(min(len(content), 64) if rng.random() < 0.6 else len(content))
 
 

@@ -38,7 +38,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-if not torch.cuda.is_available():  # to try this script; the interpreter takes its time
+if not torch.cuda.is_available():  # to try this script; the interpreter is slow
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from kernel_cases import (

@@ -38,7 +38,7 @@ def configured(**changes: Any) -> Iterator[None]:
         fused.CONFIG = before
 
 
-# Both ways through the kernels, whatever the heuristic would take.
+# Both paths through the kernels, whichever the heuristic would choose.
 PATHS = {"fused": dict(fused_tokens=10**9, fused_programs=0), "split": dict(fused_tokens=0)}
 
 

@@ -27,7 +27,7 @@ def room_of(file: Path) -> str:
 
 
 def imported(file: Path) -> set[str]:
-    """The rooms that a file imports, also inside functions and for type checkers."""
+    """The folders that a file imports, also inside functions and for type checkers."""
     package = ["inline_attention", *file.relative_to(PACKAGE).parts[:-1]]
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -61,7 +61,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_integrations_import_operations_and_layers_alone() -> None:
-    """And nothing imports them: other libraries are loaded only if a user asks for them."""
+    """Nothing imports them either: other libraries are loaded only on request."""
     drawing = load_drawing()
     arrows = drawing.read_table(drawing.PAGE.read_text(encoding="utf-8"))
     assert set(arrows["integrations"]) <= {"ops", "layers"}

@@ -1,4 +1,4 @@
-"""The documentation hangs together, in the repository as well as on the site that `make docs` builds."""
+"""Links, anchors and pictures of the documentation exist, in the repository and on the site of `make docs`."""
 
 import re
 import subprocess
@@ -75,8 +75,8 @@ def test_every_photograph_is_in_the_notice() -> None:
 
 
 def test_links_are_found() -> None:
-    """Or the test above would hold of pages without any."""
+    """Without this test, the one above would pass on pages without links."""
     assert "docs/attention.md" in links(ROOT / "README.md")
     assert "images/explore-plane.png" in links(ROOT / "docs" / "explore.md")
-    assert "training.md#what-a-run-leaves-behind" in {link for path in MARKDOWN for link in links(path)}
-    assert "what-a-run-leaves-behind" in anchors(ROOT / "docs" / "training.md")
+    assert "training.md#files-of-a-run" in {link for path in MARKDOWN for link in links(path)}
+    assert "files-of-a-run" in anchors(ROOT / "docs" / "training.md")

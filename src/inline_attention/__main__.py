@@ -1,4 +1,4 @@
-"""`python -m inline_attention`: the command `inline` where only an interpreter is at hand, as under torchrun."""
+"""`python -m inline_attention` is the command `inline`, for launchers that start a module, such as torchrun."""
 
 import sys
 

@@ -33,11 +33,11 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
             replay writes them to the same memory.
 
     For inference, the perceptron half of a block becomes one kernel (`ops.add_perceptron`) on GPUs, widths and numbers
-    of tokens for which that was measured to be faster. No measurement is in yet, so models run as they are written.
+    of tokens for which that was measured to be faster. Nothing has been measured yet, so models run unchanged.
 
     With CUDA graphs every input size keeps the memory of its own graph, and an output is valid until the next call.
-    Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" where sizes vary freely.
-    Where nothing can be compiled (no C++ compiler, or no Triton for a GPU) the model runs uncompiled, with a warning.
+    Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" if sizes vary freely.
+    If nothing can be compiled (no C++ compiler, or no Triton for a GPU), the model runs uncompiled, with a warning.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown; expected one of {', '.join(MODES)}")

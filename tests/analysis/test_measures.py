@@ -140,13 +140,13 @@ def test_bins_of_the_histogram() -> None:
 
 @pytest.mark.parametrize("kind", ["softmax", "inline"])
 def test_flat_attention_is_not_confused(kind: str) -> None:
-    """Rows of an untrained model differ little, but as much as its queries do: an injective attention confuses none."""
+    """The rows of an untrained model differ little, but so do its queries. An injective attention confuses none."""
     torch.manual_seed(0)
     model = create_model("inline_deit_tiny", attention=kind, img_size=64, patch_size=8, depth=2, num_classes=2)
     photographs = torch.stack([photograph(path, 64) for path in sample_photographs()])
     result = measure_confusion(model, [photographs], rhos=(1.0,))
     assert result.per_million.max() < 100
-    # By the norm of a row, which ignores how flat the rows are, they all look alike.
+    # Distances relative to the norm of a row ignore how flat the rows are. By them all rows would count as equal.
     record = capture(model, photographs, layers=[0])[0]
     rows = record.weights()
     assert (torch.cdist(rows, rows).median() < 0.2 * rows.norm(dim=-1).mean()).all()
@@ -212,7 +212,7 @@ tokens = ({side} // 2) ** 2 + 1
 assert record.q.shape[1] == tokens and pairs == tokens * (tokens - 1) // 2
 print((after - before) / 1024)
 """
-    # glibc gives blocks of this size back at once, and the process is as large as what is alive in it.
+    # glibc returns blocks of this size at once, so the process has the size of its live memory.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     assert 0 < float(done.stdout) < megabytes, done.stdout
@@ -313,7 +313,7 @@ def seen_window(record: Any, side: int) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_but_the_window_masked_by_hand(kind: str) -> None:
-    """What is left to a query is attended to as if there were nothing else, by the model's own fast path."""
+    """Each query attends to the tokens that are left as if there were no others, by the model's own fast path."""
     model = deit(kind, depth=1, local_residual=False)
     record = capture(model, image(64, 48))[0]
     attn, (height, width) = model.blocks[0].attn, record.grid
@@ -406,7 +406,7 @@ def test_random_masks_hide_as_many_present_tokens_as_local_ones() -> None:
 
 
 def test_masking_conditions_and_small_maps() -> None:
-    """Layers whose map is not larger than the window are left alone, and the result says which were masked."""
+    """Layers whose map is not larger than the window are not masked, and the result lists those that were."""
     model = create_small("inline_swin_tiny")
     result = measure_masking(model, [(image(), None)], sides=(3, 17), seed=3)  # 17: larger than any map
     assert [str(o.condition) for o in result.outcomes] == [

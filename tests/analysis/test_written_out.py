@@ -36,7 +36,7 @@ def check(model: nn.Module, images: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("size", [(64, 64), (48, 80)])
 def test_matrix_is_the_module(name: str, size: tuple[int, int]) -> None:
-    """Windows that divide the map and such that do not, shifted ones, stripes, reduced keys, class tokens."""
+    """Windows that divide the map and windows that do not, shifted windows, stripes, reduced keys, class tokens."""
     check(create_small(name), image(*size))
 
 
@@ -88,7 +88,7 @@ def test_taps_are_the_local_terms() -> None:
 
 
 def test_rows_on_the_map() -> None:
-    """A row in a shifted window, found through its tokens: the map holds it at the window's own positions."""
+    """A row of a shifted window is on the map at the positions of the window's own tokens."""
     model = create_small("softmax_swin_tiny")
     record = capture(model, image(48, 80), layers=["stages.2.blocks.1.attn"])[0]
     assert record.windows is not None

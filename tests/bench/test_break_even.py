@@ -1,4 +1,4 @@
-"""The number of tokens from which on the linear form is faster."""
+"""The number of tokens from which the linear form is faster."""
 
 import json
 from pathlib import Path

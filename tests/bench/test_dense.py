@@ -1,4 +1,4 @@
-"""Dense models against their softmax twins: what is built, what is written down."""
+"""Dense models against their softmax twins: the models that are built, and their records."""
 
 import json
 from functools import partial

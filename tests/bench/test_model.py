@@ -1,4 +1,4 @@
-"""Models against counterparts: what is built, what is written down, and how ratios are formed."""
+"""Models against counterparts: the models that are built, their records, and the ratios."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_model_of_a_weights_file(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_a_weights_file(tmp_path: Path) -> None:
-    """Of any number of classes and channels, such as that of the quickstart."""
+    """The model may have any number of classes and channels, such as that of the quickstart."""
     model = create_small("inline_deit_tiny", num_classes=2, in_chans=1)
     path = save_weights(model, tmp_path / "model.safetensors")
     options = ["--img-sizes", "32", "--batch-sizes", "2", "--no-latency", "--modes", "eager", "--device", "cpu"]
@@ -105,7 +105,7 @@ def test_textbook_models_compute_inline_attention(name: str, size: int) -> None:
 
 
 def test_sdpa_is_forced_for_one_counterpart_alone() -> None:
-    """Swin's windows are what timm leaves it out of by itself."""
+    """By default, timm does not use SDPA in Swin's windows."""
     for build, expected in [
         (contenders.build_peer, False),
         (contenders.build_peer_sdpa, True),
@@ -116,7 +116,7 @@ def test_sdpa_is_forced_for_one_counterpart_alone() -> None:
 
 
 def test_softmax_is_written_out_for_one_counterpart_alone() -> None:
-    """A DeiT has SDPA by itself. The paper compares with one that has not."""
+    """A DeiT of timm uses SDPA by default. The paper compares with one that does not."""
     outputs = []
     for build, expected in [
         (contenders.build_peer, True),
@@ -168,7 +168,7 @@ def test_training_step_trains() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_steps_run_as_a_model_would(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the dtype asked for, in training or evaluation, and only in training for a backward."""
+    """A step has the requested dtype and mode, and records gradients only in training."""
     seen = []
 
     class Network(nn.Linear):
@@ -213,7 +213,7 @@ GPU = torch.device("cuda")
 
 @pytest.mark.parametrize("kind", ["model", "sweep"])
 def test_a_cpu_is_given_what_it_can_do(kind: str) -> None:
-    """In images of 224 pixels: a minute's work for two cores, where the GPU's share would take hours."""
+    """In images of 224 pixels: the CPU's defaults take a minute on two cores, the GPU's would take hours."""
 
     def work(device: torch.device) -> float:
         sizes, batches = bench.default_sizes(kind, device, img_sizes=None, batches=None)
@@ -248,7 +248,7 @@ def test_the_defaults_end_on_a_cpu(arguments: list[str], capsys: pytest.CaptureF
 
 
 def test_any_mode_can_be_asked_for() -> None:
-    """Also that of `optimize(model)` in training, which no CUDA graph serves."""
+    """This includes the mode of `optimize(model)` in training, which has no CUDA graphs."""
     modes = [*MODES, bench.EAGER]
     bench.check_modes(modes)
     assert bench.usable_modes(modes, torch.device("cuda")) == modes

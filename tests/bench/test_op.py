@@ -70,7 +70,7 @@ def test_softmax_is_softmax(case: str) -> None:
 
 
 def test_inputs_share_one_projection() -> None:
-    """Views, as a model has them: contiguous q, k, v would flatter what copies them."""
+    """Contenders get views, as in a model. Contiguous q, k and v would favour those that copy them."""
     x = inputs(CASES[0])
     for i, y in enumerate((x.q, x.k, x.v)):
         assert y.untyped_storage().data_ptr() == x.qkv.untyped_storage().data_ptr()
@@ -86,7 +86,7 @@ def test_case_is_read(text: str, expected: op.Case) -> None:
 
 
 def test_cases_that_differ_are_written_differently() -> None:
-    """A result is found again by the text of its case."""
+    """The text of a case identifies its results."""
     texts = ["8,14,6x32", "8,14+1,6x32", "8,14+4,6x32", "8,14x7,6x32", "8,7x14,6x32"]
     assert len({str(op.Case.parse(text)) for text in texts}) == len(texts)
 
@@ -174,7 +174,7 @@ def test_a_forward_alone_keeps_nothing_for_a_backward(direction: str, expected: 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Calls append to it how long they take; nothing else takes time."""
+    """A fake clock: calls append their duration to it, and nothing else takes time."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
     return seconds
@@ -211,7 +211,7 @@ def test_rounds_are_interleaved() -> None:
 
 
 def test_nothing_to_measure() -> None:
-    """What is left when no contender can run."""
+    """No contender can run."""
     assert measure({}, device=CPU, effort=SHORT) == {}
 
 

@@ -1,4 +1,4 @@
-"""What a profiler saw, made figures of one call."""
+"""The figures of one call, from the events of a profiler."""
 
 import pytest
 import torch

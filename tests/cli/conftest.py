@@ -28,7 +28,7 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """A folder with four images, one of them unreadable, and something else."""
+    """A folder with four images, one of them unreadable, and a file that is not an image."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "pictures"
     (folder / "more").mkdir(parents=True)

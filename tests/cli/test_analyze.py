@@ -50,7 +50,7 @@ def test_injectivity_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A trained file that says what it is, beside another attention of the same shape, untrained."""
+    """A trained weights file, which names its model, beside an untrained model with another attention."""
     small = "img_size=8,in_chans=1,embed_dim=16,depth=1,num_heads=2,patch_size=2,num_classes=10"
     models = ("inline_deit_tiny", f"inline_deit_tiny,attention=softmax,{small}")
     files = ("--weights", weights, "none", "--images", images / "a.png", images / "b.jpg")
@@ -83,7 +83,7 @@ def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys
 
 
 def test_data_with_labels(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The accuracy under a mask of nothing is that of `inline eval`."""
+    """Without a mask, the accuracy is that of `inline eval`."""
     common = ("--weights", weights, "--data", "digits", "--workers", 0)
     assert analyze("masking", *common, "--batch-size", 100, "--sides", 1, "--output", tmp_path) == 0
     result = read(tmp_path / "masking.json")["models"][0]["result"]
@@ -105,7 +105,7 @@ def test_timm_on_the_sample_photographs(tmp_path: Path) -> None:
 
 
 def test_weights_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of timm's own names: what it holds is what is analysed."""
+    """A weights file with timm's names is analysed with its own weights."""
     name, arguments = parse_model(VIT)
     model = timm.create_model(name, **arguments)
     for block in model.blocks:  # keys without a direction: every row is uniform, and the rank is 1

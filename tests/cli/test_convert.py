@@ -22,7 +22,7 @@ def deit():
 
 @pytest.fixture(scope="module")
 def official_file(deit, tmp_path_factory):
-    """A checkpoint of the official training code: its names, its shapes, other weights and an average of them."""
+    """A checkpoint as the official training code writes it: its names and shapes, weights and their average."""
     weights = OrderedDict()
     for name, tensor in deit.state_dict().items():
         if ".local." in name:
@@ -100,7 +100,7 @@ def test_bad_input_is_one_line_and_exit_2(official_file, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("out*"))
 
 
-# Which model it is, told by shapes alone: on the meta device, at full size.
+# The model is found by shapes alone, on the meta device, at full size.
 
 
 def checkpoint_of(name, info=None, **options):

@@ -1,4 +1,4 @@
-"""Augmentation by the batch: the right pixels, and the same ones however the epoch is cut up."""
+"""Augmentation of whole batches: the right pixels, and the same ones for every division of an epoch."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -127,7 +127,7 @@ def test_damaged_exif_data_do_not_matter() -> None:
 
 
 def test_only_known_formats_are_opened(tmp_path: Path) -> None:
-    """Pillow goes by the content: for this file it starts Ghostscript, whatever the name says."""
+    """Pillow decides by content: it would start Ghostscript for this file, although its name ends in .jpg."""
     path = tmp_path / "photo.jpg"
     path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n")
     for read in (read_image, image_size, read_mask):

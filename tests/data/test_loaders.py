@@ -37,7 +37,7 @@ def folder(make_folder: MakeFolder) -> Path:
 
 
 def test_a_share_of_the_training_images(folder: Path) -> None:
-    """Every class keeps its share, and the validation images stay."""
+    """Every class keeps its share, and all validation images stay."""
     whole, half = (open_data(config(folder, train_share=share), seed=1) for share in (1.0, 0.5))
     assert 2 * half.train.steps_per_epoch == whole.train.steps_per_epoch
     assert half.val.num_images == whole.val.num_images
@@ -65,7 +65,7 @@ def test_resumed_epoch(folder: Path, workers: int) -> None:
     loader = open_data(config(folder, workers=workers), seed=1).train
     whole = list(loader.epoch(5))
     assert len(whole) == loader.steps_per_epoch == 6
-    abandoned = loader.epoch(2)  # an iteration given up in the middle must not leak into the next
+    abandoned = loader.epoch(2)  # an abandoned iteration must not affect the next one
     next(abandoned)
     resumed = list(loader.epoch(5, start_step=4))
     assert len(resumed) == 2
@@ -85,7 +85,7 @@ def test_augmentation_is_of_seed_epoch_and_sample(folder: Path) -> None:
     assert len(first) == 24
     for other in (by_sample(loader.epoch(1)), by_sample(open_data(config(folder), seed=2).train.epoch(0))):
         assert sum(torch.equal(image, other[i]) for i, image in first.items()) < 3
-    # A different batch size shuffles who sits beside whom, and nothing else.
+    # A different batch size only changes which images share a batch.
     other = by_sample(open_data(config(folder, batch_size=6), seed=1).train.epoch(0))
     assert all(torch.equal(image, other[i]) for i, image in first.items())
 
@@ -113,7 +113,7 @@ def test_global_generators_are_left_alone(folder: Path) -> None:
 
 
 def test_workers_can_be_spawned(folder: Path) -> None:
-    """Where processes do not fork (macOS), what a worker needs is pickled."""
+    """If processes do not fork (macOS), everything that a worker needs is pickled."""
     import pickle
 
     from inline_attention.data.dataset import TrainDataset
@@ -131,7 +131,7 @@ def test_workers_can_be_spawned(folder: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_see_what_one_rank_sees(folder: Path, world_size: int) -> None:
-    """Per step the same global batch, and the same pairs mixed."""
+    """At each step, the global batch and the mixed pairs are the same."""
     whole = open_data(config(folder, batch_size=4 * world_size), seed=1).train
     ranks = [open_data(config(folder), seed=1, rank=r, world_size=world_size).train for r in range(world_size)]
     assert {loader.steps_per_epoch for loader in ranks} == {whole.steps_per_epoch}
@@ -221,7 +221,7 @@ def test_training_replaces_the_unreadable(folder: Path, in_memory: bool, augment
     list(loader.epoch(1))
     assert len(loader.skipped) == 2  # a file is counted once
     assert loader.skipped.replaced == 4
-    # Who stands in is a function of (seed, epoch, sample), on any number of workers.
+    # The replacement is a function of (seed, epoch, sample), with any number of workers.
     again = open_data(config(folder, workers=2, **options), seed=1).train
     assert_equal(merged(again.epoch(0)), first)
 
@@ -253,7 +253,7 @@ def test_images_of_a_few_pixels(folder: Path) -> None:
 
 
 def test_a_line_that_a_transform_would_blow_up(folder: Path) -> None:
-    """Its short side is enlarged to the size of the input, and with it the long one."""
+    """The transform enlarges the short side to the size of the input, and the long side with it."""
     Image.new("L", (1, 65_000)).save(folder / "val" / "a" / "000.png")
     loader = open_eval_data(config(folder, img_size=224, eval_transform="timm"))
     assert sum(len(batch.images) for batch in loader) == 23

@@ -27,7 +27,7 @@ def test_ranks_hold_mirrored_pairs(batch_size: int, world_size: int) -> None:
     ranks = [rank_positions(batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert sorted(np.concatenate(ranks)) == list(range(whole))  # every position on one rank
     for positions in ranks:
-        # The local flip is the global flip: what stands opposite in the local batch stands opposite in the global one.
+        # The local flip is the global flip: partners in the local batch are partners in the global one.
         assert (positions[::-1] == whole - 1 - positions).all()
     if world_size == 1:
         assert (ranks[0] == np.arange(batch_size)).all()

@@ -56,7 +56,7 @@ def test_splits_are_named(make_folder: MakeFolder) -> None:
 
 
 def test_images_without_labels(make_folder: MakeFolder, tmp_path: Path) -> None:
-    """At any depth, in other folders in each split; a folder without splits is divided."""
+    """Images may be at any depth, in different folders in each split. A folder without splits is divided."""
     root = make_folder(train={"a": 2, "b": 1}, val={"c": 3})
     Image.new("RGB", (9, 9)).save(root / "train" / "top.png")
     data = open_data(config(root, labels=False))
@@ -139,7 +139,7 @@ def test_links_to_folders_above_are_searched_once(make_folder: MakeFolder, caplo
     cat, dog = root / "val" / "cat", root / "val" / "dog"
     (cat / "loop").symlink_to(cat)
     (cat / "more").mkdir()
-    for number in range(12):  # without a memory of what was searched: 12! ways through them
+    for number in range(12):  # a search that does not remember visited folders would take 12! paths
         (cat / "more" / f"way{number}").mkdir()
     for number in range(12):
         for other in range(12):
@@ -155,7 +155,7 @@ def test_links_to_folders_above_are_searched_once(make_folder: MakeFolder, caplo
         "dog/001.png",
         *(f"dog/linked/{n}" for n in images),
     ]
-    assert "loop links to a folder that is searched already; it is left out" in caplog.text
+    assert "loop: it links to a folder that was searched already" in caplog.text
 
 
 def test_a_pipe_is_an_unreadable_image(make_folder: MakeFolder) -> None:
@@ -287,7 +287,7 @@ def patched_zip(archive: Path, sizes: bytes) -> None:
 
 
 def test_a_member_that_is_larger_than_it_says(tmp_path: Path) -> None:
-    """Zeros that inflate to a thousand times the packed size, and a directory that speaks of 100 bytes."""
+    """Zeros that inflate to a thousand times their packed size, while the directory declares 100 bytes."""
     make_zip(tmp_path / "zip", "val", TRAIN_LINES)
     archive = tmp_path / "zip" / "val.zip"
     with zipfile.ZipFile(archive, "w", compression=zipfile.ZIP_DEFLATED) as opened:
@@ -404,7 +404,7 @@ def test_hugging_face_data_set(make_folder: MakeFolder) -> None:
 
 
 def test_hugging_face_labels_that_are_bare_numbers(tmp_path: Path) -> None:
-    """Under another name than "label"; a split may lack the last ones."""
+    """The label column has another name, and a split may lack the last labels."""
     pytest.importorskip("datasets")
     for split, labels in (("train", [0, 1, 2, 1]), ("validation", [0, 1])):
         (tmp_path / split).mkdir()

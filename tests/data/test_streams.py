@@ -165,7 +165,7 @@ def test_nothing_can_be_read(shards: Path, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_end_after_an_error(shards: Path, workers: int) -> None:
-    """Also where the one who iterates holds on to the iterator, as a traceback does."""
+    """They also end if the caller keeps a reference to the iterator, as a traceback does."""
     for shard in shards.glob("*.tar"):
         append(shard, "999999", encoded(0), b"7")
     data = open_data(config(shards, workers=workers))
@@ -199,7 +199,7 @@ def test_a_run_with_a_bad_label_ends(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_shard_is_missing(shards: Path, workers: int) -> None:
-    """Before a run starts, or while it goes on."""
+    """It is missing before a run starts, or is removed during the run."""
     data = open_data(config(shards, workers=workers))
     for split in ("train", "val"):
         (shards / f"{split}-0002.tar").unlink()
@@ -253,7 +253,7 @@ def test_other_labels_are_in_the_metadata(tmp_path: Path) -> None:
 
 
 def test_names_of_shards_are_not_commands(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """webdataset runs what stands behind "pipe:"; without a folder in front a name could begin so."""
+    """webdataset executes names that begin with "pipe:". A name without a folder in front could begin so."""
     monkeypatch.chdir(shards)
     split = {"name": "val", "num_samples": 1, "filenames": ["pipe:touch executed"], "shard_lengths": [1]}
     (shards / "_info.json").write_text(json.dumps({"splits": {"val": split}}))

@@ -12,7 +12,7 @@ PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 40, 3), d
 
 @pytest.mark.parametrize("size", [(28, 28), (33, 20), (384, 384)])
 def test_published_evaluation(size: tuple[int, int]) -> None:
-    """Both sides to int(size·256/224), whatever the aspect ratio, then the centre."""
+    """Both sides are resized to int(size·256/224), without keeping the aspect ratio. Then the centre is cropped."""
     height, width = (int(side * 256 / 224) for side in size)
     resized = np.asarray(PHOTO.resize((width, height), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
     top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)

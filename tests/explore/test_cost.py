@@ -1,4 +1,4 @@
-"""Costs are those of the models named, and a measurement gives a timing for each, one at a time, within its time."""
+"""Costs are those of the named models. Measurements run one at a time, within a limit, and time each model."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_a_measurement() -> None:
 
 def test_a_measurement_ends_in_time() -> None:
     events = list(Stopwatch(CPU, Gate(waiting=0)).measure((32,) * 1000, seconds=0))
-    assert len(events) == 3  # the beginning, one sample, and the word that it has ended
+    assert len(events) == 3  # the start, one sample, and the message that it has ended
     assert "0 seconds, is over" in events[-1]["stopped"]
 
 

@@ -44,7 +44,7 @@ def test_pictures_are_prepared_as_the_model_was_trained() -> None:
 def test_a_map_is_a_row_of_the_layer(
     subjects: list[Subject], picture: Image.Image, model: int, head: int | None
 ) -> None:
-    """Row and column are where the picture was touched: in the third row and second column of four."""
+    """Row and column are those of the clicked point: the third row and the second column of four."""
     found = Maps(subjects, device=CPU).attention_map("a", picture, model=model, layer=2, head=head, x=0.3, y=0.6)
     assert found.query == (2, 1)
     assert found.grid == found.query_grid == (GRID, GRID)
@@ -136,7 +136,7 @@ def saved(folder: Path, kind: str, **kwargs: Any) -> str:
 
 
 def test_models_with_weights(tmp_path: Path) -> None:
-    """Those that are given, and beside them random ones of the same architecture."""
+    """The given models, and random models of the same architecture for the other attentions."""
     files = [saved(tmp_path, "inline", feature_map="relu"), saved(tmp_path, "softmax")]
     subjects = load_subjects(files, device=CPU)
     weights = {s.kind: s.weights for s in subjects}

@@ -58,12 +58,12 @@ def open_page(browser: Any, server: ExploreServer) -> Iterator[Callable[..., Any
     yield open_page
     for context in contexts:
         context.close()
-    # The browser itself reports answers such as 422 to what a test does wrong on purpose.
+    # The browser itself reports answers such as 422 to the deliberate errors of a test.
     assert [problem for problem in problems if "the server responded with a status" not in problem] == []
 
 
 def weights_shown(page: Any, kind: str) -> list[list[float]]:
-    """Of each query on each key, as the page writes them: in %."""
+    """The weights of each query on each key as the page shows them, in per cent."""
     rows = page.locator(f".row.{kind}").evaluate_all("rows => rows.map(row => row.innerText.trim().split(/\\s+/))")
     return [[float(text.replace("−", "-")) / 100 for text in row] for row in rows]
 
@@ -193,7 +193,7 @@ def map_painted(page: Any, kind: str) -> list[int]:
 
 
 def settled(page: Any) -> None:
-    """Waits until no map is awaited any more."""
+    """Wait until the page has received all maps that it requested."""
     expect(page.locator(".panel.stale")).to_have_count(0)
     for kind in KINDS:
         expect(page.locator(f"[data-kind={kind}] .facts")).to_contain_text("Smallest")
@@ -341,7 +341,7 @@ def test_uploads(open_page: Callable[..., Any], tmp_path: Path) -> None:
     for name, content, message in (
         ("notes.txt", b"these are notes", "“notes.txt”: this is not an image that can be read here"),
         ("bomb.png", huge_png(20_000), "at most 40 million pixels are decoded here"),
-        ("large.png", bytes(MAX_BYTES + 1), "“large.png” has 16.0 MiB; at most 16 MiB are taken here"),
+        ("large.png", bytes(MAX_BYTES + 1), "“large.png” has 16.0 MiB; the limit is 16 MiB"),
     ):
         upload(name, content)
         expect(status).to_contain_text(message)
@@ -350,7 +350,7 @@ def test_uploads(open_page: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_two_visitors(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    """Each sees the picture that is theirs, also after the other's came."""
+    """Each visitor sees their own picture, also after the other one has uploaded theirs."""
     pages = [open_page("image") for _ in range(2)]
     pictures = []
     for seed, page in enumerate(pages):
@@ -442,7 +442,7 @@ def test_every_control_has_a_name(open_page: Callable[..., Any]) -> None:
 
 
 def test_another_page_cannot_use_it(browser: Any, server: ExploreServer) -> None:
-    """A page from elsewhere sends a form, which browsers let it do without asking: it is not answered."""
+    """Browsers let any page send a form to this server. Such a request is refused."""
     elsewhere = "http://elsewhere.test/"
     form = f"<form method=post enctype=text/plain action={server.url}api/measure><button>Win a prize</button></form>"
     page = browser.new_page()

@@ -1,4 +1,4 @@
-"""Requests over a real connection: whose are answered, how large they may be, and that visitors do not meet."""
+"""Requests over a real connection: which are answered, how large they may be, and that visitors are kept apart."""
 
 import json
 import signal
@@ -205,7 +205,7 @@ def test_a_large_upload_is_refused_unread_and_the_answer_arrives(server: Explore
 
 
 def exchange(server: ExploreServer, request: bytes) -> bytes:
-    """Bytes as they are, and all that comes back."""
+    """Send raw bytes and return the whole answer."""
     with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
@@ -238,7 +238,7 @@ def test_lengths(server: ExploreServer, headers: str, status: int) -> None:
 def test_dripping_connections_do_not_block_the_page(
     server: ExploreServer, monkeypatch: pytest.MonkeyPatch, start: bytes
 ) -> None:
-    """As many as the server takes, each sending a byte now and then for as long as it may."""
+    """As many connections as the server accepts, each sending a byte now and then for as long as possible."""
     monkeypatch.setattr(server_module, "HEADER_SECONDS", 1.0)
     monkeypatch.setattr(messages, "JSON_SECONDS", 1.0)
     over = threading.Event()
@@ -270,7 +270,7 @@ def test_malformed_requests_get_a_message(server: ExploreServer) -> None:
 
 
 def test_visitors_do_not_meet(server: ExploreServer) -> None:
-    """Two of them, with pictures of their own and ten wishes each at once, get what each gets alone."""
+    """Two visitors with their own pictures send ten requests each at once. Each gets the same answers as alone."""
     names = [ask(server, "POST", "/api/pictures", picture_file(seed=seed))[1]["picture"] for seed in (1, 2)]
     wishes = [QUERY | dict(picture=names[i % 2], layer=i % 3, x=(i % 5) / 5) for i in range(20)]
     alone = [ask(server, "POST", "/api/map", wish)[1] for wish in wishes]
@@ -397,7 +397,7 @@ def closing_by_force(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def test_command() -> None:
-    """Without the extras, in a process of its own: Ctrl-C ends it with 0, also while it measures."""
+    """In a process of its own, without the extras: Ctrl-C ends it with status 0, also during a measurement."""
     with subprocess.Popen(
         [sys.executable, "-c", PLAIN_INSTALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background may not hear it

@@ -52,7 +52,7 @@ def test_every_image_is_evaluated_once(runs: Path, name: str) -> None:
 
 
 def test_an_evaluated_average_leaves_sharded_training_alone(tmp_path: Path) -> None:
-    """The second epoch begins with the weights, not with the average that was evaluated in their place."""
+    """The second epoch starts from the weights, not from their average, which was swapped in for the evaluation."""
     settings = ("ema.decay=0.999", "schedule.epochs=2", "data.batch_size=16", "log.every_steps=1")
     for strategy in ("ddp", "fsdp"):
         log, more = tmp_path / f"{strategy}.txt", (*settings, f"run.strategy={strategy}")
@@ -80,7 +80,7 @@ def test_sharded_weights_are_saved_whole(runs: Path) -> None:
 def test_a_checkpoint_serves_any_number_of_ranks(
     runs: Path, source: str, settings: tuple[str, ...], ranks: int, tmp_path: Path
 ) -> None:
-    """Continued after its sixth update, the run makes the last four as it did before."""
+    """Resumed after its sixth update, the run repeats the last four updates."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
     shutil.copytree(runs / source, output)
     shutil.rmtree(output / "checkpoints" / "step-00000010")
@@ -109,7 +109,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_update(tmp_path: Path) -
 
 
 def test_sharded_ranks_agree_that_a_folder_cannot_be_written(tmp_path: Path) -> None:
-    """The run goes on without checkpoints, as it does on one rank, and ends with an error."""
+    """The run continues without checkpoints, as on one rank, and ends with an error."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
     output.mkdir()
     (output / "checkpoints").write_text("a file where a folder should be")
@@ -121,7 +121,7 @@ def test_sharded_ranks_agree_that_a_folder_cannot_be_written(tmp_path: Path) -> 
 
 
 def test_sharded_weights_are_gathered_in_bf16(tmp_path: Path) -> None:
-    """Where the run is bf16. The weights themselves, and the sum of their gradients, stay float32."""
+    """This holds for bf16 runs. The weights themselves, and the sum of their gradients, stay float32."""
     settings = (*TWO, "run.precision=bf16", "optim.accumulate=2")
     for strategy in ("ddp", "fsdp"):
         log, more = tmp_path / f"{strategy}.txt", (*settings, f"run.strategy={strategy}")

@@ -36,7 +36,7 @@ COMMANDS_BY_TEXT = {str(command): command for page in PAGES for command in docum
 LINES = [command for command in COMMANDS_BY_TEXT.values() if not command.is_mention]
 
 KNOWN = ("n01443537", "n01644900")  # classes that the package's models know
-# Placeholders that are no files: what a reader would put there.
+# Placeholders that are not files, with values that a reader might use.
 WORDS = {
     "NAME": "inline_deit_tiny",
     "MODEL": "softmax_deit_study",
@@ -49,7 +49,7 @@ WORDS = {
 
 TRAINING = ["data.workers=0", "data.batch_size=2", "model.weights=null", "log.tensorboard=false", "--device", "cpu"]
 TIMED = ["--quick", "--device", "cpu"]
-# (first words of a command, what makes it short); the first that fits is used.
+# (first words of a command, options that shorten it); the first match is used.
 SHORTER: dict[str, list[str]] = {
     "train --resume": ["--device", "cpu"],
     "train --list-recipes": [],
@@ -109,7 +109,7 @@ def reason_not_to_run(command: Command) -> str | None:
 
 
 def inline_words(command: Command) -> list[str]:
-    """What `main` takes, with names for placeholders."""
+    """The arguments of `main`, with names in place of placeholders."""
     words = list(command.words)
     if "inline_attention" in words:  # python or torchrun -m inline_attention
         words = words[words.index("inline_attention") :]
@@ -263,7 +263,7 @@ def test_every_command_can_be_parsed(
 
 
 def test_commands_are_found() -> None:
-    """Or the tests here would hold of pages without any."""
+    """Without this test, the others would pass on pages without commands."""
     texts = set(COMMANDS_BY_TEXT)
     assert any(text.startswith("inline train finetune --data") for text in texts)
     assert any(text.startswith("torchrun --standalone") for text in texts)

@@ -63,7 +63,7 @@ def test_wheel(tmp_path: Path) -> None:
 
 
 def test_the_tested_versions_are_allowed_ones() -> None:
-    """constraints.txt holds what the tests passed with; the floors in pyproject.toml must let it in."""
+    """The floors in pyproject.toml must allow the versions in constraints.txt, with which the tests passed."""
     tomllib = pytest.importorskip("tomllib", reason="part of Python since 3.11")
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}

@@ -29,7 +29,7 @@ def test_killed_at_random_moments(kills: int, undisturbed: tuple[Path, float], t
 def test_a_signal_saves_and_the_run_can_be_continued(
     number: int, status: int, workers: int, undisturbed: tuple[Path, float], tmp_path: Path
 ) -> None:
-    """To all its processes at once, data loader workers too, as a terminal or a scheduler does."""
+    """All processes get the signal at once, data loader workers too, as from a terminal or a scheduler."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
     settings = (*SETTINGS, "checkpoint.every_steps=null", f"data.workers={workers}")
     process = _runs.start(_runs.arguments(output, *settings), log=log)

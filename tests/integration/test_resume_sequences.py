@@ -63,7 +63,7 @@ def draw_starts(seed: int, *, ranks: tuple[int, ...] = (1,), longest: int = 12) 
 
 @dataclass(frozen=True)
 class State:
-    """What is on the disk."""
+    """The state of a run on the disk."""
 
     checkpoints: list[int]
     lines: set[str]  # of metrics, those that were set aside too

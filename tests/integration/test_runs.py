@@ -46,7 +46,7 @@ def test_finished_runs_are_not_made_again(grid: Path) -> None:
 
 
 def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
-    """The finished ones say how long a start and an epoch take."""
+    """Finished runs give the time of a start and of an epoch."""
     long, of_a_row = Run("digits", "softmax", 100_000, 0, 2), Run("digits", ROWS[0], 100_000, 0, 2)
     lines: list[str] = []
     runner = GridRunner(grid, paths=DIGITS, minutes=1, whole_runs=True, log=lines.append)
@@ -219,7 +219,7 @@ def test_two_calls_share_a_grid(tmp_path: Path) -> None:
 def test_interrupted_twice_nothing_is_waited_for_and_nothing_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run cannot save: it is halted. The time it took is known all the same."""
+    """The halted run cannot save. Its time is recorded all the same."""
     monkeypatch.setattr(_runner, "STOP_SECONDS", 600.0)
     folder = tmp_path / RUNS[0].name
     processes: list[subprocess.Popen[bytes]] = []

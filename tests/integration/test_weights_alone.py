@@ -17,7 +17,7 @@ from inline_attention.models.weights import load_model, save_weights
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run on the digits with a model that differs from the registered one in everything."""
+    """A weights file of a run on the digits. Its model differs from the registered one in every argument."""
     folder = tmp_path_factory.mktemp("run") / "run"
     settings = [
         "model.kwargs.depth=2", "model.kwargs.embed_dim=16", "model.kwargs.num_heads=2", "model.kwargs.patch_size=4",

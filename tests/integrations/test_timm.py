@@ -76,7 +76,7 @@ def test_device_and_dtype(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rala", "tangent"])
 def test_the_mean_of_normed_queries(kind: str) -> None:
-    """It is not the normed query of the mean token. The matrix form takes the mean of the queries themselves."""
+    """This is not the normed query of the mean token. The matrix form takes the mean of the queries themselves."""
     torch.manual_seed(0)
     module = ATTENTIONS[kind](24, 2, qk_norm=True, norm_layer=nn.LayerNorm).double()
     x = torch.randn(2, 6, 24, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_copies_have_a_grid_of_their_own() -> None:
 
 
 def test_prefix_tokens_that_are_added_later() -> None:
-    """A distilled DeiT has two, and says so after it has built its blocks."""
+    """A distilled DeiT has two, and sets their number after it has built its blocks."""
     model = build("deit_tiny_distilled_patch16_224", attn_layer=InLineAttention)
     model(images())
     assert [block.attn.num_prefix_tokens for block in model.blocks] == [2, 2]
@@ -138,7 +138,7 @@ def test_compiled_and_exported() -> None:
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_masks_over_keys(additive: bool) -> None:
-    """Masked tokens might as well not be there."""
+    """The result is the same as without the masked tokens."""
     model = build(attn_layer=partial(InLineAttention, local_residual=False), pos_embed="none", class_token=False,
                   global_pool="")  # fmt: skip
     mask = torch.ones(1, 1, 1, 10, dtype=torch.bool)

@@ -94,7 +94,7 @@ def test_flat_scores_make_the_tangent_equal_to_softmax() -> None:
 
 @every_operation
 def test_a_mask_over_tokens_reaches_the_operation(kind: str) -> None:
-    """SigLIP's text tower is bidirectional: padding changes nothing before it."""
+    """SigLIP's text tower is bidirectional, so padding does not change the tokens before it."""
     config = transformers.SiglipTextConfig(**SIZES, vocab_size=50, max_position_embeddings=8)
     config._attn_implementation = kind
     torch.manual_seed(0)

@@ -137,7 +137,7 @@ def test_definition(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_written_out(kind: str) -> None:
-    """weights @ v, before local terms, is what attends; chosen rows are rows of the whole."""
+    """weights @ v is the attention before local terms, and chosen rows equal those of the whole matrix."""
     module: Attention = build(kind)
     with torch.no_grad():
         projections = module.project(tokens(), GRID)
@@ -176,7 +176,7 @@ def test_absent_tokens_make_a_smaller_map(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_masked_for_one_query(kind: str) -> None:
-    """As if the tokens were absent: the row of a module that never saw them."""
+    """The row is that of a module that never saw the masked tokens."""
     module: Attention = build(kind)
     seen = torch.rand(N, N, generator=torch.Generator().manual_seed(0)) < 0.7
     seen.fill_diagonal_(True)
@@ -204,7 +204,7 @@ def test_rows_sum_to_one_where_they_should() -> None:
 
 
 def test_a_negative_kernel_diverges_and_says_so() -> None:
-    """Vanilla linear attention with φ = identity divides by a sum that can be zero: nothing hides the result."""
+    """Vanilla linear attention with φ = identity divides by a sum that can be zero. Nothing clips the result."""
     module: Any = ATTENTIONS["linear"](2, 1, feature_map="identity").double()
     with torch.no_grad():
         module.qkv.weight.copy_(torch.eye(2).repeat(3, 1))

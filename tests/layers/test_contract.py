@@ -65,7 +65,7 @@ def test_absent_tokens_may_hold_anything(kind: str) -> None:
 
 @every_attention
 def test_absent_tokens_give_zeros_to_the_projection(kind: str) -> None:
-    """Also where a sample has no token at all; the outputs are then the projection's bias."""
+    """This includes samples without any token. The outputs are then the projection's bias."""
     module = build(kind)
     mask = some_mask()
     out, grads = run(module, tokens(), token_mask=mask)
@@ -93,7 +93,7 @@ def test_one_token(kind: str, masked: bool) -> None:
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert out.isfinite().all()
     assert grad.isfinite().all()
-    with warnings.catch_warnings():  # fewer tokens than heads are no reason to doubt the order of a module's rows
+    with warnings.catch_warnings():  # no warning about the order of dimensions: a module knows the order of its rows
         warnings.simplefilter("error")
         module(x, (1, 1), token_mask=mask)
 
@@ -132,7 +132,7 @@ def test_autocast_reaches_the_output_projection(kind: str) -> None:
 
 @every_attention
 def test_prefix_tokens_take_no_part_in_the_positional_convolution(kind: str) -> None:
-    """Neither its weight nor its bias reaches them."""
+    """Neither its weight nor its bias affects them."""
     module = build(kind)
     with torch.no_grad():
         before = module(tokens(), GRID)
@@ -145,7 +145,7 @@ def test_prefix_tokens_take_no_part_in_the_positional_convolution(kind: str) -> 
 
 @every_attention
 def test_every_module_that_can_be_called_is_called(kind: str) -> None:
-    """Hooks, adapters and quantisers work on each of them. What is never called has no forward."""
+    """Hooks, adapters and quantisers work on each of them. Modules that are never called have no forward."""
     module = build(kind)
     called = set()
     for name, part in module.named_modules():
@@ -157,7 +157,7 @@ def test_every_module_that_can_be_called_is_called(kind: str) -> None:
 
 
 def test_the_projection_of_patches_is_a_convolution_that_is_called() -> None:
-    """So that an adapter that takes its place, or a hook, changes the embedding."""
+    """An adapter that replaces it, or a hook, therefore changes the embedding."""
     embed = PatchEmbed(4, 3, 6)
     x = torch.randn(2, 3, 9, 10)
     assert isinstance(embed.proj, nn.Conv2d)

@@ -178,7 +178,7 @@ def test_tangents_at_several_anchors(anchors: int, mask: Tensor | None, residual
 
 @every_mask
 def test_the_mean_query_is_that_of_the_mean_token(mask: Tensor | None) -> None:
-    """Also where the local residual takes another mean, as in CSwin."""
+    """This also holds if the local residual uses another mean, as in CSwin."""
     for kind in ("tangent", "rala"):
         for options in ({}, {"fused_qkv": False}, {"qkv_bias": False}):
             module = build(kind, **options)
@@ -192,7 +192,7 @@ def test_the_mean_query_is_that_of_the_mean_token(mask: Tensor | None) -> None:
 
 
 def test_an_adapter_of_the_projection_moves_the_anchor_too() -> None:
-    """As LoRA adds to a projection's output."""
+    """The adapter adds to the projection's output, as LoRA does."""
     module = build("tangent")
     adapter = nn.Linear(DIM, 3 * DIM, bias=False).double()
     module.qkv.register_forward_hook(lambda _, args, out: out + adapter(args[0]))
@@ -271,7 +271,7 @@ def test_anchors_of_separate_clusters_are_their_means() -> None:
 
 
 def test_a_query_unlike_the_others_gets_an_anchor_of_its_own() -> None:
-    """As that of a class token"""
+    """The query of a class token is such a query."""
     q = torch.cat([torch.full((1, 4), 9.0), torch.randn(40, 4, generator=torch.Generator().manual_seed(0))])
     anchors, nearest = find_anchors(q, None, count=2)
     assert (nearest == nearest[0]).sum() == 1

@@ -107,7 +107,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_files_and_analyses(name: str, tmp_path: Path) -> None:
-    """A published model has none. One with gains starts where it is told, and a file brings them back."""
+    """Published models have no gains. Gains start at the given value, and a weights file restores them."""
     options = dict(FAMILIES[name], num_classes=3)
     published = create_model(name, **options)
     assert not [key for key in published.state_dict() if "query_gain" in key]

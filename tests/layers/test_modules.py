@@ -120,7 +120,7 @@ def test_masked_tokens_are_absent(cls: type[Attention], local_residual: bool) ->
 
 
 def test_local_residual_depends_on_the_sample_and_not_on_the_position() -> None:
-    """The difference to a depthwise convolution: other kernels for another image; the same ones all over an image."""
+    """Unlike in a depthwise convolution, the kernels differ between images. They are the same all over an image."""
     module = build(num_prefix_tokens=0)
     x = tokens()
     kernels = module.local_weight(x, None, None)

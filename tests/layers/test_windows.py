@@ -84,7 +84,7 @@ def test_resize_map_does_not_average(mode: str, expected: float) -> None:
 
 
 def test_one_graph_serves_maps_of_any_size() -> None:
-    """Its sizes are symbols. It pads, shifts and resizes as the modules do for each size."""
+    """Its sizes are symbolic. It pads, shifts and resizes as the modules do at each size."""
 
     class Module(torch.nn.Module):
         def __init__(self) -> None:

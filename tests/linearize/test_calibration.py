@@ -35,7 +35,7 @@ def test_the_gain_is_the_one_of_least_error(name: str, attention: str) -> None:
 
 
 def test_softmax_mode_is_the_original_model() -> None:
-    """Costs are measured against it. With every layer kept it changes nothing."""
+    """Costs are measured against this mode. With every layer kept, it changes nothing."""
     for name in KINDS:
         case = OF_NAME[name]
         model = case.model

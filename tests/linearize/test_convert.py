@@ -164,7 +164,7 @@ def test_the_residual_runs_on_the_map_of_the_call(name: str) -> None:
 
 
 def test_regions_of_shifted_windows_do_not_mix() -> None:
-    """An attention in which one region alone changes leaves the others as they were."""
+    """If the input changes in one region, the outputs of the other regions stay the same."""
     case = OF_NAME["swin_tiny_patch4_window7_224"]
     model: Any = train_residual(case.model)
     block = model.layers[0].blocks[1]
@@ -226,7 +226,7 @@ def test_heads_that_share_keys() -> None:
 
 
 def check_module(module: Any) -> None:
-    """With equal queries the tangent is softmax itself, whatever else the module does."""
+    """With equal queries, the tangent equals softmax for every option of the module."""
     torch.manual_seed(0)
     module = module.double().eval()
     x = torch.randn(2, 10, 24, dtype=torch.float64)
@@ -287,7 +287,7 @@ def test_patch_dropout_and_a_missing_patch_embedding_need_no_residual() -> None:
         linearize(dropping)
     linearize(dropping, local_residual=False)
     alone = nn.Sequential(timm.layers.Attention(24, 2))
-    with pytest.raises(ValueError, match="no patch embedding tells the size"):
+    with pytest.raises(ValueError, match="no patch embedding gives the size"):
         linearize(alone)
     linearize(alone, local_residual=False)
 

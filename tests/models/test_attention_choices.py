@@ -52,7 +52,7 @@ def test_by_letter(family: str, letter: str, kind: str) -> None:
 
 @every_family
 def test_softmax_behind_a_map(family: str) -> None:
-    """φ before softmax changes the output where it changes q or k, in windows, stripes and reduced maps too."""
+    """φ before softmax changes the output if it changes q or k, in windows, stripes and reduced maps too."""
     name = f"inline_{family}_tiny"
     plain, mapped, none = (
         create_small(name, attention=kind, feature_map=phi)
@@ -66,7 +66,7 @@ def test_softmax_behind_a_map(family: str) -> None:
 
 @every_family
 def test_learned_positions_fit_the_input_size(family: str, tmp_path: Path) -> None:
-    """Focused attention at another size: set for good, saved, loaded back, and loaded into a model of the old size."""
+    """Focused attention at another size: resized, saved, loaded back, and loaded into a model of the old size."""
     model = create_small(f"inline_{family}_tiny", attention="focused")
     small_image = image(64, 32)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_softmax_windows_leave_padding_and_other_regions_out(shifted: bool, size
     q, k, v = attn.qkv(block.norm1(x))[0].unflatten(-1, (3, 2, 4)).unbind(2)  # (H, W, heads, d)
 
     def cell(position: int, axis: int) -> int:
-        """Which window, on the unwrapped axis: the first ones are those that the shift cut off."""
+        """The window of a position on the unwrapped axis. The first windows are those that the shift cut off."""
         side = min(window[axis], size[axis])
         return (position - steps[axis]) // side
 

@@ -83,7 +83,7 @@ def test_modules_with_parameters_are_called(name):
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_finite(name, dtype):
-    """As long as the activations of a float64 model are in the type's range."""
+    """This holds if the activations of a float64 model are in the range of the dtype."""
     model = create_small(name).double()
     largest = 0.0
 

@@ -120,7 +120,7 @@ def test_forward_and_backward(name: str) -> None:
 
 @every_distinct_model
 def test_sizes_change_between_calls(name: str) -> None:
-    """One instance, whatever it saw before, answers as a fresh one does."""
+    """Earlier calls at other sizes do not change the output."""
     model = create_small(name)
     sizes = [(64, 64), (48, 80), (65, 91), (64, 64)]
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_real_sizes(name: str) -> None:
 
 @every_distinct_model
 def test_padding_is_zeros_at_the_bottom_and_right(name: str) -> None:
-    """A side that is no multiple of the first stride reads as its zero-padded image."""
+    """An image whose side is not a multiple of the first stride gives the output of its zero-padded image."""
     model = create_small(name)
     stride = 16 if "deit" in name else 4
     x = image(61, 75)
@@ -339,7 +339,7 @@ def test_timm_local_directory_round_trip(name: str, tmp_path: Path) -> None:
 
 @every_distinct_model
 def test_set_input_size(name: str) -> None:
-    """For good, what every call at that size would do on the fly."""
+    """It permanently does what every call at that size would do."""
     model = create_small(name)
     x = image(96, 160)
     with torch.no_grad():

@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
-        """A client that hangs up is what these tests are about."""
+        """Print nothing: these tests expect clients that disconnect."""
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_cached_file_that_does_not_read_is_replaced(hub, server, cached):
     server.status = 404
     with pytest.warns(UserWarning, match="downloaded again"), pytest.raises(ConnectionError):
         download(server.url, filename="model.pth", progress=False)
-    assert path.read_bytes() == cached  # what the user put there is not destroyed for nothing
+    assert path.read_bytes() == cached  # a failed download keeps the user's file
 
 
 @pytest.mark.parametrize("filename", ["", ".", "..", "../model.pth", "a/b.pth", "/model.pth"])
@@ -212,7 +212,7 @@ def test_too_large_a_file_is_not_kept(hub, server, monkeypatch):
 
 
 def test_slow_server_meets_the_deadline(hub, server, monkeypatch):
-    """Every byte comes in time, the file as a whole does not."""
+    """Every byte arrives in time, but the whole file does not."""
     monkeypatch.setattr(_download, "_DEADLINE", 0.5)
     server.piece, server.pause = 10, 0.05
     start = time.monotonic()

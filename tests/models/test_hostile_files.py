@@ -367,7 +367,7 @@ def test_names_outside_the_tables_are_refused(tmp_path, name):
 
 
 def test_a_reader_leaves_no_trace_in_torch(tmp_path):
-    """BUILD on a name would set attributes of the real object, for everybody."""
+    """BUILD on a name would set attributes of the real object in the whole process."""
     for name in ("torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "torch\nSize", "torch\nfloat32"):
         pickled = f"c{name}\n".encode() + b"N}" + text("__doc__") + text("altered") + b"s\x86b."
         with pytest.raises(WeightsError, match="not a mapping"):

@@ -103,7 +103,7 @@ def test_a_file_of_a_whole_model_cannot_name_another_file(tmp_path, good, task):
 
 
 def test_a_file_cannot_make_requests(tmp_path, good, monkeypatch):
-    """Neither addresses nor names of a hub: a server on this machine hears nothing."""
+    """Neither addresses nor names of a hub cause a request to a server on this machine."""
     requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -259,7 +259,7 @@ def test_loading_leaves_the_random_state(tmp_path, good):
 
 
 def test_models_of_timm_are_named_by_the_user(tmp_path):
-    """Then a file may give numbers, but nothing that `timm.create_model` would open."""
+    """The file may then give numbers, but no argument that makes `timm.create_model` open a file."""
     name, arguments = "vit_tiny_patch16_224", dict(img_size=32, embed_dim=16, depth=1, num_heads=2, num_classes=4)
     model = timm.create_model(name, **arguments)
 

@@ -1,4 +1,4 @@
-"""A family is one file: the one below exists only here, and everything else in the library knows what to do with it."""
+"""A family is one file: the one below exists only here, and the rest of the library works with it unchanged."""
 
 import json
 import sys

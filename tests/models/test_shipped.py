@@ -33,7 +33,7 @@ FACTS = dict(data="a hundred digits", seed=3)
 
 
 def make_data(root: Path) -> None:
-    """The registered models know a hundred classes: each of the first hundred digits is one, validated by itself."""
+    """The registered models have a hundred classes: each of the first hundred digits is one, validated on itself."""
     for name, pixels in zip(CLASSES, sklearn.datasets.load_digits().images, strict=False):
         for split in ("train", "val"):
             (root / split / name).mkdir(parents=True)
@@ -65,7 +65,7 @@ def train(name: str, root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """What `inline train` leaves of the three models, made small at the one place that says how large they are."""
+    """Run folders of the three models, which are made small in the table that sets their sizes."""
     root = tmp_path_factory.mktemp("study")
     make_data(root / "data")
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +133,7 @@ def test_loaded_by_name_in_single_precision(runs: dict[str, Path], packed: dict[
 
 
 def test_only_a_model_of_the_same_kind_is_packed(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Softmax and linear attention have the same parameters, so that shapes would not tell."""
+    """Softmax and linear attention have the same parameters, so shapes do not distinguish them."""
 
     def packing(source: Path, name: str = "linear_deit_study") -> None:
         pack_weights(source, name=name, folder=tmp_path, **FACTS)

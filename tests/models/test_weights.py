@@ -117,7 +117,7 @@ def test_official_checkpoint_with_a_yacs_configuration(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [dict(img_size=64), dict(img_size=None, input_size=[3, 64, 64])])
 def test_checkpoint_of_timms_script(tmp_path, size):
-    """Its command line says which model it is, where shapes alone fit two."""
+    """The command line in the checkpoint names the model if two models have the same shapes."""
     torch.manual_seed(1)
     model = create_model("softmax_deit_study", num_classes=10, img_size=64)
     args = argparse.Namespace(model="softmax_deit_study", num_classes=10, lr=0.1, mean=(0.5, 0.5, 0.5), **size)
@@ -229,7 +229,7 @@ def test_models_and_files_without_a_head(tmp_path):
 @FAMILIES
 @pytest.mark.parametrize("in_chans", [1, 6])
 def test_input_channels_are_adapted(name, in_chans):
-    """A grey image, or one whose channels are there twice, gives what the image of three channels gives."""
+    """A grey image, or one with doubled channels, gives the output of the three-channel image."""
     three = load_weights(small(name), other_state(name))
     other = load_weights(small(name, in_chans=in_chans), other_state(name))
     x = torch.randn(1, 1, 64, 64).expand(1, 3, 64, 64) if in_chans == 1 else torch.randn(1, 3, 64, 64)
@@ -254,7 +254,7 @@ def test_saved_size_is_known_when_loaded_at_another(tmp_path, name):
 
 
 def test_others_may_read_what_is_saved(tmp_path):
-    """As with any new file: by the process's mask, over an older file, too."""
+    """The process's umask decides, as for any new file, also if the file replaces an older one."""
     (tmp_path / "like any file").touch()
     expected = (tmp_path / "like any file").stat().st_mode
     for _ in range(2):
@@ -485,7 +485,7 @@ def test_file_may_be_written_over_itself(tmp_path):
 
 
 def test_model_built_without_the_registry(tmp_path):
-    """It can be saved and loaded; only how to build it again is not in the file."""
+    """The model can be saved and loaded, but the file does not say how to build it."""
     cls = type(small())
     model = cls(depth=1, img_size=32, num_classes=3)
     path = save_weights(model, tmp_path / "model.safetensors")

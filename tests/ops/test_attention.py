@@ -167,7 +167,7 @@ def test_gradients(feature_map: str, masked: bool, local: bool) -> None:
 
 
 def test_masks_of_queries_and_keys_are_independent() -> None:
-    """With as many queries as keys too. The local residual reads present values and is added to present queries."""
+    """There may be as many queries as keys. The local residual reads present values and is added to present queries."""
     q, k, v = qkv()
     weight, keys = local_kernels(), some_mask()
     queries = keys.flip(1)
@@ -394,7 +394,7 @@ def test_masked_is_removed_from_linear_attention(feature_map: str, garbage: floa
 @pytest.mark.parametrize("kind", ["inline", "linear", "softmax"])
 @pytest.mark.parametrize("garbage", [0.0, float("nan"), float("inf")])
 def test_masked_is_removed_from_a_matrix(kind: str, garbage: float) -> None:
-    """Also where a sample has no token at all."""
+    """This includes samples without any token."""
     mask = some_mask()
     mask[1] = False
     q, k = (x.abs().masked_fill(~mask[:, :, None, None], garbage).requires_grad_() for x in qkv()[:2])
@@ -431,7 +431,7 @@ def test_a_masked_border_is_a_smaller_map() -> None:
 
 @pytest.mark.parametrize("queries", [TOKENS, 5])
 def test_a_sample_without_tokens_is_zero(queries: int) -> None:
-    """Also for queries that are other tokens, which are there."""
+    """This includes cross-attention, whose queries are other tokens and are present."""
     mask = some_mask()
     mask[0] = False
     q, k, v = qkv()
@@ -476,7 +476,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("mean", [0.0, 1.0, 4.0])
 def test_low_precision(dtype: torch.dtype, mean: float) -> None:
-    """No larger an error than the textbook's in the same precision, and within twice of rounding the exact output."""
+    """The error is at most the textbook's in this precision, and at most twice that of rounding the exact output."""
     q, k, v = (randn(1, 784, 2, 32, seed=i) + (mean if i else 0) for i in range(3))
     low = [x.to(dtype) for x in (q, k, v)]
     exact = inline_attention(*(x.double() for x in low))  # of what low precision was given
@@ -654,7 +654,7 @@ def test_a_hint_at_rows_in_the_order_of_pytorchs_attention(attend: Callable[...,
 
 
 def test_a_new_feature_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry of FEATURE_MAPS is all it takes on the reference."""
+    """The reference needs only an entry in FEATURE_MAPS."""
     square = FeatureMap(torch.square, lambda x, grad: 2 * x * grad)
     monkeypatch.setitem(FEATURE_MAPS, "square", square)
     tensors = [x[:1, :6, :1, :2].requires_grad_() for x in qkv()]

@@ -60,14 +60,14 @@ def test_a_mean_that_is_a_view():
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("shape", [(3, 16), (3, 64), (3, 1, 32)])
 def test_a_mean_of_another_width_is_refused(shape, backend):
-    """The kernel would read beyond its end."""
+    """The kernel would read beyond the end of the mean."""
     layer, _ = make_layer(3, 2, 16)
     with pytest.raises(ValueError, match=r"the mean token has shape \(3, .*expected \(B, 32\)"):
         layer(torch.randn(shape, device=DEVICE), backend=backend)
 
 
 def test_a_module_takes_the_backend_it_is_set_to():
-    """The attention's, for its local weight too."""
+    """The backend of the attention applies to its local weight too."""
     from inline_attention.layers import InLineAttention
 
     torch.manual_seed(0)

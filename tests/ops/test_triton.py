@@ -58,7 +58,7 @@ def _poisoned_memory():
 
 @pytest.fixture(params=["fused", "split"])
 def path(request, monkeypatch):
-    """Both ways through the kernels, whatever the heuristic would take."""
+    """Both paths through the kernels, whichever the heuristic would choose."""
     monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(**PATHS[request.param]))
     return request.param
 
@@ -96,7 +96,7 @@ SHAPES = {  # batch, grid, prefix, heads, head_dim
 }
 
 
-# The interpreter takes its time: each shape in one dtype there, in turn.
+# The interpreter is slow: there each shape runs in one dtype, in turn.
 CASES = [(s, d) for i, s in enumerate(SHAPES) for j, d in enumerate(DTYPES) if GPU or i % len(DTYPES) == j]
 
 
@@ -146,7 +146,7 @@ def test_inputs_far_from_zero(dtype, path):
 
 
 def test_a_state_beyond_the_range_of_float16(path):
-    """As the covariance of large keys and values is. Outputs and gradients are in it."""
+    """The covariance of large keys and values is beyond it. Outputs and gradients are within it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 1, 21, 1, 16, generator=generator)
     qkv = torch.stack([x[0] / 1000, 800 * x[1], 800 * (x[1] + x[2])], 2).to(DEVICE, torch.float16)
@@ -181,7 +181,7 @@ def test_queries_of_another_length(path):
      (("token_mask", "query_mask"), False)],
 )  # fmt: skip
 def test_masks_of_queries_and_keys_are_independent(given, local, path):
-    """With as many queries as keys too, and whatever absent ones hold."""
+    """There may be as many queries as keys, and absent tokens may hold anything."""
     qkv, weight, grad, options = make_inputs(1, (3, 7), 1, 1, 16, torch.float32, local=local, masked=True)
     masks = dict(token_mask=options["token_mask"], query_mask=options["query_mask"].flip(1))
     options |= {name: masks[name] if name in given else None for name in masks}
@@ -208,7 +208,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:1])
 def test_any_strides(dtype, path):
-    """Of the inputs, and of the gradient that arrives: the same numbers, to the bit."""
+    """Inputs and the incoming gradient may have any strides. The results are the same to the bit."""
     qkv, weight, grad, options = make_inputs(2, (3, 5), 0, 2, 16, dtype)
     expected = run(qkv, weight, grad, options, backend="triton")
     for layout in LAYOUTS.values():
@@ -220,7 +220,7 @@ def test_any_strides(dtype, path):
 
 
 def test_tokens_far_apart(path):
-    """As those of very many short sequences, tokens first: a step over them leaves 32 bits."""
+    """Very many short sequences with tokens first have such strides. A step over tokens then exceeds 32 bits."""
     tokens, stride = (65, 2**25) if GPU else (17, 2**31 // 15 + 1)
     qkv, _, grad, options = make_inputs(1, (1, tokens), 0, 1, 16, torch.float16, local=False)
     expected = run(qkv, None, grad, options, backend="triton")
@@ -294,7 +294,7 @@ def test_a_frozen_local_weight(path):
 
 
 def test_parts_that_tensor_cores_sum_are_short(monkeypatch):
-    """However few programs there should be: more parts then, and summed in more than one step."""
+    """Even if few programs are enough, there are more parts, which are summed in more than one step."""
     monkeypatch.setattr(
         fused, "CONFIG", fused.CONFIG._replace(tokens=16, fused_tokens=0, state_programs=0, part=32, summed_parts=2)
     )
@@ -371,7 +371,7 @@ def test_packed(local, path):
 
 
 def test_packed_compiles_as_one_graph():
-    """Where the layout is numbers."""
+    """This holds if the layout is given as numbers."""
 
     def attend(qkv, weight, bounds, grids):
         return inline_attention_packed(*qkv, cu_seqlens=bounds, grids=grids, local_weight=weight, backend="triton")
@@ -472,7 +472,7 @@ def test_large_maps(monkeypatch):
 
 
 def test_tiles_of_a_packed_batch():
-    """As many as one of its images has, not as the largest height and the largest width would make."""
+    """The number of tiles is the largest of any image, not that of the largest height and the largest width."""
     tall, wide = (4096, 1), (1, 4096)
     together, *alone = (
         fused.make_tiles(plan_of(*grids), columns=8, local=True).number for grids in ((tall, wide), (tall,), (wide,))
@@ -493,7 +493,7 @@ def test_refuses_forward_mode_differentiation():
 
 @pytest.fixture
 def cuda_tensor():
-    """As on a GPU, wherever the tests run."""
+    """A fake tensor on a GPU, for any machine."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -599,7 +599,7 @@ class TestOnGPU:
         tokens = grid[0] * grid[1]
         torch.manual_seed(0)
         qkv = torch.randn(1, tokens, 3, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-        # Else the covariances of a million tokens, and with them the attention's part, are next to nothing.
+        # Otherwise the covariances of a million tokens, and with them the attention, are almost zero.
         qkv[:, :, 2] += qkv[:, :, 1]
         grad = torch.randn(1, tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16) + qkv[:, :, 0]
         weight = torch.randn(1, heads, head_dim, 9, device="cuda", dtype=torch.bfloat16) / 24

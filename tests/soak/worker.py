@@ -40,10 +40,10 @@ Message = Began | Ended | Failed | Closed
 
 
 def run_chunk(part: type[Part], seed: int, cases: Sequence[int], folder: Path, pipe: Connection) -> None:
-    os.setsid()  # Ctrl-C is the supervisor's affair, which then ends this whole group
+    os.setsid()  # the supervisor handles Ctrl-C, and then ends this whole group
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):  # libraries print to them without asking Python
+    for stream in (1, 2):  # libraries write to them directly, not through Python
         os.dup2(log, stream)
     current = cases[0]
     try:

@@ -118,7 +118,7 @@ def test_published_rows_have_the_published_augmentation() -> None:
 
 
 def test_variants_and_main_rows_have_lengths_of_the_pilot() -> None:
-    """So that variants stand beside the main rows of their length, and the pilot's runs are the first seed's."""
+    """Variants can then be compared with main rows of their length, and the pilot's runs are the first seed's."""
     assert {MAIN_EPOCHS, VARIANT_EPOCHS} <= set(PILOT_EPOCHS)
 
 

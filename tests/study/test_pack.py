@@ -34,7 +34,7 @@ def make_images(root: Path) -> None:
 
 
 def finished(out: Path, row: str, *, epochs: int, seed: int = 0, top1: float = 1.0) -> RunResult:
-    """A run with weights as they are drawn, which take no training."""
+    """A finished run with untrained weights."""
     run = Run("tiny_imagenet", row, epochs, seed, 4)
     (name,) = (name for name, packed in PACKED_ROWS.items() if packed == row)
     prepared = preprocessing(DataConfig(eval_transform="resize", interpolation="bilinear"))
@@ -53,7 +53,7 @@ def as_results(runs: list[RunResult]) -> Results:
 
 
 def test_the_longest_training_is_packed(tmp_path: Path) -> None:
-    """Although a shorter one has more seeds; in it the first seed, although the second is better."""
+    """It is chosen although a shorter one has more seeds. Its first seed is packed, although the second is better."""
     short = [finished(tmp_path, row, epochs=40, seed=seed) for row in PACKED_ROWS.values() for seed in (0, 1, 2)]
     long = [finished(tmp_path, row, epochs=120, top1=10 + len(row)) for row in PACKED_ROWS.values()]
     better = finished(tmp_path, "inline", epochs=120, seed=1, top1=90.0)

@@ -59,7 +59,7 @@ def test_bounds_of_untrained_layers(name: str, injective: bool, task: LengthTask
 
 
 def test_queries_do_not_see_themselves(task: LengthTask, photographs: Photographs) -> None:
-    """Or a linear attention could read the length from its own value."""
+    """Otherwise a linear attention could read the length from its own value."""
     torch.manual_seed(0)
     draws = torch.Generator().manual_seed(1)
     tokens, _ = task(photographs.crops("test", 4, draws), draws)

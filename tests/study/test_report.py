@@ -41,7 +41,7 @@ def test_gaps_under_another_condition_have_a_line_of_their_own(tmp_path: Path) -
 
 
 def test_windows_too_small_for_a_mask(tmp_path: Path) -> None:
-    """A mask as large as a window would leave nothing of it: smaller windows have smaller masks, or none."""
+    """A mask as large as a window would hide all of it, so smaller windows have smaller masks or none."""
     usual = analysis(local=0.03, random=0.01)
     smaller = analysis(local=0.02, random=0.0)
     for outcome in smaller["masking"]["outcomes"]:
@@ -71,7 +71,7 @@ def test_variants_are_drawn_where_there_are_some(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [next(iter(FEATURE_MAPS)), "softmax_relu", next(iter(BASELINES)), next(iter(WINDOWS))])
 def test_a_variant_alone_is_drawn(tmp_path: Path, row: str) -> None:
-    """Without the main rows, which all other pictures of runs are of."""
+    """The main rows, which all other figures of runs show, are missing."""
     pytest.importorskip("matplotlib")
     write_runs(tmp_path, {row: [30.0]}, epochs=20)
     assert [path.name for path in write_report(collect(tmp_path), tmp_path)] == [
@@ -106,7 +106,7 @@ def test_a_longer_training_of_other_rows_is_not_in_the_first_table(tmp_path: Pat
 
 
 def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
-    """No timings, no record of the calls that trained."""
+    """There are no timings, and no record of the training calls."""
     write_runs(tmp_path, {"inline": [40.0], "linear": [39.0]})
     text = tables(collect(tmp_path), [], [])
     assert "minutes" not in text
@@ -182,7 +182,7 @@ def test_new_runs_go_onto_an_earlier_report(tmp_path: Path) -> None:
 
 
 def test_the_recorded_results_can_be_added_to(tmp_path: Path) -> None:
-    """Those in docs/, whose runs are gone."""
+    """These are the results in docs/, whose run folders no longer exist."""
     write_runs(tmp_path, {"inline_relu": [39.0, 39.5, 40.0]}, epochs=40)
     record = Path(__file__).parents[2] / "docs" / "results" / "study.json"
     results = collect(tmp_path, onto=record)

@@ -161,7 +161,7 @@ def test_the_average_has_every_tensor_of_the_model(tmp_path: Path) -> None:
 
 
 def test_only_older_checkpoints_are_removed(tmp_path: Path) -> None:
-    """Whatever their numbers: what is newer than the one just saved stays."""
+    """A checkpoint of a later update than the one just saved stays."""
     subject = Subject()
     store, _ = checkpoints(tmp_path, keep=1)
     store.save(progress(50), **subject.saved())
@@ -238,7 +238,7 @@ def test_damage_to_any_file_is_found(name: str, harm: str, tmp_path: Path) -> No
     if harm == "gone":
         file.unlink()
     elif harm == "flipped":
-        # In a manifest only what it says about the files counts.
+        # Only the manifest's entries about files count.
         place = content.index(b'"sha256": "') + 20 if name == "manifest.json" else len(content) // 2
         content[place] ^= 1
         file.write_bytes(content)
@@ -320,7 +320,7 @@ def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path: Path) -> Non
     store.save(progress(2), **subject.saved())
     assert len(notes) == 1
     assert "could not save the checkpoint" in notes[0]
-    assert "Training goes on" in notes[0]
+    assert "Training continues" in notes[0]
     blocked.unlink()
     store.save(progress(3), **subject.saved())
     assert notes[1:] == [f"saving works again: the checkpoint is in {blocked}"]
@@ -347,5 +347,5 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
     assert find_damage(kept[0]) is None
     assert json.loads((output / "summary.json").read_text())["epochs"] == 3
     assert not list((output / "checkpoints").glob(".*"))
-    # With space again the run goes on from what was kept.
+    # With free space, the run continues from its last checkpoint.
     assert _runs.run(["train", f"--resume={output}"], log=log) == 0, log.read_text()

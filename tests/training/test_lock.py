@@ -57,7 +57,7 @@ def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: p
 
 
 def test_a_second_process_is_refused_and_a_dead_one_is_followed_at_once(tmp_path: Path) -> None:
-    """Killed, the first leaves a data loader worker behind for a few seconds."""
+    """The killed process leaves a data loader worker running for a few seconds."""
     output, log, refused = tmp_path / "run", tmp_path / "log.txt", tmp_path / "refused.txt"
     long = _runs.arguments(output, "schedule.epochs=1000", "checkpoint.every_steps=3", "data.workers=1",
                            "data.in_memory=false", "--resume=auto")  # fmt: skip

@@ -184,7 +184,7 @@ def test_a_run_of_steps_ends_inside_an_epoch(tmp_path: Path) -> None:
     outcome = run(tmp_path / "again", *steps, resume="auto")
     assert outcome.summary["updates"] == 7
     _runs.assert_same_weights(tmp_path / "run", tmp_path / "again")
-    # Its last checkpoint stands inside the second epoch: a longer run goes on from there.
+    # Its last checkpoint is inside the second epoch. A longer run continues from there.
     outcome = run(tmp_path / "run", *steps, "schedule.steps=12", resume="auto")
     assert (outcome.summary["updates"], outcome.summary["epochs"]) == (12, 3)
     assert [record["update"] for record in _runs.metrics(tmp_path / "run")] == list(range(1, 13))
@@ -365,7 +365,7 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
     shutil.copytree(folder_of_images, renamed)
     for split in ("train", "val"):
         (renamed / split / "class1").rename(renamed / split / "class1b")
-    with pytest.raises(ValueError, match="knows other classes than the data: 'class1' there is 'class1b' here"):
+    with pytest.raises(ValueError, match="has other classes than the data: 'class1' instead of 'class1b'"):
         run(tmp_path / "run", *small, data=str(renamed), resume="auto")
     with pytest.raises(ValueError, match="is of inline_deit_tiny, this run trains inline_deit_small"):
         run(tmp_path / "run", *small, "model.name=inline_deit_small", data=str(folder_of_images), resume="auto")

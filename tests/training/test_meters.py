@@ -7,7 +7,7 @@ from inline_attention.training.meters import DeviceMeter
 
 
 def test_memory_of_one_update_may_be_used_by_the_next() -> None:
-    """As CUDA graphs do: what is read is what was added, whatever has been written there since."""
+    """CUDA graphs reuse memory. The meter reads what was added, even if it was overwritten since."""
     meter = DeviceMeter(Ranks(torch.device("cpu")))
     loss, norm, part, bad = torch.zeros(()), torch.zeros(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
     for update in range(1, 4):

@@ -194,7 +194,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each time that writing begins to fail is said once, and so is its end."""
+    """It prints one line when writing begins to fail, and one when it works again."""
     with reporter(tmp_path, "log.tensorboard=false") as report:
         for _ in range(2):
             (tmp_path / "metrics.jsonl").mkdir()

@@ -98,7 +98,7 @@ class Analysis:
         return images
 
     def measure(self, subject: Subject, on_images: OnImages) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} does not say what it measures")
+        raise NotImplementedError(f"{type(self).__name__} does not define measure")
 
     def summarise(self, result: Any) -> dict[str, Any]:
         """The numbers of a result that are worth a table."""

@@ -32,7 +32,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def add_caption(figure: Figure, text: str) -> None:
-    """Small print under a figure, in lines of its width."""
+    """Add a caption under a figure, wrapped to its width."""
     columns = int(16 * figure.get_figwidth())
     lines = itertools.chain.from_iterable(textwrap.wrap(line, columns) for line in text.splitlines())
     figure.supxlabel("\n".join(lines), fontsize=8, color="0.35")

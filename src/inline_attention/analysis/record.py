@@ -49,7 +49,7 @@ class LayerAttention(WrittenOut):
 
         Args:
             rows: the queries, prefix tokens first.
-            mask: bool, broadcasts to the result; False where a token is as if absent for a query.
+            mask: bool, broadcasts to the result; False where a token counts as absent for a query.
 
         Returns:
             (S, heads, rows, keys). Rows and columns of absent tokens are zero.
@@ -71,7 +71,7 @@ class LayerAttention(WrittenOut):
 
     @torch.no_grad()
     def local_weights(self, rows: slice = slice(None), *, channel: int | None = None) -> Tensor:
-        """The part of the local terms in chosen rows: their taps, of one channel of each head or averaged.
+        """The contribution of the local terms to chosen rows: their taps, of one channel of each head or averaged.
 
         Returns:
             (S, heads, rows, keys)
@@ -110,7 +110,7 @@ class LayerAttention(WrittenOut):
         return self.finish(torch.cat(attended, 1), torch.cat(local, 1))
 
     def error(self) -> float:
-        """How far `recompute_output` is from what the module returned, relative to the largest value of that."""
+        """The largest error of `recompute_output`, relative to the largest value that the module returned."""
         difference = (self.recompute_output() - self.output).abs()
         if self.token_mask is not None:
             difference = difference.masked_fill(~self.token_mask[:, :, None], 0)

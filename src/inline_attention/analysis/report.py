@@ -15,7 +15,7 @@ NOT_IN_JSON = {"plain": False}  # metadata of a dataclass's field that `to_plain
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses and arrays as JSON knows them: floats to seven digits, null for what is not finite."""
+    """Dataclasses and arrays as JSON values: floats to seven digits, null for NaN and infinity."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field for field in dataclasses.fields(value) if field.metadata.get("plain", True))
         return {field.name: to_plain(getattr(value, field.name)) for field in fields}

@@ -56,7 +56,7 @@ def open_subjects(
         config.batch_size, config.workers = batch_size, workers
         if data is not None:
             config.path, config.val_split = data, split
-            # Classes are those the model knows by name; an untrained one knows none.
+            # Labels are matched to the model's class names. An untrained model has none.
             class_names = classifier.class_names if file else None
             loader = open_eval_data(config, class_names=class_names, max_images=max_images)
         else:

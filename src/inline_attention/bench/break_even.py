@@ -1,4 +1,4 @@
-"""The number of tokens from which on the linear form of softmax attention is faster than softmax on a device."""
+"""The number of tokens from which the linear form of softmax attention is faster than softmax on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -219,7 +219,7 @@ def build_peer_sdpa(name: str, img_size: Size) -> nn.Module:
 
 
 def build_peer_math(name: str, img_size: Size) -> nn.Module:
-    """The peer with softmax written out, the N×N matrix in memory: what the paper's speeds are compared with."""
+    """The peer with softmax written out, the N×N matrix in memory: the baseline of the paper's speeds."""
     return _build_peer(name, img_size, fused=False)
 
 
@@ -279,7 +279,7 @@ def default_contenders(device: torch.device, *, dense: bool = False) -> list[str
 
 
 def check_classifiers(models: Sequence[str], contenders: Sequence[str]) -> None:
-    """ValueError for a model that does not exist, or a contender that one of the models does not have."""
+    """Raise ValueError for a model that does not exist, or a contender that one of the models does not have."""
     if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
         raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
     check_contenders(contenders, OF_CLASSIFIERS)
@@ -289,7 +289,7 @@ def check_classifiers(models: Sequence[str], contenders: Sequence[str]) -> None:
 
 
 def check_dense_models(models: Sequence[str], contenders: Sequence[str]) -> None:
-    """ValueError for a dense model or a contender that does not exist."""
+    """Raise ValueError for a dense model or a contender that does not exist."""
     for name in models:
         if not is_dense(name):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What linearising did to a model: its accuracy after each stage, and its speed and memory beside the teacher's."""
+"""The report on a linearised model: its accuracy after each stage, and its speed and memory beside the teacher's."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ TITLES = {MATCH: "matched", DISTILL: "distilled"}
 SCALES = {"cuda": ((1, 2, 4, 8), 128), "cpu": ((1, 2, 3, 4), 4)}
 SLOWEST = 10.0  # seconds of a call; larger sizes are then left out
 NEIGHBOURS = 20  # that vote, as in DINO's evaluation
-KNOWN_IMAGES = 10_000  # training images among which the neighbours of a validation image are looked for
+KNOWN_IMAGES = 10_000  # training images that are searched for the neighbours of a validation image
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Linear attentions of one head size, and the tokens from which on they are faster than softmax on this device."""
+    """Linear attentions of one head size, and the number of tokens from which they are faster than softmax here."""
 
     heads: int
     head_dim: int

@@ -117,7 +117,7 @@ def mala(x: Inputs) -> Tensor:
 
 
 def tangent(x: Inputs) -> Tensor:
-    """As the layer calls it, which knows the mean query from the mean token."""
+    """Called as the layer does, with the mean query from the mean token."""
     return tangent_attention_projected(x.qkv, anchor=x.anchor, backend="triton", **_options(x))
 
 

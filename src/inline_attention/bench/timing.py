@@ -29,7 +29,7 @@ class Timing:
         return cls(median, low, high, len(samples))
 
     def shared(self, calls: int) -> "Timing":
-        """The timing of one call, where `calls` of them were timed together."""
+        """The timing of one call, if `calls` of them were timed together."""
         return Timing(self.median / calls, self.low / calls, self.high / calls, self.samples)
 
 
@@ -175,8 +175,8 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 
 
 def allocated_bytes(call: Call) -> int:
-    """The most memory that a call holds on a CPU at one time, which has no statistics: by the profiler's events."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints that it starts and stops
+    """Peak memory of a call on a CPU, from the profiler's events. The CPU allocator keeps no statistics."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     held = most = 0

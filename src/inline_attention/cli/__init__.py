@@ -1,7 +1,7 @@
 """The command `inline`. Each command is a file with `configure(parser)` and `run(args)`, which parse, call and print.
 
 `inline_command`, beside this package, lists the commands and starts one. Command modules import most of the library
-inside `run`. The answers to `--help` and to wrong options do not wait for it.
+inside `run`, so that `--help` and usage errors are fast.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)  # docstrings keep their lines
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
-        self.more_help: Callable[[], str] | None = None  # appended to the help, and made only then
+        self.more_help: Callable[[], str] | None = None  # builds text that is appended to the help
 
     def format_help(self) -> str:
         if self.more_help is not None:

@@ -28,7 +28,7 @@ def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> t
 
 @contextmanager
 def image_progress(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on standard error: a bar on a terminal, otherwise a line for every tenth.
+    """Show progress on standard error: a bar on a terminal, otherwise a line for every tenth of the work.
 
     Yields a function to call with the number of images done.
     """

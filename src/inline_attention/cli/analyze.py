@@ -1,8 +1,8 @@
 """Run the paper's analyses on any models and images: figures, tables and numbers. `all` also writes one report page.
 
-MODEL is a name of this library or of timm, with arguments if needed: inline_deit_tiny,attention=linear. A weights file
-of this library says which model it is for. Without models, those that come with the package are compared. Without
-images, two photographs of the package are used.
+MODEL is a name of this library or of timm, with arguments if needed: inline_deit_tiny,attention=linear. It is not
+needed for a weights file of this library, which names its model. Without models, those that come with the package are
+compared. Without images, two photographs of the package are used.
 """
 
 import argparse

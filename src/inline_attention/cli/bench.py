@@ -46,9 +46,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kernels = kinds.add_parser("kernels", parents=[timed], help="the Triton kernels one by one, on a GPU")
     kernels.add_argument("--case", nargs="+", metavar="CASE", help="as in op")
 
-    even = kinds.add_parser("break-even", parents=[timed], help="tokens from which on linear attention is faster")
-    even.add_argument("--heads", nargs="+", default=["6x64"], metavar="HxD", help="heads and their size (6x64)")
-    even.add_argument("--sides", nargs="+", type=int, metavar="N", help="of the token map (4 7 10 14 20 28 40 56)")
+    even = kinds.add_parser(
+        "break-even", parents=[timed], help="number of tokens from which linear attention is faster"
+    )
+    even.add_argument(
+        "--heads", nargs="+", default=["6x64"], metavar="HxD", help="heads and their size (default: 6x64)"
+    )
+    even.add_argument(
+        "--sides", nargs="+", type=int, metavar="N", help="sides of the map (default: 4 7 10 14 20 28 40 56)"
+    )
 
     model = kinds.add_parser("model", parents=[timed, tasks], help="whole models")
     sweep = kinds.add_parser("sweep", parents=[timed, tasks], help="InLine-DeiT-T over resolutions")
@@ -87,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_modes(dense, "eager and compiled, in inference also with CUDA graphs")
     dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory")
 
-    tables = kinds.add_parser("table", help="records of earlier runs as markdown")
+    tables = kinds.add_parser("table", help="print records of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="a file that --json wrote")
     tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records as a sweep")
 

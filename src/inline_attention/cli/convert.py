@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     own = model.state_dict()
     tensors = f"{len(own)}"
     if left_out := len(checkpoint.state_dict) - len(own):
-        tensors += f", and {left_out} left out that the model computes itself"
+        tensors += f"; {left_out} others are left out, because the model computes them"
     size = f"{model.img_size[0]}×{model.img_size[1]}"
     rows = {
         "from": args.source,

@@ -1,7 +1,7 @@
 """Accuracy of a trained model on a data set: top-1, top-5, by class, its calibration and its speed.
 
-A class folder belongs to the model's class of the same name; a model of all ImageNet classes can be evaluated on a
-part of them. The same command runs under torchrun: torchrun --nproc-per-node 8 -m inline_attention eval …
+Class folders are matched to the model's classes by name, so an ImageNet model can be evaluated on some of its classes.
+The same command runs under torchrun: torchrun --nproc-per-node 8 -m inline_attention eval …
 """
 
 import argparse
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_eval_transform(parser)
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
     parser.add_argument("--num-classes", type=int, help="number of classes, if the data do not list them (wds/)")
-    parser.add_argument("--real", action="store_true", help="also by ImageNet's reassessed labels (ReaL)")
+    parser.add_argument("--real", action="store_true", help="also count by ImageNet's reassessed labels (ReaL)")
     parser.add_argument(
         "--knn", type=int, metavar="K", help="ignore the classifier: let the K nearest training images vote"
     )

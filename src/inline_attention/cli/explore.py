@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=7860, help="default: 7860; 0 chooses a free port")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
     add_device(parser, default="cuda if available, else cpu")
 

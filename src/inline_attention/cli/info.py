@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
         with torch.device("meta"):
             model = open_model(args.name, None)
     if not isinstance(model, VisionModel):
-        raise ValueError(f"{architecture(model)} is a model of timm: only models of this library tell their stages")
+        raise ValueError(f"{architecture(model)} is a model of timm: only models of this library have stages to report")
     img_size = parse_size(args.img_size) or model.img_size
     costs = profile(model, img_size=img_size)
     if args.json:

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [MODEL] [key=value ...] [options]"
     parser.add_argument("arguments", nargs="*", metavar="[MODEL] [key=value ...]", help="the teacher; then settings")
-    parser.add_argument("--weights", metavar="F", help="of the teacher: a file (default: the published weights)")
+    parser.add_argument("--weights", metavar="F", help="the teacher's weights: a file (default: the published ones)")
     add_run_options(parser, data="folder with train/ and val/, or what data.path accepts")
     parser.add_argument("--recipe", metavar="F", help="a .yaml file of your own (default: the recipe linearize)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="of distillation (default: 20); 0: none")
+    parser.add_argument("--epochs", type=int, metavar="N", help="epochs of distillation (default: 20); 0 skips it")
     parser.add_argument("--attention", metavar="A", help="tangent (default), inline, linear or mala")
     parser.add_argument(
-        "--keep-softmax", metavar="X", help="attentions that stay: names with wildcards, by commas; or auto:K"
+        "--keep-softmax",
+        metavar="X",
+        help="attentions that stay softmax: names or wildcards, separated by commas; or auto:K",
     )
     parser.add_argument("--no-labels", action="store_true", help="learn from the teacher alone; any images will do")
     parser.add_argument("--no-report", action="store_true", help="do not measure accuracy and speed at the end")

@@ -1,7 +1,7 @@
 """The most probable classes of images, by a trained model.
 
-MODEL is a name that `inline models` lists. A weights file of this library says which model it is for. Without both, the
-InLine model that comes with the package is used.
+MODEL is a name that `inline models` lists. It is not needed for a weights file of this library, which names its model.
+Without model and weights, the InLine model that comes with the package is used.
 """
 
 import argparse

@@ -137,7 +137,7 @@ def _eval(args: argparse.Namespace) -> int:
     if images.class_names != trained.class_names:
         raise ValueError(
             f"{args.data} has other classes than the weights: {', '.join(images.class_names)}; "
-            f"the weights know {', '.join(trained.class_names)} (--ignore-index, if the last one listed is no class)"
+            f"the weights have {', '.join(trained.class_names)} (set --ignore-index if the last one listed is no class)"
         )
     with image_progress("evaluating", total=images.num_images) as on_images:
         result = evaluate(

@@ -18,8 +18,8 @@ class BatchAugment:
     """Random crop, horizontal flip and colour jitter of a batch.
 
     The random numbers of an image are a function of (seed, epoch, sample, copy). They come from one table per epoch,
-    drawn on the CPU, so that batches are the same on every device and rank. Unlike in the transforms of single images,
-    a crop that does not fit is clipped to the image and not drawn again, and its borders may lie between pixels.
+    drawn on the CPU, so that batches are the same on every device and rank. Two things differ from the transforms of
+    single images: a crop that does not fit is clipped instead of drawn again, and its borders may lie between pixels.
     """
 
     def __init__(self, config: DataConfig, *, num_samples: int, seed: int) -> None:

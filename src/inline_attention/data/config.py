@@ -54,12 +54,12 @@ class LoaderConfig:
 class DataConfig(LoaderConfig):
     """The source of the images and their transforms. The defaults are those of the published training.
 
-    `path` is "digits" (embedded), a folder (class folders with or without splits, labels.csv, zip or tar layout), or
-    "hfds/NAME", "wds/FOLDER" and "tfds/NAME" for Hugging Face datasets, WebDataset shards and TensorFlow datasets.
+    `path` is "digits" (embedded) or a folder: class folders with or without splits, labels.csv, zip or tar layout.
+    "hfds/NAME" is a Hugging Face dataset, "wds/FOLDER" WebDataset shards, and "tfds/NAME" a TensorFlow dataset.
     """
 
     path: str = "digits"
-    labels: bool = True  # False: a folder's images at any depth, whatever their folders are called
+    labels: bool = True  # False: use a folder's images at any depth; folder names mean nothing
     split_file: str | None = None  # a folder without splits: the table with file, label and split, as runs write it
     val_share: float = 0.2  # a folder without splits: the share of each class for validation
     train_share: float = 1.0  # train on this share of the images, evenly spaced over the split; not for streams

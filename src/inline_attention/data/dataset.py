@@ -68,7 +68,7 @@ def read_or_replace(
     """Make the sample of each key. An unreadable image is replaced by another, so that the batch keeps its size.
 
     Args:
-        read: makes a sample from a key and the index of the image, which may not be the key's own. It raises
+        read: makes a sample from a key and the index of an image, which is another one for a replacement. It raises
             UnreadableImage.
 
     Returns:
@@ -124,7 +124,7 @@ class TrainDataset(Dataset[RawBatch]):
         return collate(samples, shape=(self._config.in_chans, *self._config.size), skipped=skipped, replaced=replaced)
 
     def _read(self, key: SampleKey, sample: int) -> Sample:
-        """Read `sample`, which may replace `key.sample`. The seed of its augmentation is the key's."""
+        """Read `sample`, which may replace `key.sample`. The augmentation is seeded by the key."""
         image, label = load_image(self._source, sample, config=self._config)
         with transform_errors():
             pixels, erased = self._augment(image, seed=derive_seed("augment", self._seed, *key))

@@ -9,8 +9,8 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-# The formats whose file name extensions `sources.IMAGE_EXTENSIONS` lists. Pillow would go by the content of a file
-# and also start Ghostscript for an EPS file called photo.jpg.
+# The formats whose file name extensions `sources.IMAGE_EXTENSIONS` lists. Without this list Pillow decides by content:
+# it would start Ghostscript for an EPS file called photo.jpg.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "PPM")
 # Pillow only warns above this number of pixels, but a file of a few kilobytes can decode to many times more.
 MAX_PIXELS = 89_478_485

@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TrainLoader(Generic[CollatedT, BatchT]):
-    """Training batches of any task: `epoch(e, start_step=k)` yields what a whole epoch e yields from step k on.
+    """Training batches of any task: `epoch(e, start_step=k)` yields the batches of epoch e from step k on.
 
     `steps_per_epoch` is the same on every rank: the incomplete batch at the end is dropped. `waiting_seconds` is the
     time spent waiting for workers since the loader was opened. If `exact_resume` is False (streams), a resumed epoch
@@ -94,8 +94,8 @@ class EvalLoader(Generic[CollatedT, BatchT]):
 
     Ranks may have different numbers of batches. `max_batches` is the largest number; it is None for streams, whose
     length is unknown. Unreadable images are left out and listed in `skipped`, which every iteration refills.
-    `input_shape` is (C, H, W), or empty if images differ in size. `path` names the image
-    of a sample id; streams have none.
+    `input_shape` is (C, H, W), or empty if images differ in size. `path` returns the name of the image with a given
+    sample id. Streams have no names.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Data:
     val: EvalLoader[RawBatch, Batch]
     class_names: list[str]
     in_chans: int
-    table: ImageTable | None = None  # the splits of a folder that has none; None: it has its own
-    class_counts: list[int] | None = None  # training images of each class; None: a stream does not say
+    table: ImageTable | None = None  # splits made for a folder without any; None: the data have their own
+    class_counts: list[int] | None = None  # number of training images per class; None for streams
 
     @property
     def num_classes(self) -> int:
@@ -198,7 +198,7 @@ def open_data(
     names = class_names or train_source.class_names
     if train_source.class_names != names:
         train_source = RelabelledSource(train_source, names)
-    if val_source.class_names != names:  # also if labels have no names: the split may lack the last ones
+    if val_source.class_names != names:  # also unnamed ones: the split may lack the last labels
         val_source = RelabelledSource(val_source, names)
     if config.train_share < 1:
         train_source = SpreadSource(train_source, max(1, round(config.train_share * len(train_source))))

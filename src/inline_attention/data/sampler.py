@@ -88,7 +88,7 @@ def rank_indices(num_samples: int, *, rank: int, world_size: int) -> range:
 
 
 def fit_batch_size(batch_size: int, *, num_samples: int, world_size: int) -> int:
-    """The batch size of a rank: `batch_size`, or less where the training split has fewer images than all ranks need.
+    """The batch size of a rank: `batch_size`, or less if the training split has fewer images than all ranks need.
 
     An even batch size stays even, since mixup mixes pairs.
     """

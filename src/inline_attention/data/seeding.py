@@ -1,8 +1,8 @@
 """Seeds for random numbers that depend on their purpose only.
 
-Augmentations of timm and torchvision draw from the global generators of `random`, NumPy and torch. Seeding all three
-from (seed, epoch, sample) before each sample makes the result independent of the number of workers, the number of ranks
-and the step at which a resumed epoch starts.
+Augmentations of timm and torchvision draw from the global generators of `random`, NumPy and torch. All three are seeded
+from (seed, epoch, sample) before each sample. So the result does not depend on the number of workers or ranks, or on
+the step at which a resumed epoch starts.
 """
 
 import hashlib

@@ -27,7 +27,7 @@ from inline_attention.data.decode import MAX_BYTES, UnreadableImage, open_file
 
 IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
 
-HELD_OUT = 10  # of a folder of images without splits, every so many are for validation
+HELD_OUT = 10  # in a folder without splits and labels, one image in this many is for validation
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def open_source(config: DataConfig, split: str) -> Source:
 
 
 def _unlabelled(config: DataConfig, split: str) -> list[Path]:
-    """The images of a split, whatever their folders are called; none if the split is an archive or missing.
+    """The images of a split at any depth, without labels. Empty if the split is an archive or missing.
 
     A folder without splits is divided: every tenth image is for validation.
     """
@@ -112,9 +112,9 @@ def check_same_classes(train: Source, val: Source, *, train_split: str, val_spli
 
 
 def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
-    """The files with these extensions at any depth below a folder, in the order of their folders and names.
+    """The files with these extensions at any depth below a folder, sorted by folder and name.
 
-    Links are followed. A folder that links reach a second time is left out and logged. Otherwise, a link to a parent
+    Links are followed. A link to a folder that was searched already is logged and skipped, because a link to a parent
     folder would make the search endless.
     """
     endings = tuple(extensions)
@@ -125,7 +125,7 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
         current = waiting.pop()
         status = os.stat(current)
         if (status.st_dev, status.st_ino) in visited:
-            _logger.warning("%s links to a folder that is searched already; it is left out", utf8_name(current))
+            _logger.warning("skipping %s: it links to a folder that was searched already", utf8_name(current))
             continue
         visited.add((status.st_dev, status.st_ino))
         with os.scandir(current) as entries:
@@ -189,7 +189,7 @@ class FolderSource:
         if not names:
             raise ValueError(f"no images in {str(folder)!r}: expected one folder per class with images in it")
         self._root = folder
-        # Sample numbers, and with them every random draw, follow the plain order of the names.
+        # Sample numbers follow the plain order of the names. Every random draw depends on them.
         labels = sorted(range(len(names)), key=names.__getitem__)
         found = [find_files(folder / names[label], IMAGE_EXTENSIONS) for label in labels]
         self.labels = np.repeat(labels, [len(paths) for paths in found])
@@ -233,7 +233,7 @@ class ZipSource:
     """The layout of the official code: `train.zip` and `train_map.txt` with "relative/path<TAB>label" lines.
 
     Class names are the folder names in `names_from`, the map of the training split, since the official val.zip has no
-    folders. If a label has more than one folder or none, the labels' numbers are the names.
+    folders. If a label has no folder, or more than one, the label numbers are the names.
     """
 
     def __init__(self, archive: Path, map_file: Path, *, names_from: Path) -> None:
@@ -333,7 +333,7 @@ class TarSource:
 
 
 def check_tar_end(path: str | Path) -> None:
-    """Raise ValueError for a truncated tar file, of which readers would silently see only the first part."""
+    """Raise ValueError for a truncated tar file. Readers would silently return only its first part."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - tarfile.BLOCKSIZE))
@@ -449,7 +449,7 @@ class SpreadSource:
 
 
 class RelabelledSource:
-    """A source with labels of a model's classes. The model may have more classes than the data."""
+    """A source whose labels are mapped to a model's classes. The model may have more classes than the data."""
 
     named = True
 

@@ -29,11 +29,11 @@ from inline_attention.data.sources import (
     utf8_name,
 )
 
-LABELS = "labels.csv"  # the table that a folder may bring
-SPLIT = "split.csv"  # the table that a run leaves behind
-WHOLE = "all"  # as the name of a split: every image of the table
+LABELS = "labels.csv"  # the table that a folder may contain
+SPLIT = "split.csv"  # the table that a run writes
+WHOLE = "all"  # name of the split that holds every image of the table
 _COLUMNS = ("file", "label", "split")
-# Folders with these names are splits whose names were not given, not classes.
+# Folders with these names are splits, not classes, even if the settings name other splits.
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 _logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class TableSource:
 
 
 def has_splits(config: DataConfig) -> bool:
-    """Whether the data bring splits of their own, or are no folder."""
+    """True if the data have splits of their own, or are not a folder."""
     root = Path(config.path)
     if config.path == "digits" or not root.is_dir():
         return True
@@ -101,7 +101,7 @@ def has_splits(config: DataConfig) -> bool:
 
 
 def with_split_of(run: Path | None, config: DataConfig) -> DataConfig:
-    """The settings with the table that a run left behind, if the data need one and none is named."""
+    """`config` with the table that `run` wrote, if the data need a table and `config` names none."""
     if run is None or config.split_file is not None or not (run / SPLIT).is_file() or has_splits(config):
         return config
     return replace(config, split_file=str(run / SPLIT))
@@ -136,7 +136,7 @@ def open_table(config: DataConfig) -> ImageTable | None:
 
 
 def read_table(path: Path, root: Path) -> ImageTable:
-    """Read a table of images below `root`. ValueError: names the line that is wrong."""
+    """Read a table of images below `root`. Raises ValueError with the number of the wrong line."""
     where = repr(str(path))
     try:
         text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
@@ -157,7 +157,7 @@ def read_table(path: Path, root: Path) -> ImageTable:
         if inside.is_absolute() or ".." in inside.parts:
             raise ValueError(f"{where} line {number} names {row[0]!r}; expected a file below {str(root)!r}")
         if row[0] in seen:
-            raise ValueError(f"{where} line {number} names {row[0]!r} a second time; give an image one line")
+            raise ValueError(f"{where} line {number} names {row[0]!r} a second time; list each image once")
         seen.add(row[0])
     missing = [file for _, (file, *_) in lines if not (root / file).is_file()]
     if missing:
@@ -174,8 +174,8 @@ def read_table(path: Path, root: Path) -> ImageTable:
 def divide(table: ImageTable, *, config: DataConfig, seed: int) -> ImageTable:
     """Give `config.val_share` of each class, at least one image, to the validation split.
 
-    Which images that are depends on the seed and the names of the files alone: images that are added later leave
-    most of the others where they were.
+    The choice depends only on the seed and the file names. Adding images later therefore moves few of the others to
+    another split.
     """
     classes: dict[str, list[int]] = {}
     for row, label in enumerate(table.labels):

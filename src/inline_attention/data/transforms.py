@@ -58,7 +58,7 @@ def _augment_operations(transform: Compose) -> Iterator[auto_augment.AugmentOp]:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **arguments: object) -> Image.Image:
-    """timm's operation, with a black image for 0 bits (the strongest magnitude), which newer Pillow releases refuse."""
+    """timm's posterize. At 0 bits, the strongest magnitude, the image is black; newer Pillow releases refuse 0 bits."""
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep, **arguments)
@@ -148,8 +148,8 @@ def erase_(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
     """
     _, channels, rows, columns = images.shape
     sizes = channels * boxes[:, 2] * boxes[:, 3]
-    # For each noise value: its image, its index in the box of that image, and from these its place. With `output_size`
-    # the host does not wait for the sum of the sizes.
+    # The position of a noise value follows from its image and its index in the box of that image. `output_size` saves
+    # the host from waiting for the sum of the sizes.
     image = torch.arange(len(boxes), device=boxes.device).repeat_interleave(sizes, output_size=len(noise))
     number = torch.arange(len(noise), device=noise.device) - (sizes.cumsum(0) - sizes)[image]
     top, left, height, width = boxes[image].unbind(1)

@@ -20,7 +20,7 @@ class BatchLoader(Protocol[CollatedT_co]):
         """Move pixels that are kept in memory to the device."""
 
     def close(self) -> None:
-        """End the worker processes. No further batch will be asked for."""
+        """End the worker processes, after the last batch."""
 
 
 class WorkerLoader(Generic[CollatedT]):
@@ -94,5 +94,5 @@ def loader_arguments(config: LoaderConfig, *, workers: int) -> dict[str, Any]:
 
 
 def identity(batch: Any) -> Any:
-    """For `collate_fn`: the datasets return whole batches."""
+    """A `collate_fn` that does nothing: the datasets return whole batches."""
     return batch

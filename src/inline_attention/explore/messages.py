@@ -81,7 +81,7 @@ class Request:
             message = f"the body did not arrive in time; expected all of it within {seconds:.0f} seconds"
             raise RequestError(HTTPStatus.REQUEST_TIMEOUT, message) from error
         if missing := int(text) - len(body):
-            raise RequestError(HTTPStatus.BAD_REQUEST, f"the last {missing} bytes of the body did not come")
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"the last {missing} bytes of the body did not arrive")
         self.has_unread_body = False
         return body
 

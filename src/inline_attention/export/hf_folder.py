@@ -1,4 +1,4 @@
-"""A folder as the Hugging Face hub has them, for timm and transformers, which build the model with this library."""
+"""A folder in the layout of the Hugging Face hub. timm and transformers build its model with this library."""
 
 import json
 from pathlib import Path

@@ -15,7 +15,7 @@ def _write_litert(request: Request, path: Path) -> None:
         import litert_torch
 
         litert_torch.convert(request.model, (request.example,)).export(str(path))
-    # As the format has it: an archive after the model, which interpreters do not read.
+    # The format allows a zip archive with metadata after the model. Interpreters do not read it.
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(METADATA, json.dumps(request.about))
         if "class_names" in request.about:

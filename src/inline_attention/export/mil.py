@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 def evaluate(program: Any, image: Tensor) -> Tensor:
-    """The output of the program's main function. A classifier's are its probabilities."""
+    """The output of the program's main function; the probabilities, if it is a classifier."""
     (function,) = program.functions.values()
     (name,) = function.inputs
     values: dict[str, Any] = {name: image}

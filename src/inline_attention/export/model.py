@@ -1,4 +1,4 @@
-"""The one entry: writes a model in a format, runs the file, and compares it with the model."""
+"""The entry point: writes a model in a format, runs the file, and compares it with the model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -39,7 +39,7 @@ def _load_onnx(path: Path, request: Request) -> Run:
 
 
 def _write_openvino(request: Request, path: Path) -> None:
-    """By way of ONNX: OpenVINO's reader of torch.export lacks the arithmetic of symbolic sizes."""
+    """Convert through ONNX, because OpenVINO's reader of torch.export lacks the arithmetic of symbolic sizes."""
     import openvino
 
     with TemporaryDirectory() as folder:
@@ -54,7 +54,7 @@ def _write_openvino(request: Request, path: Path) -> None:
 def _load_openvino(path: Path, request: Request) -> Run:
     import openvino
 
-    # Some CPUs would compute in bfloat16 by themselves.
+    # Some CPUs would compute in bfloat16 by default.
     compiled = openvino.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def run(x: Tensor) -> Tensor:

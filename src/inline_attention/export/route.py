@@ -43,11 +43,11 @@ class Route(NamedTuple):
     load: Callable[[Path, Request], Run]
     suffix: str
     packages: tuple[str, ...] = ()
-    install: str = ""  # what to give to pip for them
+    install: str = ""  # argument of pip install
     is_dynamic: bool = False  # whether batch and size may be dynamic
     prepare: Callable[[Request], Request] = lambda request: request
-    reference: Callable[[Request], Run] = _model  # what `load` must compute
-    covers: str | None = None  # where the file is not tied to the sizes of the request
+    reference: Callable[[Request], Run] = _model  # the expected outputs of the file
+    covers: str | None = None  # set if the file is not tied to the sizes of the request
     note: str = ""
 
     def check_packages(self) -> None:

@@ -1,1 +1,1 @@
-"""Linear attention inside other libraries' models. Nothing here is imported before it is asked for by name."""
+"""Linear attention inside other libraries' models. Each module is imported only on request."""

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from inline_attention.ops import Backend, linear_attention_projected
 
-# It cancels in the quotient, and makes the 1e-6 of the operation one of 1e-15. A power of two: no digit is lost.
+# This factor cancels in the quotient, and turns the operation's 1e-6 into 1e-15. As a power of two, it loses no digit.
 MAGNIFICATION = 2.0**30
 
 
 class SanaLinearAttnProcessor:
-    """In the place of diffusers' SanaLinearAttnProcessor2_0: ReLU linear attention, fused where the kernels run.
+    """Replaces diffusers' SanaLinearAttnProcessor2_0: ReLU linear attention, fused where the kernels run.
 
-    diffusers adds 1e-15 to the sum that it divides by, and this 2^-30·1e-6 = 0.93e-15. diffusers computes in float32.
-    This computes in the model's own dtype with sums in float32, except that float16, whose range is too small for the
-    factor, becomes float32.
+    Two things differ. diffusers adds 1e-15 to the sum that it divides by, and this class 2^-30·1e-6 = 0.93e-15.
+    diffusers computes in float32, and this class in the model's own dtype with sums in float32. The range of float16 is
+    too small for the factor, so float16 becomes float32.
     """
 
     def __init__(self, backend: Backend = "auto") -> None:

@@ -18,8 +18,8 @@ from inline_attention.layers import ATTENTIONS
 class partial(functools.partial):
     """`functools.partial` of an attention class, as timm's `attn_layer` takes it.
 
-    timm asks `issubclass(attn_layer, DiffAttention)`, which Python answers for any object that has `__bases__`, and
-    with a TypeError for others, `functools.partial` among them.
+    timm calls `issubclass(attn_layer, DiffAttention)`. Python accepts any object with `__bases__` there. A
+    `functools.partial` has none, and raises a TypeError.
     """
 
     @property

@@ -95,7 +95,7 @@ def _over_tokens(mask: Tensor, key: Tensor, name: str) -> Tensor:
 def token_mask(
     *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, config: Any = None, **kwargs: Any
 ) -> Tensor | None:
-    """What a model passes on as its mask: the (B, N) mask over tokens that a user gave it"""
+    """The mask that a model passes to its attention: the user's mask over tokens, (B, N)"""
     if mask_function is not bidirectional_mask_function:
         kind = getattr(config, "_attn_implementation", "inline")
         raise ValueError(f"{type(config).__name__}: its attention is causal or has a mask over pairs. {ADVICE % kind}")

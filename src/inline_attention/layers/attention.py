@@ -137,7 +137,7 @@ class HeadGain(nn.Module):
         """`linear`, whose first C outputs are the queries, with the gains: (…, C) → (…, its outputs)"""
         queries = x.shape[-1]
         factor = self.weight.repeat_interleave(queries // len(self.weight))
-        # An adapter, a quantised layer or a hook may compute anything.
+        # An adapter, a quantised layer or a layer with hooks computes something else than its weight says.
         if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
             y = linear(x)
             return y * F.pad(factor, (0, y.shape[-1] - queries), value=1.0).to(y.dtype)
@@ -173,14 +173,14 @@ class Attention(nn.Module):
         device: of the parameters.
         dtype: of the parameters.
 
-    The names are timm's where timm has one, and the last seven are there for `timm.create_model(…, attn_layer=…)`.
+    Names are timm's, if timm has one. The last seven arguments are for `timm.create_model(…, attn_layer=…)`.
     """
 
     kind: str  # the name that models take
-    # The model-wide choices (feature_map, local_residual, gain) that reach this attention.
+    # The model-wide choices (feature_map, local_residual, gain) that apply to this attention.
     follows: ClassVar[tuple[str, ...]] = ()
-    # Whether a token mask is all that an image in a padded batch needs. It is not if a term depends on how tokens are
-    # laid out, such as a learned position. Blocks then run images one by one.
+    # Whether a token mask is enough for the images of a padded batch. It is not if a term depends on the layout of the
+    # tokens, such as a learned position. Blocks then run images one by one.
     masks_padding: ClassVar[bool] = True
     # Whether `attend` takes `mean_query` too.
     uses_mean_query: bool = False
@@ -251,7 +251,7 @@ class Attention(nn.Module):
         self.position = None
         if position_conv:
             self.position = ParameterPair((dim, 1, 3, 3), (dim,), fan_in=TAPS, **self.factory)
-        self.gate: nn.Module | None = None  # of a subclass: what the output is multiplied with, from the tokens
+        self.gate: nn.Module | None = None  # set by subclasses: tokens → a factor of the output
         self.scale_norm = scale_norm
         if norm_layer is not None and scale_norm:
             self.norm = norm_layer(dim, **self.factory)  # timm's name; PVT's attention has another norm of this name
@@ -332,7 +332,7 @@ class Attention(nn.Module):
         return self.local is not None or self.position is not None
 
     def find_grid(self, x: Tensor) -> Grid | list[Grid]:
-        """(height, width) of the map in a call without one, or one for every image: that of the model around."""
+        """The grid of the model around, for a call without one: (height, width), or a list of one for every image."""
         if self.model_grid is not None:
             if self.num_prefix_tokens != self.model_grid.num_prefix_tokens:
                 self.num_prefix_tokens = self.model_grid.num_prefix_tokens
@@ -344,7 +344,7 @@ class Attention(nn.Module):
                 "the whole timm model that it was built in. Without a local residual (local_residual=False) "
                 "InLine and linear attention need none"
             )
-        return 1, x.shape[1] - self.num_prefix_tokens  # any would do
+        return 1, x.shape[1] - self.num_prefix_tokens  # not used
 
     def forward(
         self,
@@ -388,7 +388,7 @@ class Attention(nn.Module):
             mean = masked_mean(x, token_mask)
             if self.q_norm is None:
                 more["mean_query"] = self.mean_query(mean)
-            else:  # a normed query is no affine function of its token
+            else:  # a normed query is not an affine function of its token
                 q = unstack(projections)[0]
                 more["mean_query"] = masked_mean(q.flatten(2), token_mask).unflatten(1, q.shape[2:])[:, None]
             local_mean = mean if token_mean is None else token_mean
@@ -743,7 +743,7 @@ class MappedSoftmaxAttention(SoftmaxAttention):
 
 @register_attention
 class LocalSoftmaxAttention(SoftmaxAttention):
-    """Softmax attention with InLine's local residual, for comparisons at equal parts."""
+    """Softmax attention with InLine's local residual, for comparisons with the same parts."""
 
     kind = "local_softmax"
     follows = ("local_residual", "gain")
@@ -803,7 +803,7 @@ def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:
 
 
 def describe_attention(stages: Sequence[Sequence[str]]) -> str:
-    """The short form of what `parse_attention` returned: "IIIS", or "I I I:2 S" where a stage is mixed"""
+    """The short form of what `parse_attention` returned: "IIIS", or "I I I:2 S" if a stage is mixed"""
     letters = {name: letter for letter, name in LETTERS.items()}
     words = []
     for blocks in stages:
@@ -823,7 +823,7 @@ def build_attention(
     gain: bool | float = False,
     **kwargs: Any,
 ) -> Attention:
-    """An attention by name. Model-wide choices reach the attentions that follow them; None keeps the default."""
+    """An attention by name. Model-wide choices apply if its `follows` names them; None keeps the default."""
     cls = ATTENTIONS[name]
     choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual, gain=gain)
     chosen = {key: value for key, value in choices.items() if value is not None and key in cls.follows}

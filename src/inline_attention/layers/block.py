@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.fused_perceptron = False  # `optimize` sets it
 
     def has_plain_perceptron(self) -> bool:
-        """Whether the second half is what `add_perceptron` computes: nothing in it is replaced, and nothing watched."""
+        """Whether `add_perceptron` computes the second half: no module in it was replaced, and none has hooks."""
         parts = {self.norm2: nn.LayerNorm, self.mlp: Mlp, self.mlp.fc1: nn.Linear, self.mlp.fc2: nn.Linear}
         return (
             all(
@@ -71,14 +71,14 @@ class Block(nn.Module):
         )
 
     def window_plan(self, grid: Grid) -> WindowPlan | None:
-        """How `attention_branch` cuts a map into windows; None where it attends to the whole map."""
+        """How `attention_branch` cuts a map into windows. None: it attends to the whole map."""
         return None
 
     def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         return self.attn(self.norm1(x), grid, token_mask=None if padding is None else padding.token_mask)
 
     def attention_branch_of_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        """`attention_branch`, where every image of a padded batch gets what it would get alone."""
+        """`attention_branch`, with the result of each image of a padded batch as if it were alone."""
         if padding is None or self.attn.masks_padding:
             return self.attention_branch(x, grid, padding)
         out = torch.zeros_like(x)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 
 class DropPath(timm.layers.DropPath):
-    """timm's DropPath, except that `keep` (B,), where set, replaces the random draw.
+    """timm's DropPath, except that `keep` (B,), if set, replaces the random draw.
 
-    0 drops a sample's branch, 1/(1−p) keeps it.
-    `keep` is read, never written, so that the forward pass compiles without a graph break and recomputes exactly under
-    gradient checkpointing.
+    0 drops a sample's branch, 1/(1−p) keeps it. The forward pass only reads `keep`, so it compiles without a graph
+    break and recomputes exactly under gradient checkpointing.
     """
 
     keep: Tensor | None = None
@@ -28,7 +27,7 @@ class DropPath(timm.layers.DropPath):
 
 
 class ChannelDrop(nn.Dropout2d):
-    """nn.Dropout2d on (B, channels, H, W), except that `keep` (B, channels), where set, replaces the random draw."""
+    """nn.Dropout2d on (B, channels, H, W), except that `keep` (B, channels), if set, replaces the random draw."""
 
     keep: Tensor | None = None
 

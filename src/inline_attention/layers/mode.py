@@ -10,7 +10,7 @@ from torch import nn
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode; afterwards every module is in the mode that it was in.
 
-    `model.train()` would not do: it puts frozen norms, which a user keeps in evaluation mode, into training mode.
+    `model.train()` is not enough: it would put frozen norms, which a user keeps in evaluation mode, into training mode.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -3,8 +3,8 @@
 `sizes` (B, 2) holds the true (height, width) of each image, or of each image's own part of a feature map, as integers
 on the device of the data. None stands for a batch without padding, which then costs nothing.
 
-The functions here give each image what it would get alone: a mask of its own tokens, zeros beyond its border, and
-resizing that maps its own border, not that of the canvas.
+With the functions here, each image gets the result that it would get alone. They make a mask of its own tokens, set
+everything beyond its border to zero, and resize it from its own border, not from that of the canvas.
 """
 
 from typing import Literal, NamedTuple
@@ -44,7 +44,7 @@ def own_tokens(sizes: Tensor, grid: Grid, *, num_prefix_tokens: int = 0) -> Padd
 
 
 def zero_padding(x: Tensor, sizes: Tensor | None, *, channels: Literal["first", "last"]) -> Tensor:
-    """A map (B, C, H, W) or (B, H, W, C) with zeros beyond each image's border, whatever was there"""
+    """A map (B, C, H, W) or (B, H, W, C) with everything beyond each image's border set to zero"""
     if sizes is None:
         return x
     if channels == "first":
@@ -55,7 +55,7 @@ def zero_padding(x: Tensor, sizes: Tensor | None, *, channels: Literal["first", 
 def repeat_border(x: Tensor, sizes: Tensor) -> Tensor:
     """A map (B, C, H, W) with each image's last own row and column repeated once beyond its border
 
-    Interpolation then reads there what it reads at the end of a map, where PyTorch repeats the border.
+    Interpolation then reads the same values as at the end of a map, where PyTorch repeats the border.
     """
     for axis, shift in enumerate(((0, 0, 1, -1), (1, -1))):
         beyond = torch.arange(x.shape[2 + axis], device=x.device) == sizes[:, axis, None]  # (B, H or W)

@@ -96,7 +96,7 @@ class ModelGrid:
 
     @property
     def num_prefix_tokens(self) -> int:
-        return self.model.num_prefix_tokens  # asked in each call: a distilled DeiT sets it after its blocks are built
+        return self.model.num_prefix_tokens  # read in each call: a distilled DeiT sets it after its blocks are built
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         coordinates = kwargs.get("patch_coord")
@@ -137,8 +137,8 @@ _handle: RemovableHandle | None = None
 def wait_for_model(attention: Any) -> None:
     """Gives `attention.model_grid` its value once the attention becomes a part of a timm model.
 
-    Nothing that timm passes leads from an attention to its model. PyTorch tells when a module gets a child, and is
-    asked only while an attention waits.
+    timm gives an attention no reference to its model. So a global hook, which PyTorch calls when a module gets a child,
+    finds the model. It is registered only while an attention waits.
     """
     global _handle
     _waiting.add(attention)

@@ -15,7 +15,7 @@ from .padding import Padding, sizes_on_map
 def is_equal(a: int, b: int) -> bool:
     """Whether two sizes are known to be equal. False for a symbolic size, so that a graph keeps the general path.
 
-    A plain comparison would tie the graph to its answer. torch.jit.trace, which records one size, gets that.
+    A plain comparison would specialise the graph. torch.jit.trace records a single size, so it gets the plain one.
     """
     return bool(a == b) if torch.jit.is_tracing() else statically_known_true(a == b)
 
@@ -26,7 +26,7 @@ def ceil_div(n: int, divisor: int) -> int:
 
 
 def pad_bottom_right(x: Tensor, bottom: int, right: int) -> Tensor:
-    """Adds zeros to a map (B, H, W, C), or crops it where a number is negative. A cropped map is contiguous."""
+    """Adds zeros to a map (B, H, W, C), or crops it if a number is negative. A cropped map is contiguous."""
     return x if is_equal(bottom, 0) and is_equal(right, 0) else F.pad(x, (0, 0, 0, right, 0, bottom))
 
 
@@ -113,7 +113,7 @@ class Windows(NamedTuple):
 
 
 def to_windows(x: Tensor, plan: WindowPlan, padding: Padding | None = None) -> Windows:
-    """Cuts a map (B, H, W, C), of a padded batch where `padding` is given."""
+    """Cuts a map (B, H, W, C), of a padded batch if `padding` is given."""
     if padding is not None:
         present = plan.pad_and_shift(padding.token_mask.unflatten(1, plan.size)[..., None], padding.sizes)
         return Windows(plan.cut(plan.pad_and_shift(x, padding.sizes)), plan.cut(present)[..., 0])

@@ -23,15 +23,15 @@ Images = Tensor | Iterable[Tensor]
 
 
 def as_softmax(module: LinearizedAttention, call: Call) -> Tensor:
-    """An observer that computes what the module computed before it was converted."""
+    """An observer that computes the original softmax."""
     return module.softmax_form(call)
 
 
 class LayerFit:
-    """An observer that compares the linear form of a layer with softmax, and answers with softmax.
+    """An observer that compares the linear form of a layer with softmax, and returns the output of softmax.
 
     The linear form is base + gain·slope, with one gain for each head. Sums over all images give the best gain, and the
-    error with any.
+    error of any gain.
     """
 
     sums: Tensor  # (4, heads): Σ slope², Σ slope·rest, Σ rest² and Σ (softmax − its mean over the tokens)²
@@ -49,7 +49,7 @@ class LayerFit:
         return softmax
 
     def gain(self) -> Tensor:
-        """The gain of each head with the least squared error; one where the layer does not depend on it."""
+        """The gain of each head with the least squared error; 1 if the head does not depend on it."""
         slope_slope, slope_rest, _, _ = self.sums
         return torch.where(slope_slope > 0, slope_rest / slope_slope, 1)
 
@@ -62,7 +62,7 @@ class LayerFit:
 
 @dataclass
 class LayerCost:
-    """What the conversion of one layer alone does."""
+    """The effect of converting one layer alone."""
 
     name: str
     error: float  # of the layer's output, squared, relative to the spread of softmax's output over the tokens
@@ -72,7 +72,7 @@ class LayerCost:
 
 @dataclass
 class Costs:
-    """What the conversion of each layer alone costs. It prints as a table; `draw` makes a picture."""
+    """The effect of converting each layer alone. It prints as a table; `draw` makes a picture."""
 
     layers: list[LayerCost]
     images: int
@@ -118,9 +118,9 @@ class Costs:
 
 
 def calibrate(model: nn.Module, images: Images) -> dict[str, tuple[float, float]]:
-    """Gives every converted attention the gain for each head that brings its output nearest to softmax's.
+    """Fits a gain for each head of every converted attention, so that its output comes nearest to softmax's.
 
-    The gain scales how an output changes with its query. It is fitted by least squares, in one pass over the images.
+    The gain scales how an output changes with its query. The fit is by least squares, in one pass over the images.
 
     Args:
         model: a linearised model.
@@ -142,9 +142,9 @@ def calibrate(model: nn.Module, images: Images) -> dict[str, tuple[float, float]
 
 
 def layer_costs(model: nn.Module, images: Images) -> Costs:
-    """Measures what the conversion of each layer alone does to its output and to the model's prediction.
+    """Measures how converting each layer alone changes its output and the model's prediction.
 
-    It runs the model once for each layer, and twice more.
+    The model runs twice, and once more for each layer.
 
     Args:
         model: a linearised model. It is not changed.

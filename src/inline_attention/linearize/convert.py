@@ -17,7 +17,7 @@ from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patc
 
 from .modules import LEFT_ALONE, REGISTRY, LinearForm, LinearizedAttention
 
-# Adapters of libraries that need not be installed: imported once a model of theirs is here.
+# Adapters of optional libraries. One is imported when a model of its library is converted.
 _OPTIONAL_ADAPTERS = {"transformers": ".transformers_modules"}
 
 KeepSoftmax = str | int | Sequence[str | int] | None
@@ -30,7 +30,7 @@ class Layer:
     name: str
     kind: str  # the class that it had
     action: str
-    tokens: int | None = None  # keys of one call at the model's own input size, where that is known
+    tokens: int | None = None  # keys of one call at the model's own input size, if known
     head_dim: int | None = None
     is_linear: bool = False
 
@@ -56,7 +56,7 @@ class Report:
         if short:
             lines.append(
                 f"{len(short)} layers have no more tokens than channels in a head. "
-                "There the linear form needs no fewer products than softmax."
+                "In these layers the linear form saves no products."
             )
         return "\n".join(lines)
 
@@ -184,7 +184,7 @@ def linearization_of(model: nn.Module) -> Linearization:
 
 def linearized_modules(model: nn.Module) -> dict[str, LinearizedAttention]:
     """The converted attentions of a model, by name."""
-    linearization_of(model)  # or there is none
+    linearization_of(model)  # raises if the model is not linearised
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
 
 
@@ -201,9 +201,9 @@ def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
 
 
 def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool) -> list[_Found | Layer]:
-    """The attentions of a model in its order: those to convert, and what is said of the others.
+    """The attentions of a model in its order: those to convert, and the report's lines about the others.
 
-    ValueError if a module is not known or cannot be converted.
+    Raises ValueError if a module is not known or cannot be converted.
     """
     for library, adapters in _OPTIONAL_ADAPTERS.items():
         if library in sys.modules:
@@ -275,7 +275,7 @@ def _listed(model: nn.Module, problems: Mapping[str, str]) -> str:
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Attentions are named so, or drop weights of theirs. Blocks may have an attention that is no module of its own."""
+    """Whether the class is named so, or drops attention weights: a block may compute attention by itself."""
     if isinstance(module, nn.Identity | nn.Dropout):
         return False
     return bool(re.search("attention|attn", type(module).__name__, re.IGNORECASE)) or hasattr(module, "attn_drop")
@@ -283,14 +283,14 @@ def _looks_like_attention(module: nn.Module) -> bool:
 
 def _why_no_grid(source: GridSource | None, ancestors: list[nn.Module]) -> str | None:
     if source is None:
-        return "no patch embedding tells the size of its token map: pass local_residual=False"
+        return "no patch embedding gives the size of its token map: pass local_residual=False"
     if any(map(drops_patches, ancestors)):
         return "the model drops patches in training, which leaves no map: pass local_residual=False"
     return None
 
 
 def _match(wanted: Sequence[str | int], attentions: "Mapping[str, _Found | Layer | None]") -> list[str]:
-    """The names that `keep_softmax` means. Positions count the convertible modules, patterns match all."""
+    """The names that `keep_softmax` selects. Positions count the convertible modules, patterns match all."""
     convertible = [name for name, item in attentions.items() if isinstance(item, _Found)]
     matched: list[str] = []
     for want in wanted:
@@ -352,7 +352,7 @@ def _install_grids(converted: Sequence[_Found]) -> list[RemovableHandle]:
 
 
 def add_gains(model: nn.Module) -> None:
-    """Gives every converted attention a gain of one for each head, where it has none."""
+    """Gives every converted attention without gains a gain of one for each head."""
     for module in linearized_modules(model).values():
         if module.gain is None:
             like = next(module.parameters())

@@ -1,4 +1,4 @@
-"""What a weights file says of a linearised model, so that `load_model` can build it again."""
+"""The metadata of linearised models in weights files, from which `load_model` builds them again."""
 
 import json
 import warnings
@@ -86,15 +86,15 @@ def timm_arguments(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[
     if why is None:
         return name, options
     warnings.warn(
-        f"the file will not say how to build this {name}, because {why}. Pass linearize(…, arguments=…) what "
-        "timm.create_model was given, or load the file with load_model(path, model=…)",
+        f"the file will not say how to build this {name}, because {why}. Pass the arguments of "
+        "timm.create_model as linearize(…, arguments=…), or load the file with load_model(path, model=…)",
         stacklevel=4,
     )
     return None
 
 
 def _observed(model: Any) -> dict[str, Any]:
-    """Arguments of timm's constructors that a model shows."""
+    """Arguments of timm's constructors that can be read from a model's attributes."""
     found: dict[str, Any] = {}
     for name in ("num_classes", "in_chans", "dynamic_img_size", "global_pool"):
         if isinstance(value := getattr(model, name, None), int | str):
@@ -109,9 +109,9 @@ def _observed(model: Any) -> dict[str, Any]:
 
 
 def _why_different(twin: nn.Module, model: nn.Module) -> str | None:
-    """What a newly built model lacks of the weights of this one, the conversion's own aside."""
+    """A weight that differs between a newly built model and this one, apart from what the conversion added."""
     added = tuple(f"{name}.{what}" for name in linearized_modules(model) for what in ("local.", "gain"))
     own = {name: t.shape for name, t in model.state_dict().items() if not name.startswith(added)}
     built = {name: t.shape for name, t in twin.state_dict().items()}
     different = [name for name in {**own, **built} if own.get(name) != built.get(name)]
-    return f"{different[0]} would be another" if different else None
+    return f"its {different[0]} would be different" if different else None

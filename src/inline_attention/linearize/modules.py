@@ -2,7 +2,7 @@
 
 A converted module stays the object that it was. Its parameters keep their values, their names and their identity, so
 optimizers, hooks and checkpoints that refer to them stay valid. Only its class changes, to a subclass of its own class
-and of `LinearizedAttention`, whose `forward` asks for the linear form where the original asks for softmax.
+and of `LinearizedAttention`, whose `forward` computes the linear form instead of softmax.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,10 +100,10 @@ class LinearizedAttention(nn.Module):
     local_before: str  # whether the attribute was "absent", "none" or "present" before the conversion
     gain: nn.Parameter | None  # (heads,): factor of the query's deviation from the anchor; see `calibrate`
     token_grid: TokenGrid | None
-    # Takes over the computation, for measurements: (module, call) → what `attend_linearly` returns.
+    # Replaces the computation, for measurements: (module, call) → what `attend_linearly` returns.
     observer: "Callable[[LinearizedAttention, Call], Tensor] | None"
 
-    gets_grid: ClassVar[bool] = False  # whether `forward` is told the grid, or must ask the patch embedding for it
+    gets_grid: ClassVar[bool] = False  # True: `forward` gets the grid; False: the patch embedding has it
 
     # About a module that is not yet converted.
 
@@ -129,7 +129,7 @@ class LinearizedAttention(nn.Module):
 
     @classmethod
     def num_tokens(cls, module: nn.Module) -> int | None:
-        """The keys of one call, where the module itself knows."""
+        """The keys of one call, if the module itself knows."""
         return None
 
     @classmethod
@@ -158,13 +158,13 @@ class LinearizedAttention(nn.Module):
         bias: Tensor | None = None,
         regions: Tensor | None = None,
     ) -> Tensor:
-        """What stands in the place of softmax(scale·q·kᵀ + bias)·v, with the local residual if there is one.
+        """The replacement of softmax(scale·q·kᵀ + bias)·v, with the local residual if there is one.
 
         Args:
             projections: (B, N, m, heads, d) tensors that hold q, k and v in this order, m of them each.
             scale: of the logits.
             x: (B, N, C), the module's input. The local weight is made from its mean, or from that of v without it.
-            grid: (height, width) of the token map, where the caller knows it.
+            grid: (height, width) of the token map, if the caller knows it.
             token_mask: (B, N) bool, True for keys that are present.
             query_mask: (B, Nq) bool, True for queries that are present.
             bias: (heads, N, N), added to the logits, such as a bias of relative positions. It is kept to first order.
@@ -202,7 +202,7 @@ class LinearizedAttention(nn.Module):
         )
 
     def compute(self, call: Call) -> Tensor:
-        """A call in the linear form with the module's gain, unless an observer takes it over."""
+        """A call in the linear form with the module's gain, unless an observer replaces it."""
         return self.linear_form(call, self.gain) if self.observer is None else self.observer(self, call)
 
     def linear_form(self, call: Call, gain: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ LEFT_ALONE[Attention] = "left alone: it is not softmax attention"
 
 
 class OwnAttention(LinearizedAttention):
-    """What this library's attentions share. Queries and keys pass the module's own φ, if it has one, before."""
+    """What this library's attentions share. The module's own φ, if it has one, is applied to queries and keys first."""
 
     gets_grid = True
 
@@ -28,7 +28,7 @@ class OwnAttention(LinearizedAttention):
         return tuple(rows.unsqueeze(2) for rows in (phi(q), phi(k), v))
 
     def softmax_rows(self: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
-        """Takes the place of the method that all forms of softmax here come through. The mask is over keys."""
+        """Overrides the method that all softmax attentions of this library call. The mask is over keys."""
         token_mask = None if mask is None else mask[:, 0, 0]
         return self.compute(Call(self.mapped(q, k, v), self.scale, token_mask=token_mask))
 

@@ -132,7 +132,7 @@ class LinearizedWindowAttention(LinearizedAttention, swin_transformer.WindowAtte
 
 @register(pvt_v2.Attention)
 class LinearizedReducedAttention(LinearizedAttention, pvt_v2.Attention):
-    """PVT-v2. Where keys come from a reduced map there are fewer of them than queries, and no local residual."""
+    """PVT-v2. If keys come from a reduced map, there are fewer keys than queries, and no local residual."""
 
     gets_grid = True
 

@@ -19,7 +19,7 @@ def measure_output(conv: nn.Module, args: tuple[Tensor, ...], output: Tensor) ->
 
 @register(nn.MultiheadAttention)
 class LinearizedMultiheadAttention(LinearizedAttention, nn.MultiheadAttention):
-    """Self-attention of torchvision's ViT. Elsewhere this module may attend across, or causally: it is refused."""
+    """Self-attention of torchvision's ViT. In other models it may be cross-attention or causal, and is refused."""
 
     @classmethod
     def why_not(cls, module: Any, parent: nn.Module) -> str | None:

@@ -195,11 +195,11 @@ def _load_torch_file(path: Path) -> Any:
                 is_zip = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
             if is_zip:
                 _check_zip(path)
-                if path.suffix == ".safetensors":  # newer releases of torch go by the name
+                if path.suffix == ".safetensors":  # newer releases of torch decide by the name
                     return torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
                 # Mapped storages are always inside the file, and only tensors in use are read.
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            # Not the open file: it would allocate a wrong number of bytes before it notices.
+            # Not the open file: torch would allocate as many bytes as a damaged file claims before it notices.
             content = io.BytesIO(path.read_bytes())
             _check_legacy(content)
             content.seek(0)

@@ -136,13 +136,13 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Resizes what depends on the input size, once and for all. Other sizes also run without this call."""
+        """Permanently resizes what depends on the input size. Other sizes also run without this call."""
         raise NotImplementedError
 
     def minimum_size(self) -> int:
         """The smallest side of an image that one exported graph with dynamic sizes serves.
 
-        A graph has one path. Families whose blocks take another path on small maps return the size where that ends.
+        A graph has one path. If the blocks of a family take another path on small maps, this is the size above them.
         """
         return 32
 
@@ -188,7 +188,7 @@ class VisionModel(nn.Module):
         layers = getattr(self, self.layers_name)
         take, last = feature_take_indices(len(layers), indices)
         kept = layers[: last + 1]
-        kept.training = self.training  # only for the list: its layers may be in another mode
+        kept.training = self.training  # not `train()`: single layers may be in another mode
         setattr(self, self.layers_name, kept)
         if prune_norm:
             self.norm = nn.Identity().train(self.training)

@@ -57,8 +57,8 @@ def convert(
 def average(sources: Sequence[Path], target: Path) -> Path:
     """Write the mean of several weights files of one model, with the metadata that all of them have in common.
 
-    Integers, such as the counters of batch norm, are those of the last file. ValueError: the files are of different
-    models.
+    Integers, such as the counters of batch norm, are those of the last file. Raises ValueError if the files are of
+    different models.
     """
     metadata: dict[str, str] = {}
     sums: dict[str, Tensor] = {}

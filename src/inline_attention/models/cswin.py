@@ -71,7 +71,7 @@ class StripeAttention(SoftmaxAttention):
             windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
         q, k, v = unstack(projections)
         v = zero_absent(v, token_mask)  # the positional convolution reads beyond the border
-        if len(windows) == 1:  # a split into one part is more than some converters can read
+        if len(windows) == 1:  # some converters cannot read a split into one part
             return self.attend_branch(q, k, v, None, self.positions[0], grid=grid, token_mask=token_mask)
         branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
         out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]

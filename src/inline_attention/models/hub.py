@@ -13,7 +13,7 @@ from .weights import architecture
 
 
 def image_preparation(model: nn.Module, preprocessing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """How images are prepared for a model, as timm says it: input_size, mean, std, interpolation, crop_pct, crop_mode.
+    """The preparation of images in timm's terms: input_size, mean, std, interpolation, crop_pct, crop_mode.
 
     Entries of `preprocessing` replace those of the model's `pretrained_cfg`.
     """

@@ -140,7 +140,7 @@ FIXED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def check_fixed(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """ValueError for an argument of timm whose value is not the one that a model has."""
+    """Raise ValueError for an argument of timm with a value that the model does not support."""
     for name, value in given.items():
         of_model, why = FIXED[name]
         if value != of_model(model):
@@ -148,7 +148,7 @@ def check_fixed(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def check_argument_names(build: Callable[..., object], names: Iterable[str]) -> None:
-    """ValueError for a name that is not an argument of `build`."""
+    """Raise ValueError for a name that is not an argument of `build`."""
     known = inspect.signature(build).parameters
     for name in names:
         if name not in known:
@@ -162,7 +162,7 @@ def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Mo
 
 
 def check_name(name: str) -> None:
-    """ValueError for a name that timm does not know. It suggests the nearest ones."""
+    """Raise ValueError for a name that timm does not know, and suggest the nearest ones."""
     if ":" not in name and not timm.is_model(name):
         raise ValueError(f"there is no model {name!r}; {_suggestion(name)}")
 

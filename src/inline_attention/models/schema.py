@@ -33,10 +33,10 @@ _MAX_CLASSES = 2**20
 
 
 class Conversion(NamedTuple):
-    """How a model is changed after it was built. Packages that do so add themselves to CONVERSIONS."""
+    """A change of a model after it was built. A package that defines one adds it to CONVERSIONS."""
 
     describe: Callable[[nn.Module], dict[str, str]]  # the metadata of a converted model; empty for any other
-    apply: Callable[..., object]  # (model, **arguments): repeats it on a new model. Annotated, keyword arguments
+    apply: Callable[..., object]  # (model, **arguments): repeats the change on a new model. The keywords have types
 
 
 CONVERSIONS: dict[str, Conversion] = {}  # by the key of their arguments in the metadata

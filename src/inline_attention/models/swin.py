@@ -173,7 +173,7 @@ class PatchMerging(nn.Module):
 
 
 class Swin(PyramidModel):
-    """A pyramid of four stages that attend in windows, or over the whole map where the cost is linear.
+    """A pyramid of four stages that attend in windows, or over the whole map if the cost is linear.
 
     Args:
         img_size: input size, an int or (height, width). Other sizes run too: windows are clipped or padded.

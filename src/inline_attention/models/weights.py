@@ -113,7 +113,7 @@ def load_weights(
         source: a safetensors file, an official checkpoint, an http(s) or file URL of either, or a mapping from
             official or own names to tensors.
         ema: None takes averaged (EMA) weights if there are any, True requires them, False takes the others.
-        reset_head: keep the model's head, whatever the source has. Without it, another class count is an error.
+        reset_head: keep the model's own head. Without it, another class count is an error.
     """
     checkpoint, origin = _open_source(source, ema=ema)
     load_checkpoint(model, checkpoint, origin=origin, reset_head=reset_head)

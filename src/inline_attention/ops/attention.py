@@ -171,9 +171,9 @@ def linear_attention_packed(
         q: (T, heads, d), T the tokens of all images together.
         k: (T, heads, d)
         v: (T, heads, e)
-        cu_seqlens: (images + 1,) integers from 0 to T, the first token of each image. They are read on the host, at no
-            cost from a list or a CPU tensor; a tensor on a GPU makes the host wait for it. torch.compile makes one
-            graph per layout from a list, and breaks the graph at a tensor.
+        cu_seqlens: (images + 1,) integers from 0 to T, the first token of each image. The host reads them. A list or a
+            CPU tensor costs nothing; for a tensor on a GPU the host waits. With a list, torch.compile makes one graph
+            per layout. With a tensor, it breaks the graph.
         grids: (height, width) of each image's token map. Needed for local_weight, and checked in any case.
         normalization: as for `linear_attention`, here and below.
         feature_map: φ.
@@ -505,7 +505,7 @@ def _attention(
 
 
 def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """As a tensor. The host does not wait for what the device is doing."""
+    """A tensor on the device, copied without waiting for queued work."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(rows, device=device)
@@ -521,8 +521,8 @@ def local_residual(
 ) -> Tensor:
     """The local residual alone, for attentions that do not fuse it. Arguments are those of `inline_attention`.
 
-    v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens and, as
-    queries and keys are the same tokens here, for absent ones
+    v (B, N, heads, d), local_weight (B, heads, d, 9) → (B, N, heads, d) in v's dtype, zeros for prefix tokens. Queries
+    and keys are the same tokens here, so absent tokens are zero too.
     """
     check_rows("v", v, layout=ROWS)
     check_prefix(num_prefix_tokens)

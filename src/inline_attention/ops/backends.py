@@ -32,7 +32,7 @@ def check_backend(backend: str) -> None:
 
 
 def get_backend() -> Backend:
-    """What `set_backend` or `use_backend` set, at first "auto"."""
+    """The backend that `set_backend` or `use_backend` has set; "auto" by default."""
     return _default
 
 
@@ -60,7 +60,7 @@ def use_backend(backend: Backend) -> Iterator[None]:
 
 
 def resolve(backend: str) -> str:
-    """What a call with this `backend` asked for. "auto" stands for what `set_backend` has set."""
+    """`backend`, or the one that `set_backend` has set if it is "auto"."""
     check_backend(backend)
     return _default if backend == "auto" else backend
 
@@ -91,7 +91,7 @@ _warned: set[str] = set()
 
 @torch.compiler.assume_constant_result  # torch.compile calls it while it traces
 def _warn_once(reason: str) -> None:
-    """A user whose GPU the kernels do not support should know, but not with every call."""
+    """Warn that the kernels do not support this GPU, once for each reason."""
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(f"attention runs in plain PyTorch: {reason}; set_backend('reference') is silent", stacklevel=3)

@@ -53,7 +53,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
 
 
 def hint_at_order(q: Tensor, k: Tensor) -> None:
-    """More heads than tokens are legal but rare, and tensors in the order of PyTorch's own attention look like that."""
+    """Warn about more heads than tokens: legal but rare, and usual for tensors in the order (B, heads, N, d)."""
     if torch.compiler.is_compiling() or is_exporting():
         return
     if q.shape[2] > q.shape[1] and k.shape[2] > k.shape[1]:
@@ -175,7 +175,7 @@ def check_local(
 
 
 def check_over_pairs(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
-    """What is given for pairs of tokens broadcasts to (B, heads, Nq, N), and does not enlarge it."""
+    """Raises if x, a value for each pair of tokens, does not broadcast to (B, heads, Nq, N)."""
     check_device(name, x, q.device)
     expected = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     sizes = zip(reversed(shape_of(x)), reversed(expected), strict=False)

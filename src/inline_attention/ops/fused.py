@@ -37,9 +37,9 @@ class Config(NamedTuple):
     """Launch parameters, one set for every length, resolution and batch.
 
     They are the fastest of those tried by hand on an H200 in bfloat16 with heads of 32 channels. `part` is there for
-    accuracy and `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned. What
-    depends on the GPU are the numbers of programs and of parts, which follow its multiprocessors. No launch parameter
-    is searched at run time: steps decide how sums are rounded, and a search could end otherwise in the next process.
+    accuracy and `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned. Only the
+    numbers of programs and of parts depend on the GPU: they follow its multiprocessors. Nothing is autotuned at run
+    time. The steps decide how sums are rounded, and autotuning could choose other steps in the next process.
     """
 
     tokens: int = 64  # most tokens per step of a loop
@@ -113,7 +113,7 @@ MOST_ON_AN_AXIS = 65_535
 
 
 class Plan(NamedTuple):
-    """What a launch is made of. It depends on shapes alone."""
+    """The geometry of a launch. It depends on shapes alone."""
 
     batch: int
     queries: int  # of a sample, or of the longest packed image
@@ -237,7 +237,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Makes a tensor's device the current one. Triton launches on the current device, whatever its arguments are on."""
+    """Makes a tensor's device the current one, where Triton launches. It ignores the device of its arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -291,7 +291,7 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
 
 
 class Options(NamedTuple):
-    """What an operator gets besides tensors."""
+    """The arguments of an operator that are not tensors."""
 
     normalization: str
     feature_map: str
@@ -301,14 +301,14 @@ class Options(NamedTuple):
     num_prefix_tokens: int
 
     def effort(self, *, weighted: bool) -> str:
-        """What the attention does with a token, for `STEPS`."""
+        """How much the attention computes for a token: the key of `STEPS`."""
         if self.normalization != "subtract" or self.feature_map in NONZERO_AT_ZERO:
             return "scaled"
         return "weighted" if weighted else "plain"
 
 
 class Tensors(NamedTuple):
-    """What an operator gets besides q, k and v."""
+    """The tensors of an operator besides q, k and v."""
 
     local_weight: Tensor | None
     token_mask: Tensor | None
@@ -679,7 +679,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 def _flops(projections: Any, local_weight: Any, products: int, local: int) -> int:
     """`products` products of queries with d×e states, as many of keys, and `local` sums over nine taps.
 
-    The arguments are shapes in the place of tensors.
+    The arguments are shapes instead of tensors.
     """
     batch, queries, _, heads, key_dim = projections[0]
     _, tokens, _, _, value_dim = projections[-1]
@@ -720,7 +720,7 @@ def why_not_widths(key_dim: int, value_dim: int, device: torch.device) -> str | 
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Forward-mode differentiation would go on with zeros: operators without a rule for it drop tangents silently."""
+    """Raise in forward-mode differentiation. Operators without a rule for it drop tangents silently."""
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "the kernels have no forward-mode derivative (torch.func.jvp); differentiate in reverse mode, or write the "

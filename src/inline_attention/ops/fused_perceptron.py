@@ -216,7 +216,7 @@ def wins_of(device: torch.device) -> dict[tuple[int, int], tuple[Win, ...]]:
 
 
 def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype) -> Tile | None:
-    """The measured tile, where the kernel is faster than the compiled reference; None elsewhere."""
+    """The measured tile, if the kernel is faster than the compiled reference; otherwise None."""
     if not x.is_cuda or dtype == torch.float32:
         return None
     rows = x.numel() // max(1, x.shape[-1])

@@ -19,7 +19,7 @@ class Limits(NamedTuple):
     shared_memory: int  # most bytes of one program
 
 
-# What Triton's interpreter is taken for: few multiprocessors, so that small tests have work for all of them.
+# Assumed limits of Triton's interpreter: few multiprocessors, so that small tests have work for all of them.
 INTERPRETER = Limits(multiprocessors=4, shared_memory=1 << 20)
 
 

@@ -50,7 +50,7 @@ def add_perceptron(
     tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype) if backends.HAS_TRITON else None
     if tile is None and backends.resolve(backend) == "auto":
         backend = "reference"
-    rows = x.unsqueeze(-1)  # `choose` holds the last dimension against the widest head
+    rows = x.unsqueeze(-1)  # `choose` compares the last dimension with the widest head
     if backends.choose(backend, rows, why_not=lambda: fused_perceptron.why_not(x, tensors, dtype)) == "triton":
         return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], eps, dtype, tile)
     hidden = F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1)

@@ -12,7 +12,7 @@ def is_autocast_on(device: torch.device) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a linear layer computes in: autocast's where it is on, else x's. Autocast leaves float64 alone."""
+    """The dtype that a linear layer computes in: autocast's if it is on, else x's. Autocast does not touch float64."""
     if is_autocast_on(x.device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

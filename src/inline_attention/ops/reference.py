@@ -241,7 +241,7 @@ def backward(
         grad_v = _product_plus(k_centred, grad_covariance, grad_v_mean)
         grad_weight = None
         if token_weight is not None:
-            # Without what is the same for all tokens. It changes nothing, because the shares have a sum of one.
+            # Terms that are the same for all tokens are left out: they cancel, because the shares sum to one.
             grad_weight = (grad_phi_k * k_centred).sum(-1) + (v_centred @ grad_v_mean.mT).squeeze(-1)
             if token_mask is not None:
                 grad_weight = grad_weight.masked_fill(~token_mask[:, None], 0)
@@ -288,7 +288,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
+        saved = ctx.saved_tensors  # read once: activation checkpointing forbids a second access
         inputs = Inputs(*saved[: len(Inputs._fields)])
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = _differentiable_backward(grad_out, inputs, **ctx.options)

@@ -86,9 +86,9 @@ class Progress:
         return self.epoch * self.steps_per_epoch + self.step
 
     def with_epochs_of(self, steps_per_epoch: int, *, length_in_steps: bool) -> "Progress":
-        """The same progress where an epoch has another number of updates.
+        """The same progress, for epochs with another number of updates.
 
-        A schedule in steps keeps its step. One in epochs keeps the epoch, and the part of it that is done.
+        A schedule in steps keeps its step. A schedule in epochs keeps its epoch and the finished fraction of it.
         """
         if length_in_steps:
             epoch, step = divmod(self.position, steps_per_epoch)
@@ -177,16 +177,16 @@ class Checkpoints:
             _remove(left_over)
 
     def set_aside_after(self, checkpoint: Path, *, updates: int) -> None:
-        """Rename the checkpoints that are newer than this one: the run continues from here, not from them.
+        """Rename the checkpoints that are newer than `checkpoint`, from which the run continues.
 
-        updates: those of `checkpoint`, which may itself be one that was set aside. Only rank 0 calls this.
+        updates: the update count of `checkpoint`, which may have been set aside itself. Only rank 0 calls this.
         """
         for other in list_checkpoints(self.folder):
             if _number(other) >= updates and other.name != checkpoint.name:
                 other.rename(_unused(other.with_name(f"aside-{other.name}")))
 
     def _make_folder(self) -> None:
-        # Without parents: a run folder that was deleted during the run must not reappear in part.
+        # No `parents=True`: a run folder that was deleted during the run must stay deleted.
         self.folder.mkdir(exist_ok=True)
 
     def _weights_file(self, weights: dict[str, Tensor]) -> bytes:
@@ -229,8 +229,8 @@ class Checkpoints:
             _remove(unfinished)
         if failure and what not in self.failing:
             self.notify(
-                f"could not save the {what} in {self.folder} ({failure}). Training goes on, what was saved before "
-                "stays, and saving is tried again; free some space"
+                f"could not save the {what} in {self.folder} ({failure}). Training continues, earlier checkpoints "
+                "stay, and saving is retried later; free some disk space"
             )
             self.failing.add(what)
         elif not failure and what in self.failing:
@@ -366,7 +366,7 @@ def _sharded_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def _like(value: Any, target: Any) -> Any:
-    """A saved value of the optimizer in the place of `target`."""
+    """A saved optimizer value in place of `target`: tensors are copied into it, other values replace it."""
     return target.copy_(_sharded_like(value, target)) if isinstance(target, Tensor) else value
 
 
@@ -405,7 +405,7 @@ def _unused(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder as far as possible. A leftover raises where its name is needed again."""
+    """Remove a file or folder, and ignore errors. If something remains, the next write to that name raises."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -52,7 +52,7 @@ class OptimConfig:
 
     name: str = "adamw"  # or another of timm's factory: sgd, lamb, lion, muon, adan, …
     lr: float = 5e-4
-    rate_batch: int | None = 512  # None: rates are absolute, whatever the batch
+    rate_batch: int | None = 512  # None: rates are absolute and do not depend on the batch
     weight_decay: float = 0.05  # not for biases, norms and the parameters in the model's no_weight_decay()
     betas: tuple[float, ...] | None = None  # null: the optimizer's own; (0.9, 0.999) for adamw
     eps: float | None = None  # null: the optimizer's own; 1e-8 for adamw
@@ -174,7 +174,7 @@ class RunConfig:
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
     compile: bool = False  # `inline_attention.optimize`: at the first step; with CUDA graphs on one GPU
-    channels_last: bool = False  # memory layout of images and convolutions: faster where convolutions take the time
+    channels_last: bool = False  # memory layout of images and convolutions: faster for models with many convolutions
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied
 
@@ -215,7 +215,7 @@ class LoopConfig:
     recipe: str = ""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    from_data: tuple[str, ...] = ()  # names of settings that are chosen from the data; one that you set is not
+    from_data: tuple[str, ...] = ()  # settings to choose from the data, by name; one that you set is kept
     deterministic: bool = False  # only deterministic algorithms; some are slower
     model: BackboneConfig
     data: LoaderConfig
@@ -282,7 +282,7 @@ def load_recipe(
 ) -> Config:
     """The configuration of a recipe: its name in `folder`, or a YAML file of the user's.
 
-    Later ones win: `defaults`, the recipe, `flags` (nested), `overrides` (`key=value`).
+    Later sources override earlier ones: `defaults`, the recipe, `flags` (nested), `overrides` (`key=value`).
     """
     if recipe.endswith((".yaml", ".yml")):
         if not Path(recipe).is_file():
@@ -302,7 +302,7 @@ def load_recipe(
 
 
 def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> Config:
-    """`config` changed by `flags` (nested), then by `key=value` overrides. ValueError: a value cannot work.
+    """`config` changed by `flags` (nested), then by `key=value` overrides. Raises ValueError for an invalid value.
 
     A setting that is changed here is no longer chosen from the data.
     """

@@ -48,7 +48,7 @@ class Ranks:
         return values[0]
 
     def decide(self, decision: Callable[[], Value]) -> Value:
-        """The result of `decision` on rank 0, on every rank. If it raises, rank 0 reports the error and all end."""
+        """Rank 0's result of `decision`, on every rank. If it raises, rank 0 raises the error and the others exit."""
         if self.world_size == 1:
             return decision()
         outcome: tuple[Any, Exception | None] = (None, None)
@@ -101,9 +101,9 @@ def rank_device(name: str | None) -> torch.device:
 
 @contextmanager
 def join_ranks(device_name: str | None) -> Iterator[Ranks]:
-    """Join the process group of torchrun's environment variables, and leave it at the end. Without them: one rank.
+    """Join the process group of torchrun's environment variables, and leave it at the end.
 
-    A block inside another one uses the group of the outer block.
+    Without these variables there is one rank. A nested block uses the group of the outer one.
     """
     device = rank_device(device_name)
     if device.type == "cuda":
@@ -116,7 +116,7 @@ def join_ranks(device_name: str | None) -> Iterator[Ranks]:
         return
     store, rank, world_size = next(dist.rendezvous("env://"))
     store = fresh_store(store, rank=rank, world_size=world_size)
-    # NCCL for tensors on GPUs; gloo for decisions of the hosts, which then do not wait for the device.
+    # NCCL for tensors on GPUs. Decisions of the hosts go through gloo, so that they do not wait for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     yield Ranks(device, rank=rank, world_size=world_size)
@@ -194,7 +194,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Inside the block a sharded model has its full weights on every rank. Ranks may call it unequally often."""
+    """Give a sharded model its full weights on every rank. Ranks may then call it a different number of times."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)

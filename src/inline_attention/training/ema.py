@@ -24,14 +24,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """updates: how many the weights had before the latest one."""
+        """updates: number of updates before the latest one."""
         decay = min(self.decay, 1 - (updates + 1) ** (-2 / 3)) if self.warmup else self.decay
         average = [_local(tensor) for tensor in self.average.values()]
         torch._foreach_lerp_(average, [_local(tensor) for tensor in self.live.values()], 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the average inside the block, and its own weights, bit for bit, after it."""
+        """Put the average into the model. At the end of the block its own weights are restored, bit for bit."""
         self._swap()
         try:
             yield

@@ -71,7 +71,7 @@ def train(plan: Plan) -> Outcome:
 
 
 def settle(plan: Plan, ranks: Ranks, reporter: Reporter) -> Plan:
-    """The plan with values for the settings that are left to the data."""
+    """The plan, with values for the settings that are chosen from the data."""
     config = plan.config
     if not config.from_data:
         return plan
@@ -232,7 +232,7 @@ class Trainer:
         norm = self.optimizer.step(self.rate(progress.position))
         if self.average is not None:
             self.average.update(progress.updates)
-        # The fp16 scaler finds its scale by causing infinite gradients: with a scaler the loss shows divergence.
+        # The fp16 scaler raises its scale until gradients overflow, so with a scaler only the loss shows divergence.
         checked = norm if self.optimizer.scaler is None else total
         self.meter.add(total, norm, bad=~checked.isfinite(), parts=parts)
 
@@ -300,7 +300,7 @@ class Trainer:
         self.clock_updates = self.progress.updates
 
     def log(self) -> None:
-        """Read the meter from the device and record it. Stop if a gradient was not finite and the run is to stop."""
+        """Read the meter from the device and record it. Stop after a non-finite gradient if `run.on_nan` says so."""
         updates = self.progress.updates - self.clock_updates
         if updates == 0:
             return
@@ -382,7 +382,7 @@ class Trainer:
             saved = dataclasses.replace(saved, best=None, best_epoch=None, stale=0)
         self.progress = saved
         if saved.step and not self.data.train.exact_resume:
-            note("streamed data: the epoch starts again at its first image, and ends as early as it would have")
+            note("streamed data: the epoch starts again at its first image, but has only its remaining updates")
         if fresh:
             note(f"{len(fresh)} parameters start without moments: they were frozen before, or had another optimizer")
         note(f"continuing from {checkpoint}: epoch {saved.epoch + 1}, {saved.updates} updates done")

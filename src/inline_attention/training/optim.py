@@ -26,15 +26,15 @@ def freeze_layers(model: nn.Module, groups: int) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Trainable parameters with and without weight decay. `lr_scale` of a group: `layer_decay` and `head_rate`.
+    """Groups of trainable parameters. `lr_scale` of a group combines `layer_decay` and `head_rate`.
 
-    1-D parameters, biases and those in `model.no_weight_decay()` have none.
+    1-D parameters, biases and those in `model.no_weight_decay()` have no weight decay.
     """
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # timm's contract
     options: dict[str, Any] = {"no_weight_decay_list": exempt}
     head = _classifier_parameters(model)
     if "muon" in config.name:
-        # Muon is for weights between hidden layers. timm's has AdamW for the others: tokens, positions, the classifier.
+        # Muon is for weights between hidden layers. timm's Muon uses AdamW for tokens, positions and the classifier.
         options |= {"fallback_list": list(head), "fallback_no_weight_decay": True}
     if config.layer_decay is None:
         groups = param_groups_weight_decay(model, config.weight_decay, **options)
@@ -69,7 +69,7 @@ class Optimizer:
     """The optimizer with clipping and, for fp16, a gradient scaler.
 
     An update with a non-finite gradient changes neither weights nor moments. AdamW's fused kernel decides that on the
-    device (`found_inf`, the hook of GradScaler), so the host does not wait. For other optimizers it does.
+    device (`found_inf`, the hook of GradScaler), so the host does not wait. With other optimizers the host waits.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, *, scaler: torch.amp.GradScaler | None = None) -> None:

@@ -97,7 +97,8 @@ def plan_run(
 def check_plan(plan: Plan, lock: FileLock) -> None:
     """Check what can be checked before anything is built, and lock the folder if it exists.
 
-    ValueError: there is no data, the folder holds another run, or another process trains in it. ImportError: wandb.
+    Raises ValueError if there is no data, the folder holds another run, or another process trains in it. Raises
+    ImportError if wandb is missing.
     """
     folder = plan.folder
     if not plan.config.data.path:

@@ -22,7 +22,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Handle the signals inside the block. Python allows this in the main thread; other threads handle nothing."""
+    """Handle the signals inside the block. Outside the main thread, where Python forbids it, nothing is handled."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

@@ -96,7 +96,7 @@ class Task(ABC):
 
     @staticmethod
     def loop_settings(config: Any) -> LoopConfig:
-        """The settings that the loop follows, if they are not those of the configuration as it is."""
+        """The settings that the loop uses. A task overrides this if they differ from its configuration."""
         return config
 
     def __init__(self, config: Any) -> None:
@@ -112,7 +112,7 @@ class Task(ABC):
     def choose_from_data(self, world_size: int) -> dict[str, Any]:
         """Values for the settings that `config.from_data` names, by name. Only rank 0 calls this.
 
-        The run continues with them: its config.yaml holds them, and a resumed run does not choose again.
+        They are written to config.yaml, so that a resumed run does not choose again.
         """
         if self.config.from_data:
             raise ValueError(f"from_data={self.config.from_data[0]}: this task chooses nothing from the data")
@@ -120,10 +120,10 @@ class Task(ABC):
 
     @abstractmethod
     def open_data(self, ranks: Ranks) -> TaskData:
-        """Open this rank's share of both splits on its device. ValueError: the data cannot be used."""
+        """Open this rank's share of both splits on its device. Raises ValueError if they cannot be used."""
 
     def start_files(self) -> dict[str, bytes]:
-        """Files that the run folder has from the start, by name, for what a resumed run must find again."""
+        """Files to write when the run starts, by name: what a resumed run has to read again."""
         return {}
 
     def fetch_weights(self) -> None:
@@ -151,7 +151,7 @@ class Task(ABC):
     def losses(self, forward: Callable[..., Any], batch: Any, *, epoch: int, step: int) -> dict[str, Tensor]:
         """The terms () of the loss of one batch, by name. The loss is their sum.
 
-        forward: calls the model in the run's precision. Each term is a mean over the batch with a divisor that is the
+        forward: calls the model in the run's precision. Each term is a mean over the batch. Its divisor must be the
         same on every rank, so that the mean over ranks is the mean over the global batch. Nothing here may read from
         the device.
         """
@@ -195,7 +195,7 @@ def check_same_task(before: dict[str, str], now: Mapping[str, str], checkpoint: 
         )
     if old_classes != new_classes:
         old, new = next((a, b) for a, b in zip(old_classes, new_classes, strict=True) if a != b)
-        raise ValueError(f"{checkpoint} knows other classes than the data: {old!r} there is {new!r} here")
+        raise ValueError(f"{checkpoint} has other classes than the data: {old!r} instead of {new!r}")
     old_arguments, new_arguments = json.loads(before["config"]), json.loads(now["config"])
     for name in sorted(set(old_arguments | new_arguments) - {"drop_path_rate"}):
         if old_arguments.get(name) != new_arguments.get(name):

@@ -22,7 +22,7 @@ def test_confusion_matrix(tmp_path: Path) -> None:
 def test_names_in_the_confusion_matrix_stay_apart(
     name: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever their length, and whatever they hold: dollar signs would be read as mathematics."""
+    """Names may be long and may contain dollar signs, which matplotlib would read as mathematics."""
     drawn = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
     names = [name.format(label) for label in range(classes)]

@@ -37,7 +37,7 @@ def cropped(x: Tensor, image: int, size: tuple[int, int]) -> Tensor:
 
 
 def randomise(model: nn.Module) -> None:
-    """Biases too, which as initialised would hide behind their zeros."""
+    """Randomise all parameters. Initial biases are zero and would hide errors."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +64,7 @@ def test_maps_of_padded_images_are_those_of_cropped_ones(name: str, options: dic
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_cropped_images(name: str) -> None:
-    """Also where a window or stripe holds padding alone: its softmax has nothing to attend to."""
+    """This includes windows and stripes that hold only padding, whose softmax has nothing to attend to."""
     backbone = Backbone(create_small(name)).double()
     backbone.set_grad_checkpointing(True)
     backbone.train()

@@ -177,7 +177,7 @@ def test_json_that_python_refuses(tmp_path: Path, content: dict[str, Any], text:
 
 
 def test_polygons_that_cross_the_border_are_cut_there(tmp_path: Path, content: dict[str, Any]) -> None:
-    """As tools write them that draw beyond the image: they are rasterised, and what lies outside is dropped."""
+    """Some tools draw polygons beyond the image. The part outside is dropped."""
     content["annotations"] = [annotation(bbox=[80, 50, 90, 60], segmentation=[[80, 50, 170, 50, 170, 110, 80, 110]])]
     image = read(tmp_path, content).images[0]
     expected = np.zeros((64, 96), np.uint8)

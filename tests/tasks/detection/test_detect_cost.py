@@ -65,7 +65,7 @@ def test_every_published_row_has_a_recipe_and_an_inline_twin() -> None:
 
 @pytest.mark.parametrize("name", [name for name in OURS if name.endswith("1x")])
 def test_recipes_for_boxes_are_those_for_masks_without_the_masks(name: str) -> None:
-    """What a reader of the recipe is told, too."""
+    """The comment in the recipe says so too."""
     twin = name.replace("faster_rcnn", "mask_rcnn").replace("cascade_rcnn", "cascade_mask_rcnn")
     config, same = (load_recipe(n, defaults=Detection.defaults(), folder=Detection.recipes) for n in (name, twin))
     model = dataclasses.replace(config.model, head=same.model.head)

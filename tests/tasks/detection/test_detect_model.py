@@ -98,7 +98,7 @@ def test_every_family_learns_and_finds(name: str, head: str) -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_batch_without_objects_reaches_every_parameter(head: str) -> None:
-    """Its mask heads see no region, and still take part in what ranks exchange."""
+    """Its mask heads get no region, but still take part in the communication of ranks."""
     model = small_detector(head=head)
     nothing = targets([], [], (64, 96))
     losses = model(torch.randn(2, 3, 64, 96), None, [nothing] * 2)

@@ -1,4 +1,4 @@
-"""What is drawn: the mask in its colour, the box around it, nothing of what is not sure."""
+"""Pictures show the mask in its colour and the box around it, and no object below the smallest score."""
 
 from dataclasses import replace
 

@@ -115,7 +115,7 @@ def test_a_complete_run_that_is_resumed_writes_its_report_again(
     assert_same_student(folder, finished)
     assert not (folder / "report.json").exists()
     assert all(path.read_bytes() == content for path, content in before.items())
-    assert main([*words(teacher, folder), "--resume", "auto"]) == 0  # the same command, as a job script repeats it
+    assert main([*words(teacher, folder), "--resume", "auto"]) == 0  # a job script repeats the same command
     assert (folder / "report.png").exists()
 
 

@@ -1,4 +1,4 @@
-"""mIoU and mAcc against torchmetrics, which counts them in its own way."""
+"""mIoU and mAcc against torchmetrics, an independent implementation."""
 
 import math
 

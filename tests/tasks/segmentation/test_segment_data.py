@@ -124,7 +124,7 @@ def wrong_class(folder: Path) -> None:
 
 
 def beyond_sixteen_bits(folder: Path) -> None:
-    """Cut to sixteen bits it would be the class 3."""
+    """A value that would become class 3 if it were cut to sixteen bits."""
     (folder / "masks/train/3.png").unlink()
     Image.new("I", (64, 48), 0x10003).save(folder / "masks/train/3.tif")
 
@@ -164,7 +164,7 @@ def no_masks(folder: Path) -> None:
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_wrong_data(damage, message: str, workers: int, folder: Path) -> None:
-    """Named when the split is opened, or, of a larger one, when the pair is read: in a worker process too."""
+    """The error names the file when the split is opened or, in a larger split, when a worker reads the pair."""
     damage(folder)
     with pytest.raises(ValueError, match=message):
         open_split(config(folder), "train")
@@ -203,7 +203,7 @@ def test_a_damaged_mask_is_an_unreadable_image(folder: Path) -> None:
 
 
 def test_an_epoch_is_a_function_of_seed_and_epoch(folder: Path) -> None:
-    """Whatever the workers, the ranks, and the step at which it starts."""
+    """It does not depend on the workers, the ranks, or the step at which it starts."""
     base = config(folder, batch_size=2)
     data = open_segment_data(base, seed=3)
     whole = list(data.train.epoch(1))
@@ -230,7 +230,7 @@ def test_evaluation_images_keep_their_masks(folder: Path) -> None:
 
 
 def test_image_and_mask_are_cut_alike() -> None:
-    """An image that shows its mask: after every augmentation of places it still does."""
+    """The image shows its own mask, and still does after every geometric augmentation."""
     mask = np.kron(np.arange(12, dtype=np.uint8).reshape(3, 4), np.ones((16, 16), np.uint8))
     pixels = np.repeat((mask * 20)[..., None], 3, axis=2)
     transform = TrainTransform(config("", crop=[40, 24], scale=[0.5, 2.0], photometric=False, max_class_share=1.0))
@@ -298,7 +298,7 @@ def test_a_batch_is_no_larger_than_the_data(folder: Path) -> None:
 
 
 def test_links_and_pipes(folder: Path) -> None:
-    """A link to a folder above is not followed for ever, and a pipe is not waited for."""
+    """A link to a parent folder does not make the search endless, and a pipe does not block it."""
     (folder / "images" / "train" / "loop").symlink_to(folder / "images" / "train")
     os.mkfifo(folder / "images" / "train" / "pipe.png")
     shutil.copy(next((folder / "masks" / "train").iterdir()), folder / "masks" / "train" / "pipe.png")

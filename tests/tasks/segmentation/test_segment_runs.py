@@ -202,7 +202,7 @@ def test_a_recipe_for_large_data_warns_on_small_ones(
 def test_data_that_do_not_name_their_classes(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights do. A class that neither occurs nor is predicted has no figures."""
+    """The weights name them. A class that neither occurs nor is predicted has no figures."""
     data = shapes.write(tmp_path / "shapes", train=1, val=1)
     (data / "classes.txt").unlink()
     for path in (data / "masks/val").iterdir():

@@ -1,4 +1,4 @@
-"""Segmentation models: what they cost, at which sizes they run, what they learn from."""
+"""Segmentation models: their cost, the sizes at which they run, and their losses."""
 
 from collections.abc import Iterable
 
@@ -68,7 +68,7 @@ def test_any_size(name: str, head: str, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", [(375, 1242), (512, 2048)])
 @pytest.mark.parametrize(("name", "head"), [("inline_swin_tiny", "upernet"), ("softmax_swin_tiny", "fpn")])
 def test_sizes_of_roads(name: str, head: str, size: tuple[int, int]) -> None:
-    """Windows that the maps are no multiple of"""
+    """The maps are not multiples of the windows."""
     model = small_segmenter(name, head).eval()
     with torch.no_grad():
         logits = model.segment(torch.randn(1, 3, *size))

@@ -265,8 +265,7 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
 class Confusion(LayerAnalysis):
     """How often do different queries of an image get the same row? A pair of queries of one head and layer is confused
     if its rows are closer than τ times the median distance of two rows, while its queries are further apart than ρ
-    times the median distance of two queries. τ well below ρ means confusion; with τ = ρ a pair is merely close in both
-    respects.
+    times the median distance of two queries. Choose τ well below ρ: with τ = ρ a pair is merely close in both respects.
     """
 
     least_images = 20

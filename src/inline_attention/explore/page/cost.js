@@ -131,7 +131,7 @@ async function measure() {
   draw();
   try {
     const answer = await request("/api/measure", { json: {}, signal: running.signal });
-    let outcome = "The measurement broke off; the terminal of the server may say why.";
+    let outcome = "The measurement ended early; the server's terminal may show why.";
     let text = "";
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let part = await reader.read(); !part.done; part = await reader.read()) {

@@ -208,7 +208,7 @@ async function predict({ guesses, model }, picture) {
 async function upload(file) {
   if (file.size > maxBytes) {
     const most = Math.round(maxBytes / 2 ** 20);
-    say(`“${file.name}” has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${most} MiB are taken here.`, { error: true });
+    say(`“${file.name}” has ${(file.size / 2 ** 20).toFixed(1)} MiB; the limit is ${most} MiB.`, { error: true });
     return;
   }
   say(`Loading “${file.name}”…`);

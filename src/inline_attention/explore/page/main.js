@@ -38,6 +38,6 @@ setup.then(
     byId("failure").hidden = false;
   },
 );
-// Models run for those who look.
+// The models run only when their tab is opened.
 byId("tab-image").addEventListener("show", () => setup.then(startImage, () => {}), { once: true });
 show(tabs.find((tab) => `#${tab.getAttribute("aria-controls")}` === location.hash) ?? tabs[0]);

@@ -262,7 +262,7 @@ function render() {
 }
 
 function drawBars(rows) {
-  // One scale for all, so that bars compare; a weight beyond it, where linear attention divides by little, is cut off.
+  // One scale for all bars. A larger weight, from a division by almost zero, is cut off.
   const all = Object.values(rows).flat(2).filter(Number.isFinite);
   const top = Math.min(1.5, Math.max(0.5, ...all));
   const bottom = Math.max(-1.5, Math.min(0, ...all));

@@ -61,11 +61,17 @@ def load_classifier(
     eval_transform: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Classifier:
-    """Build the model of a weights file (a path, a URL, or "pretrained") and load it. None: an untrained model.
+    """Build the model of a weights file and load the weights.
 
     A file of this library names its model, the arguments of the model, its classes and the preparation of its images.
-    An official checkpoint is recognised by its shapes. `name` is needed for any other
-    file; it may be a model of timm. `img_size`, `eval_transform` and `arguments` of the model replace the file's.
+    An official checkpoint is recognised by its shapes. Any other file needs `name`, which may be a model of timm.
+
+    Args:
+        name: of a registered model.
+        weights: a path, a URL, or "pretrained". None: an untrained model.
+        img_size: replaces the size in the file.
+        eval_transform: replaces the transform in the file.
+        arguments: of the model; they replace those in the file.
     """
     if weights == "pretrained" and name is not None and (shipped := shipped_weights(name)):
         weights = str(shipped)  # a file of the package, which names its classes
@@ -131,7 +137,7 @@ def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> D
 
 
 def class_descriptions(names: Sequence[str]) -> list[str]:
-    """What WordNet says of the numbers among class names; "" for any other name"""
+    """WordNet's descriptions of the WordNet numbers among class names; "" for other names"""
     imagenet = ImageNetInfo()
 
     def describe(name: str) -> str:

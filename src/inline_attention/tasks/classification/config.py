@@ -30,7 +30,7 @@ class ClassifierOptimConfig(OptimConfig):
 
     label_smoothing: float = 0.1
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"  # bce: binary cross-entropy, each class against the rest
-    class_weights: bool = False  # classes with few training images weigh more: each class counts the same
+    class_weights: bool = False  # weight classes equally, however many training images each has
 
     def __post_init__(self) -> None:
         super().__post_init__()

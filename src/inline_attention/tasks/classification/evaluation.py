@@ -136,7 +136,7 @@ class _Counts:
 
 
 def padded_batches(loader: EvalLoader, *, device: torch.device) -> Iterator[tuple[Tensor, Batch]]:
-    """The images of each batch, padded to one shape, and the batch itself; the same number of them on every rank."""
+    """Yield the images of each batch, padded to one shape, and the batch. Every rank gets as many batches."""
     for batch in _in_step(loader, device=device):
         yield _padded(batch.images, to=_batch_shape(loader)), batch
 
@@ -146,8 +146,8 @@ class _RealCounts:
 
     def __init__(self, loader: EvalLoader, *, device: torch.device) -> None:
         if loader.class_names != ImageNetInfo().label_names():
-            raise ValueError("ReaL labels are for ImageNet's thousand classes; evaluate without them (--real)")
-        labels = RealLabelsImagenet(range(50_000)).real_labels  # timm has them; the names of the images are not used
+            raise ValueError("ReaL labels are for ImageNet's thousand classes; leave out --real")
+        labels = RealLabelsImagenet(range(50_000)).real_labels  # by file name; only the argument's length counts
         names = [os.path.basename(loader.path(index)) for index in range(loader.num_images)] if loader.path else []
         unknown = [name for name in names if name not in labels]
         if unknown or not names:

@@ -13,7 +13,7 @@ class ClassifierLoss:
     """Cross-entropy, or binary cross-entropy of each class against the rest, with smoothed labels.
 
     class_counts: training images of each class, for `class_weights`. Cross-entropy then weights an image of class c by
-    images/(classes · images of c), binary cross-entropy the positives of c by (other images)/(images of c).
+    images/(classes · images of c). Binary cross-entropy weights the positives of c by (other images)/(images of c).
     """
 
     def __init__(self, config: ClassifierOptimConfig, *, class_counts: Sequence[int] | None) -> None:

@@ -51,7 +51,7 @@ def predict(
 
 
 def best_guesses(logits: Tensor, names: Sequence[str], descriptions: Sequence[str], *, topk: int) -> list[list[Guess]]:
-    """The most probable classes of each image: logits (B, classes) → B lists, the most probable first"""
+    """The classes of each image: logits (B, classes) → B lists, the most probable first"""
     best = logits.float().softmax(dim=1).topk(min(topk, len(names)), dim=1)
     return [
         [Guess(label, names[label], descriptions[label], p) for label, p in zip(labels, values, strict=True)]

@@ -34,8 +34,8 @@ class Backbone(nn.Module):
         if len(set(strides)) == 1:
             if strides[0] != PATCH:
                 raise ValueError(
-                    f"a backbone with a single map must have patches of {PATCH} pixels, which four strides are made "
-                    f"of; this one has {strides[0]}"
+                    f"a backbone with a single map must have patches of {PATCH} pixels, from which four strides "
+                    f"are made; this one has {strides[0]}"
                 )
             model.prune_intermediate_layers(1)  # keep the norm, which was trained on this map
             self.pyramid = SimplePyramid(dims[-1])

@@ -11,7 +11,7 @@ from typing import Any
 from inline_attention.data.sampler import fit_batch_size
 from inline_attention.training.config import LoopConfig
 
-PASSES = 100  # how often a run shows each image, as long as that is between the two limits
+PASSES = 100  # how often a run shows each image, within the two limits below
 MIN_UPDATES, MAX_UPDATES = 300, 40_000
 EVALUATIONS = 10  # of a run
 _LENGTH = ("schedule.epochs", "schedule.warmup_epochs", "log.eval_epochs", "checkpoint.every_epochs")
@@ -44,7 +44,7 @@ def choose(
 
 
 def _choose_length(config: LoopConfig, *, images: int, world_size: int) -> dict[str, Any]:
-    """Values for the settings of length. A length in steps that is given stays, and the others follow from it."""
+    """Values for the length of a run and its intervals. If `schedule.steps` is set, they follow from it."""
     schedule = config.schedule
     batch = fit_batch_size(config.data.batch_size, num_samples=images, world_size=world_size)
     per_epoch = max(1, images // (batch * world_size * config.optim.accumulate))
@@ -65,5 +65,5 @@ def _choose_length(config: LoopConfig, *, images: int, world_size: int) -> dict[
 
 
 def multiple_of(step: int, value: float) -> int:
-    """The multiple nearest to a value, at least one"""
+    """The multiple of `step` nearest to `value`, at least `step`"""
     return max(step, step * round(value / step))

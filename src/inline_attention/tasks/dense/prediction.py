@@ -10,7 +10,7 @@ FEW_IMAGES = 16  # for fewer, starting worker processes takes longer than it sav
 
 
 def for_files(config: DataT, paths: Sequence[Path]) -> DataT:
-    """The settings for these files: any of them may be unreadable, and a few need no worker processes."""
+    """The settings for these files. Any of them may be unreadable. A few files are read without worker processes."""
     workers = 0 if config.workers is None and len(paths) < FEW_IMAGES else config.workers
     return replace(config, max_broken=len(paths), workers=workers)
 

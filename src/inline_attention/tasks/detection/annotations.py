@@ -10,7 +10,7 @@ import numpy as np
 from inline_attention.data.decode import UnreadableImage, image_size
 from inline_attention.tasks.detection.boxes import Size
 
-# Far above any real image. Training compares every object with every anchor, of which an image has 300,000.
+# Far above any real image. Training compares every object with each of the 300,000 anchors of an image.
 MAX_OBJECTS = 10_000
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1
@@ -24,7 +24,7 @@ class Instance:
     box: Box  # inside the image
     segmentation: Segmentation | None  # None: boxes alone were read
     area: float | None  # for COCO's small, medium and large. None: that of the mask, or of the box if there is none
-    crowd: bool  # a region of many objects. It is not learnt from, and detections inside it are not counted
+    crowd: bool  # a region of many objects: not used in training, and detections inside it are not counted
 
 
 @dataclass
@@ -57,7 +57,7 @@ class AnnotatedData:
 
 
 def box_inside(x0: float, y0: float, x1: float, y1: float, size: Size) -> Box | None:
-    """Cut a box at the border of its image, (height, width); None where nothing is left"""
+    """Cut a box at the border of its image, (height, width). None: nothing is left"""
     x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(size[1]), x1), min(float(size[0]), y1)
     return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
 

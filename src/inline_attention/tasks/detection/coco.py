@@ -225,7 +225,7 @@ def _excerpt(value: Any) -> str:
 
 
 def _box(bbox: list[Any], size: Size, where: str) -> Box | None:
-    """x, y, width, height → x0, y0, x1, y1 inside the image; None where nothing is left"""
+    """x, y, width, height → x0, y0, x1, y1 inside the image. None: nothing is left"""
     if len(bbox) != 4 or not all(_is_number(value) for value in bbox):
         raise ValueError(f"{where}: bbox is {_excerpt(bbox)}; expected four numbers, x, y, width and height")
     x, y, width, height = bbox
@@ -233,7 +233,7 @@ def _box(bbox: list[Any], size: Size, where: str) -> Box | None:
 
 
 def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:
-    """The annotation's mask, checked; None where its polygons enclose nothing"""
+    """The annotation's mask, checked. None: its polygons enclose nothing"""
     if isinstance(value, dict):
         if value.get("size") != list(image.size):
             raise ValueError(

@@ -25,9 +25,9 @@ class DetectorConfig(HeadedConfig):
 class DetectionDataConfig(LoaderConfig):
     """Images with boxes and, for mask heads, masks.
 
-    `layout` is "coco" for annotations/instances_SPLIT.json and the images in SPLIT/, "yolo" for a folder with
-    data.yaml, images/SPLIT and labels/SPLIT, and "auto" for whichever of them `path` holds. The splits train and val
-    are also COCO's train2017 and val2017.
+    `layout` "coco" is annotations/instances_SPLIT.json with the images in SPLIT/. "yolo" is a folder with data.yaml,
+    images/SPLIT and labels/SPLIT. "auto" is the one of them that `path` holds. The splits train and val are also COCO's
+    train2017 and val2017.
     """
 
     layout: Layout = "auto"  # coco, yolo, or auto for the one that data.path holds
@@ -36,7 +36,7 @@ class DetectionDataConfig(LoaderConfig):
     train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image
     max_side: int = 1333  # an image whose long side would exceed this is made smaller
     hflip: float = 0.5
-    skip_empty: bool = True  # images without objects are not trained on, as published
+    skip_empty: bool = True  # train only on images with objects, as published
 
     def validate(self) -> None:
         super().validate()

@@ -65,7 +65,7 @@ class Pyramid(FeaturePyramidNetwork):
 
 @torch.compiler.disable  # a graph would be specialised to the sizes of one batch
 def padded_sizes(images: Tensor, sizes: Sequence[Size]) -> Tensor | None:
-    """The sizes on the device of the images (B, 3, H, W); None where no image is padded."""
+    """The sizes on the device of the images (B, 3, H, W). None: no image is padded."""
     canvas = (images.shape[2], images.shape[3])
     if len(sizes) != len(images) or any(
         not 1 <= n <= most for size in sizes for n, most in zip(size, canvas, strict=True)

@@ -144,7 +144,7 @@ def _image_folders(content: dict[str, Any], source: Path, split: str) -> list[Pa
             f"It names {', '.join(splits) or 'no split'} (data.train_split and data.val_split; inline detect eval: "
             "--split)"
         )
-    # `path` is where the author had the data. It counts only if it is a folder in here.
+    # `path` is often a folder of the author's machine. It is used only if it exists in here.
     root, below = source.parent, content.get("path")
     if isinstance(below, str) and is_inside(below) and (root / below).is_dir():
         root = root / below
@@ -194,7 +194,7 @@ def _class_number(text: str, names: list[str], where: str) -> int:
 
 
 def _box(words: list[str], size: Size, where: str) -> Box | None:
-    """cx, cy, w, h as shares of the image → x0, y0, x1, y1 in pixels, cut at the border; None where nothing is left"""
+    """cx, cy, w, h as shares of the image → x0, y0, x1, y1 in pixels, cut at the border. None: nothing is left"""
     values = [_number(word) for word in words]
     for name, word, value in zip(("cx", "cy", "w", "h"), words, values, strict=True):
         if not -_SLACK <= value <= 1 + _SLACK:  # NaN is not

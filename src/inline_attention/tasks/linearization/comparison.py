@@ -69,7 +69,7 @@ def compare_outputs(
 
 
 def relative_error(out: Tensor, expected: Tensor) -> Tensor:
-    """The squared error of each sample relative to the size of what is expected, averaged over the batch: ()"""
+    """Squared error relative to the squared norm of the expected output, per sample, averaged over the batch: ()"""
     out, expected = out.float(), expected.float()
     error, size = (x.square().flatten(1).sum(1) for x in (out - expected, expected))
     return (error / size.clamp(min=torch.finfo(torch.float32).tiny)).mean()

@@ -7,12 +7,12 @@ from inline_attention.linearize.modules import LinearForm
 from inline_attention.training.config import BackboneConfig, LoopConfig, check_setting
 
 RECIPES = "tasks/linearization/recipes"
-AUTOMATIC = "auto:"  # how the number of softmax layers that are to be chosen is written
+AUTOMATIC = "auto:"  # prefix of the number of softmax layers that are chosen automatically
 
 
 @dataclass(frozen=True)
 class StudentConfig(BackboneConfig):
-    """The teacher, a model of this library or of timm with its weights, and what its softmax becomes."""
+    """The teacher (a model of this library or of timm, with its weights) and the attention that replaces softmax."""
 
     name: str = ""  # of the teacher; not needed if its weights file names it
     weights: str | None = "pretrained"  # of the teacher: "pretrained", or a file
@@ -20,8 +20,8 @@ class StudentConfig(BackboneConfig):
     feature_map: str | None = None  # of all but "tangent"; None: the published one
     local_residual: bool = True
     keep_softmax: list[str] = field(default_factory=list)  # names of attentions that stay as they are; or auto:K
-    kept: list[str] | None = None  # filled in: the names that keep_softmax means
-    start: str | None = None  # filled in: the weights of the stage before
+    kept: list[str] | None = None  # set by the command: the names of the kept attentions
+    start: str | None = None  # set by the command: the weights of the previous stage
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,7 +38,7 @@ from inline_attention.training.run_folder import CHECKPOINTS, CONFIG, Plan, plan
 
 MATCH, DISTILL = "match", "distill"  # folders of the stages
 STUDENT = "student.safetensors"
-CALIBRATION_IMAGES = 256  # that decide which layers auto:K keeps
+CALIBRATION_IMAGES = 256  # images on which auto:K chooses the layers to keep
 # Settings of the student, which a run cannot change once it has begun.
 FIXED = ("name", "weights", "kwargs", "attention", "feature_map", "local_residual", "keep_softmax")
 
@@ -81,13 +81,13 @@ def plan_linearization(
 
     Args:
         recipe, overrides, flags, output: as in `plan_run`.
-        resume: "auto" for what is in `output`, or the folder to continue. Complete stages are left as they are.
+        resume: "auto" for the run in `output`, or the folder to continue. Complete stages are left as they are.
     """
     if resume == "auto" and output is None:
-        raise ValueError("--resume auto continues what is in --output: give --output DIR too")
+        raise ValueError("--resume auto continues the run in --output: give --output DIR too")
     place = output if resume in (None, "auto") else resume
     if resume == place and place is not None and Path(place).name in (MATCH, DISTILL):
-        place = str(Path(place).parent)  # the folder of a stage, which its messages name
+        place = str(Path(place).parent)  # messages of a stage name the folder of the stage
     begun: list[Path] = []
     if place is not None:
         if (Path(place) / CONFIG).exists():
@@ -107,14 +107,14 @@ def plan_linearization(
             f"{place} was begun with another model: {', '.join(changed)}. Leave that out, or give another --output"
         )
     config: Any = plan.config
-    config = replace(config, model=replace(config.model, start=None))  # stage 2 was read, and stage 1 comes first
+    config = replace(config, model=replace(config.model, start=None))  # the config.yaml of stage 2 sets it
     return LinearizationPlan(plan.folder if place is None else Path(place), config, plan.changes)
 
 
 def prepare(
     plan: LinearizationPlan, *, device: torch.device, log: Callable[[str], None] = lambda text: None
 ) -> LinearizationPlan:
-    """Choose the layers that stay softmax and the stages. ValueError if teacher and settings do not go together."""
+    """Choose the stages, and the layers that stay softmax. Raises ValueError if the settings do not fit the teacher."""
     config = plan.config
     if not config.data.path:
         raise ValueError(f"no data: {Linearization.data_hint}")
@@ -124,7 +124,7 @@ def prepare(
         config = replace(config, model=replace(config.model, kept=choose_layers(config, device=device)))
     student, report = make_student(teacher.model, config.model, seed=config.seed)
     if ARCHITECTURE not in describe_model(student):
-        raise ValueError(f"a file could not say how to build this {config.model.name}: see the warning above")
+        raise ValueError(f"a weights file cannot describe how to build this {config.model.name}: see the warning above")
     log(str(report))
     stages: list[tuple[str, type[Linearization]]] = []
     if config.match.steps:
@@ -136,7 +136,7 @@ def prepare(
 
 
 def choose_layers(config: LinearizationConfig, *, device: torch.device) -> list[str]:
-    """The attentions that model.keep_softmax=[auto:K] means, measured on training images."""
+    """The attentions that model.keep_softmax=[auto:K] keeps, measured on training images."""
     wanted, teacher = config.model, load_teacher(config)
     data = replace(data_for(teacher, config), val_split=config.data.train_split)
     loader = open_eval_data(data, max_images=CALIBRATION_IMAGES)
@@ -173,7 +173,7 @@ def run_linearization(plan: LinearizationPlan, *, log: Callable[[str], None] = l
 
 
 def write_student(plan: LinearizationPlan) -> None:
-    """Copy the weights of the last stage. Without any stage: write those that were carried over."""
+    """Copy the weights of the last stage. Without any stage, write the converted weights of the teacher."""
     if plan.stages:
         with atomic_path(plan.student) as temporary:
             shutil.copyfile(plan.weights(plan.stages[-1][0]), temporary)

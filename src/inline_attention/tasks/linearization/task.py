@@ -36,7 +36,7 @@ SAVE_STEPS = 100  # updates between two checkpoints of stage 1
 
 
 def load_teacher(config: LinearizationConfig) -> Classifier:
-    """The teacher, the names of its classes, and how its images are prepared. ValueError if it has no weights."""
+    """The teacher, its class names and the preparation of its images. Raises ValueError if it has no weights."""
     wanted = config.model
     if not wanted.name and wanted.weights == "pretrained":
         raise ValueError("no teacher: name a model of this library or of timm, or give a file with --weights")
@@ -57,7 +57,7 @@ def load_teacher(config: LinearizationConfig) -> Classifier:
 
 
 def data_for(teacher: Classifier, config: LinearizationConfig) -> DataConfig:
-    """The data of a run, with images of the teacher's size, prepared as the teacher's were."""
+    """The data of a run, with the teacher's image size and preparation."""
     prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "eval_transform", "crop_pct")
     return replace(config.data, **{name: getattr(teacher.data, name) for name in prepared})
 
@@ -65,7 +65,7 @@ def data_for(teacher: Classifier, config: LinearizationConfig) -> DataConfig:
 def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tuple[nn.Module, Report]:
     """A linearised copy of the teacher, and what was done to its layers."""
     student = deepcopy(teacher)
-    torch.manual_seed(derive_seed("weights", seed))  # of the local residual's first layer
+    torch.manual_seed(derive_seed("weights", seed))  # for the local residual's first layer
     report = linearize(
         student,
         attention=wanted.attention,
@@ -78,10 +78,10 @@ def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tup
 
 
 def student_metadata(teacher: Classifier, config: LinearizationConfig) -> dict[str, str]:
-    """What a student's file says besides how to build it."""
+    """The metadata of a student's file, other than how to build the model."""
     num_classes: int = teacher.model.num_classes  # type: ignore[assignment]  # timm's contract
     names = teacher.class_names
-    if names is None:  # as predictions call them
+    if names is None:  # the names that predictions use
         names = [str(label) for label in range(num_classes)]
     return {CLASS_NAMES: json.dumps(names), PREPROCESSING: preprocessing(teacher.data), "recipe": config.recipe}
 
@@ -155,8 +155,8 @@ class Linearization(Task):
 class Matching(Linearization):
     """Stage 1. Each linear attention learns the output of the softmax that it replaces.
 
-    In training, an attention passes on what the teacher's would have given. So all layers get the teacher's inputs, and
-    learn at the same time. Everything but the attentions is frozen. In evaluation, the student is on its own.
+    In training, each attention passes on the output of the teacher's. So all layers get the teacher's inputs and learn
+    at the same time. Everything but the attentions is frozen. In evaluation, the student uses its own outputs.
     """
 
     headline = Headline("cosine", "cosine to the teacher")
@@ -164,7 +164,7 @@ class Matching(Linearization):
 
     @staticmethod
     def loop_settings(config: LinearizationConfig) -> LinearizationConfig:
-        """Its own length and rate. It may last many short epochs, so it is evaluated once, and saved by updates."""
+        """Stage 1 has its own length and rate. Its epochs may be short, so it evaluates once and saves by updates."""
         steps, saving = config.match.steps, config.checkpoint
         return replace(
             config,
@@ -172,7 +172,7 @@ class Matching(Linearization):
             schedule=replace(config.schedule, steps=steps, warmup_steps=0, cooldown_epochs=0),
             checkpoint=replace(saving, every_epochs=steps, every_steps=saving.every_steps or SAVE_STEPS),
             log=replace(config.log, eval_epochs=steps),
-            # FSDP gathers weights for the backward pass of a block's output, and here the loss is inside the blocks.
+            # FSDP gathers weights for the backward pass at a block's output, but here the loss is inside the blocks.
             run=replace(config.run, strategy="ddp"),
         )
 
@@ -180,7 +180,7 @@ class Matching(Linearization):
         student = super().build_model().requires_grad_(False)
         for module in student.modules():
             if isinstance(module, timm.layers.DropPath):
-                module.drop_prob = 0.0  # the teacher's inputs, undisturbed
+                module.drop_prob = 0.0  # keep the teacher's inputs as they are
         self.errors: list[Tensor] = []
         for name, module in linearized_modules(student).items():
             module.requires_grad_(True)
@@ -206,7 +206,7 @@ class Matching(Linearization):
 
 
 class Distillation(Linearization):
-    """Stage 2 of a model without a head: the student learns the teacher's features, those of all tokens."""
+    """Stage 2 of a model without a head: the student learns the teacher's features of all tokens."""
 
     headline = Headline("cosine", "cosine to the teacher")
     summary_figures: tuple[str, ...] = ("cosine",)
@@ -243,7 +243,7 @@ class LogitDistillation(Distillation):
         return {"teacher": self.divergence(forward(images), self.taught(images))}
 
     def divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
-        """The divergence of the student's probabilities from the teacher's, with gradients of the usual size."""
+        """KL divergence from the teacher's probabilities. The factor T² keeps gradients independent of T."""
         temperature = self.config.distill.temperature
         ours, theirs = (F.log_softmax(x.float() / temperature, dim=1) for x in (logits, taught))
         return temperature**2 * F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
@@ -265,5 +265,5 @@ class LabelledDistillation(LogitDistillation):
 
 
 def _every_token(features: Tensor, pre_logits: bool = False) -> Tensor:
-    """Takes the place of a model's `forward_head`."""
+    """A `forward_head` that returns the features of all tokens."""
     return features

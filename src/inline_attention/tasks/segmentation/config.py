@@ -24,8 +24,8 @@ class SegmenterConfig(HeadedConfig):
 class SegmentDataConfig(LoaderConfig):
     """Images with masks, which are PNG files of the same size that hold a class number for each pixel.
 
-    `layout` is "folders" for images/SPLIT/NAME.jpg and masks/SPLIT/NAME.png, at any depth, "ade20k" or "cityscapes"
-    for these data sets as distributed, and "auto" for whichever of them `path` holds.
+    `layout` "folders" is images/SPLIT/NAME.jpg with masks/SPLIT/NAME.png, at any depth. "ade20k" and "cityscapes" are
+    these data sets as distributed. "auto" is the one of them that `path` holds.
     """
 
     layout: Layout = "auto"  # folders, ade20k, cityscapes, or auto for the one that data.path holds

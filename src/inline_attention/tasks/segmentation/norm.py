@@ -15,7 +15,7 @@ class BatchNorm(nn.BatchNorm2d):
     """
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
-        """(B, C, H, W) → the same; present (B, 1, H, W) bool, False on padding, None where there is none"""
+        """(B, C, H, W) → the same; present (B, 1, H, W) bool, False on padding. None: no padding"""
         ranks = dist.get_world_size() if is_distributed() else 1
         if not self.training or (ranks == 1 and present is None):
             return super().forward(x)

@@ -21,7 +21,7 @@ from inline_attention.data.decode import (
 from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files, list_some
 from inline_attention.tasks.segmentation.config import Layout, SegmentDataConfig
 
-IGNORED = 255  # in every mask that a source returns, whatever number the files use; classes are 0 to 254
+IGNORED = 255  # number of ignored pixels in the masks of every source; the files may use another. Classes are 0 to 254
 
 # Cityscapes evaluates 19 of its label numbers. Pixels of the others are not counted.
 _CITYSCAPES = {
@@ -118,7 +118,7 @@ def _spread(count: int, *, num: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, num=num, dtype=int)).tolist()
 
 
-# The folders that tell a layout: of images, and of masks
+# The folders by which a layout is recognised: of images, and of masks
 _LAYOUTS: dict[Layout, tuple[str, str]] = {
     "folders": ("images", "masks"),
     "ade20k": ("images", "annotations"),
@@ -127,7 +127,7 @@ _LAYOUTS: dict[Layout, tuple[str, str]] = {
 
 
 def with_layout(config: SegmentDataConfig) -> SegmentDataConfig:
-    """The settings with the layout that the data have, if it is "auto". ValueError if they have none, or several."""
+    """`config` with the layout of the data in place of "auto". ValueError if they have no layout, or several."""
     root = Path(config.path)
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"

@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, peer_math, free")
     for sub in (model, sweep):
         _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")
-        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="and batch 1")
+        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second over resolution")
     sweep.set_defaults(models=["inline_deit_tiny"])
     profile.set_defaults(quick=False)

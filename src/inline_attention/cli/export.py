@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-classes", type=int, help="for a model without weights (default: 1000, as published)")
     add_img_size(parser)
     parser.add_argument("--dynamic-batch", action="store_true", help="any number of images")
-    parser.add_argument("--dynamic-size", action="store_true", help="any size from a minimum on, which is printed")
+    parser.add_argument("--dynamic-size", action="store_true", help="any size above a minimum, which is printed")
     parser.add_argument("--output", type=Path, metavar="F", help="default: NAME.onnx, NAME.pt2, … in this directory")
 
 

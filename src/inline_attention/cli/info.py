@@ -13,7 +13,7 @@ from inline_attention.printing import STANDARD_OUTPUT, write_json
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="a model of `inline models`")
-    add_weights(parser, otherwise="none: the name is enough")
+    add_weights(parser, otherwise="none, the name is enough")
     add_img_size(parser)
     add_results(parser)
 

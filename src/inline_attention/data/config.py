@@ -20,9 +20,9 @@ class LoaderConfig:
     val_split: str = "val"
 
     batch_size: int = 128  # per rank
-    workers: int | None = None  # processes per rank; None: the rank's share of the cores, at most 8
+    workers: int | None = None  # processes per rank; null: the rank's share of the cores, at most 8
     prefetch: int = 2  # batches that each worker prepares in advance
-    pin_memory: bool | None = None  # None: with a CUDA device
+    pin_memory: bool | None = None  # null: with a CUDA device
     in_memory: bool = False  # decode once and keep the pixels, for small data sets
     max_broken: float = 0.01  # stop above this share of unreadable images; a value of 1 or more is a count
 
@@ -59,7 +59,7 @@ class DataConfig(LoaderConfig):
     """
 
     path: str = "digits"
-    labels: bool = True  # False: use a folder's images at any depth; folder names mean nothing
+    labels: bool = True  # false: use a folder's images at any depth and ignore the folder names
     split_file: str | None = None  # a folder without splits: the table with file, label and split, as runs write it
     val_share: float = 0.2  # a folder without splits: the share of each class for validation
     train_share: float = 1.0  # train on this share of the images, evenly spaced over the split; not for streams
@@ -67,13 +67,13 @@ class DataConfig(LoaderConfig):
     input_key: str | None = None  # hfds/, wds/, tfds/: the column of the image, if not the default
     target_key: str | None = None  # hfds/, tfds/: the column of the label
 
-    img_size: int | list[int] | None = 224  # side, or [height, width]; None, in training: the model's own
+    img_size: int | list[int] | None = 224  # side, or [height, width]; null, in training: the model's own
     in_chans: int = 3  # 1: greyscale
-    mean: list[float] | None = None  # for pixels in 0..1; None: ImageNet's, averaged for one channel
+    mean: list[float] | None = None  # for pixels in 0..1; null: ImageNet's, averaged for one channel
     std: list[float] | None = None
     interpolation: str = "bicubic"
 
-    augment: bool = True  # False: training images get the evaluation transform
+    augment: bool = True  # false: training images get the evaluation transform
     augment_on_device: bool = False  # with in_memory: crop, flip and jitter whole batches on the device
     scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
     ratio: list[float] = field(default_factory=lambda: [3 / 4, 4 / 3])

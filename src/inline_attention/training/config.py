@@ -35,7 +35,7 @@ class BackboneConfig:
 
     name: str = "inline_deit_tiny"
     kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of create_model
-    drop_path: float | None = None  # stochastic depth of the last block; None: the model's own default
+    drop_path: float | None = None  # stochastic depth of the last block; null: the model's own default
     weights: str | None = None  # start from "pretrained", another model's published weights by name, or a file
     freeze: int = 0  # number of frozen layer groups: 1 is the stem, 2 the stem and the first stage (or block), …
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
@@ -52,13 +52,13 @@ class OptimConfig:
 
     name: str = "adamw"  # or another of timm's factory: sgd, lamb, lion, muon, adan, …
     lr: float = 5e-4
-    rate_batch: int | None = 512  # None: rates are absolute and do not depend on the batch
+    rate_batch: int | None = 512  # null: rates are absolute and do not depend on the batch
     weight_decay: float = 0.05  # not for biases, norms and the parameters in the model's no_weight_decay()
     betas: tuple[float, ...] | None = None  # null: the optimizer's own; (0.9, 0.999) for adamw
     eps: float | None = None  # null: the optimizer's own; 1e-8 for adamw
     momentum: float = 0.9  # of optimizers that have one, such as sgd and muon
-    layer_decay: float | None = None  # each layer group has this times the rate of the next group
-    head_rate: float = 1.0  # times the rate for the classifier, which is new in fine-tuning
+    layer_decay: float | None = None  # the rate of a layer group is this times that of the next group
+    head_rate: float = 1.0  # factor of the rate of the classifier, which is new in fine-tuning
     clip_norm: float | None = 5.0
     accumulate: int = 1  # batches per update; part of the global batch
 
@@ -99,14 +99,14 @@ class ScheduleConfig:
     warmup_steps: int | None = None
     warmup_lr: float = 5e-7
     min_lr: float = 5e-6
-    cooldown_epochs: int = 0  # at min_lr, after `epochs`
+    cooldown_epochs: int = 0  # epochs at min_lr, after `epochs`
     power: float = 1.0  # poly schedule
     drop_epochs: float = 30  # step schedule: epochs between two drops
     drop_at: tuple[float, ...] = ()  # step schedule: drops at these epochs (or steps) instead
     drop_factor: float = 0.1  # step and plateau schedules: the rate after a drop, relative to the one before
     patience: int = 5  # plateau schedule: evaluations without a better result before a drop
     falling_share: float = 0.2  # wsd schedule: share of the run, at its end, in which the rate falls
-    early_stop: int | None = None  # end the run after so many evaluations without a better result
+    early_stop: int | None = None  # end the run after this many evaluations without a better result
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps"):

@@ -216,7 +216,7 @@ class Masking(Analysis):
     least_images = 100  # so that one image is at most one point of accuracy
 
     sides: tuple[int, ...] = option(SIDES, "sides of the windows", type=int, nargs="+")
-    seed: int = option(0, "of the random tokens", type=int)
+    seed: int = option(0, "seed of the random tokens", type=int)
 
     def measure(self, subject: Subject, on_images: OnImages) -> MaskingResult:
         return measure_masking(subject.model, subject.batches(), sides=self.sides, seed=self.seed, on_images=on_images)

@@ -17,9 +17,9 @@ class StudentConfig(BackboneConfig):
     name: str = ""  # of the teacher; not needed if its weights file names it
     weights: str | None = "pretrained"  # of the teacher: "pretrained", or a file
     attention: str = "tangent"  # or "inline", "linear", "mala"
-    feature_map: str | None = None  # of all but "tangent"; None: the published one
+    feature_map: str | None = None  # φ of all attentions but "tangent"; null: the published one
     local_residual: bool = True
-    keep_softmax: list[str] = field(default_factory=list)  # names of attentions that stay as they are; or auto:K
+    keep_softmax: list[str] = field(default_factory=list)  # names of attentions that stay softmax, or auto:K
     kept: list[str] | None = None  # set by the command: the names of the kept attentions
     start: str | None = None  # set by the command: the weights of the previous stage
 
@@ -39,7 +39,7 @@ class StudentConfig(BackboneConfig):
 class MatchConfig:
     """Stage 1: every linear attention learns the output of the softmax it replaces, on the teacher's inputs."""
 
-    steps: int = 240  # updates; 0: no such stage
+    steps: int = 240  # updates; 0 skips this stage
     lr: float = 5e-4  # per optim.rate_batch images, as optim.lr
 
     def __post_init__(self) -> None:
@@ -51,9 +51,9 @@ class MatchConfig:
 class DistillConfig:
     """Stage 2: the whole student learns the teacher's output."""
 
-    enabled: bool = True  # False: no such stage
+    enabled: bool = True  # false skips this stage
     labels: float = 0.1  # share of the labels in the loss, if the teacher has a head and the data have labels
-    temperature: float = 2.0  # of both softmaxes; a model without a head has none
+    temperature: float = 2.0  # of the softmax of teacher and student; not used without a head
 
     def __post_init__(self) -> None:
         check_setting("distill.labels", self.labels, 0 <= self.labels <= 1, "a share in [0, 1]")

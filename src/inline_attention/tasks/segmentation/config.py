@@ -29,7 +29,7 @@ class SegmentDataConfig(LoaderConfig):
     """
 
     layout: Layout = "auto"  # folders, ade20k, cityscapes, or auto for the one that data.path holds
-    classes: str | list[str] | None = None  # names, or a file with a name per line; None: classes.txt in the folder
+    classes: str | list[str] | None = None  # names, or a file with a name per line; null: classes.txt in the folder
     ignore_index: int = 255  # class number of ignored pixels
 
     batch_size: int = 16

@@ -80,7 +80,7 @@ def plan_linearization(
     """Plan both stages. Writes nothing.
 
     Args:
-        recipe, overrides, flags, output: as in `plan_run`.
+        recipe: as in `plan_run`, and so are overrides, flags and output.
         resume: "auto" for the run in `output`, or the folder to continue. Complete stages are left as they are.
     """
     if resume == "auto" and output is None:

@@ -64,9 +64,11 @@ class Maps:
 
         Args:
             name: name of the picture, which identifies it.
-            model, layer: their indices.
+            model: its index.
+            layer: its index.
             head: its index, limited to the heads of the layer; None for the mean of all.
-            x, y: position of the query, from 0 to 1 across and down the picture.
+            x: position of the query across the picture, from 0 to 1.
+            y: the same down the picture.
         """
         attention = self._layer(name, image, model, layer)
         height, width = attention.map_grid

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from variants import VARIANTS, build_variant
 
-from inline_attention.layers import ATTENTIONS, Attention, PatchEmbed, register_attention
-from inline_attention.layers.attention import masked_mean
+from inline_attention.layers import Attention, PatchEmbed
+from inline_attention.layers.tokens import masked_mean
 
 GRID, PREFIX, DIM, HEADS = (3, 4), 1, 16, 2
 N = PREFIX + 12
@@ -170,27 +170,3 @@ def test_the_projection_of_patches_is_a_convolution_that_is_called() -> None:
     torch.testing.assert_close(embed.proj(x), plain(x))  # borders that fill no patch left out
     embed.proj = plain
     torch.testing.assert_close(embed(x), before)
-
-
-def test_registering_an_attention() -> None:
-    before = dict(ATTENTIONS)
-
-    class Nameless(Attention):
-        pass
-
-    class Second(Attention):
-        kind = "inline"
-
-    with pytest.raises(ValueError, match=r"Nameless\.kind is None; expected the name"):
-        register_attention(Nameless)
-    with pytest.raises(ValueError, match=r"Second\.kind is 'inline', which is InLineAttention; choose another"):
-        register_attention(Second)
-    assert before == ATTENTIONS
-
-
-@pytest.mark.parametrize("feature_map", ["relu", "relu_affine"])
-def test_softmax_takes_no_feature_map(feature_map: str) -> None:
-    with pytest.raises(ValueError, match="MappedSoftmaxAttention"):
-        ATTENTIONS["softmax"](DIM, HEADS, feature_map=feature_map)
-    mapped = ATTENTIONS["mapped_softmax"](DIM, HEADS, feature_map=feature_map)
-    assert "kind" not in vars(mapped)

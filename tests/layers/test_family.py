@@ -12,9 +12,9 @@ from variants import build_variant
 
 import inline_attention
 from inline_attention.layers import ATTENTIONS, TangentAttention
-from inline_attention.layers.attention import masked_mean
 from inline_attention.layers.family import find_anchors
 from inline_attention.layers.rope import rotate
+from inline_attention.layers.tokens import masked_mean
 from inline_attention.models.profile import count_macs
 from inline_attention.ops import local_residual, tangent_attention
 from inline_attention.ops.projections import unstack

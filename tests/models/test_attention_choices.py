@@ -11,8 +11,8 @@ from torch import Tensor
 from window_oracle import members
 
 from inline_attention import InLineAttention, SoftmaxAttention
-from inline_attention.layers import ATTENTIONS
-from inline_attention.layers.attention import LETTERS, Attention
+from inline_attention.layers import ATTENTIONS, Attention
+from inline_attention.layers.registry import LETTERS
 from inline_attention.models.cswin import StripeAttention
 from inline_attention.models.swin import SwinBlock, WindowSoftmaxAttention
 from inline_attention.models.weights import load_model, load_weights, save_weights

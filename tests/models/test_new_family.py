@@ -17,7 +17,7 @@ import inline_attention
 from inline_attention.cli import main
 from inline_attention.export import export_model
 from inline_attention.layers import Block
-from inline_attention.layers.attention import build_attention, parse_attention
+from inline_attention.layers.registry import build_attention, parse_attention
 from inline_attention.models import registry
 from inline_attention.models.base import Grid, PyramidModel, Stage, StateDict, ceil_grid, to_pair
 from inline_attention.models.convert import convert

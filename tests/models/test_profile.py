@@ -7,7 +7,7 @@ import torch
 from small import DISTINCT, create_small
 
 import inline_attention
-from inline_attention.layers.attention import describe_attention
+from inline_attention.layers.registry import describe_attention
 from inline_attention.models.profile import count_macs, profile
 from inline_attention.models.summary import SUMMARIES, count
 

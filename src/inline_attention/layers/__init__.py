@@ -1,20 +1,18 @@
 """Modules built from the operations."""
 
-from .attention import (
-    ATTENTIONS,
-    Attention,
-    InLineAttention,
-    LinearAttention,
-    LocalSoftmaxAttention,
-    MappedSoftmaxAttention,
-    SoftmaxAttention,
-    register_attention,
-)
+# Each of these files registers its attentions. Messages list them in this order.
+# isort: off
+from .inline import InLineAttention, LinearAttention
+from .softmax import LocalSoftmaxAttention, MappedSoftmaxAttention, SoftmaxAttention
 from .baselines import AngularAttention, EfficientAttention, EnhancedAttention, FocusedAttention, HydraAttention
+from .family import MALAAttention, PolaFormerAttention, RALAAttention, TangentAttention
+# isort: on
+
+from .attention import Attention
 from .block import Block
 from .embed import PatchConv2d, PatchEmbed
-from .family import MALAAttention, PolaFormerAttention, RALAAttention, TangentAttention
 from .local import LocalWeight
+from .registry import ATTENTIONS, register_attention
 
 __all__ = [
     "ATTENTIONS",

@@ -16,9 +16,11 @@ from inline_attention.ops import Grid, attention_matrix, linear_attention_projec
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
 
-from .attention import Attention, register_attention, scores, through_state, token_count
+from .attention import Attention
 from .embed import resize_map
 from .local import LocalTerm
+from .registry import register_attention
+from .tokens import scores, through_state, token_count
 
 FOCUSED_EPS = 1e-6
 

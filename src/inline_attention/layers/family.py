@@ -17,7 +17,10 @@ from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, anchor_weight, factors, without_autocast
 
-from .attention import Attention, FusedAttention, register_attention, scores
+from .attention import Attention
+from .inline import FusedAttention
+from .registry import register_attention
+from .tokens import scores
 
 POLAFORMER_POWER = 4.0  # how much more than 1 the learned exponents can be
 ANCHOR_STEPS = 2  # of k-means; its start matters more
@@ -76,12 +79,7 @@ class RALAAttention(Attention):
             *projections,
             feature_map=self.feature_map,
             token_weight=weight.permute(0, 2, 1),
-            local_weight=local_weight,
-            grid=grid,
-            num_prefix_tokens=self.num_prefix_tokens,
-            token_mask=token_mask,
-            query_mask=token_mask,
-            backend=self.backend,
+            **self.shared_options(grid=grid, token_mask=token_mask, local_weight=local_weight),
         )
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
@@ -139,12 +137,7 @@ class PolaFormerAttention(Attention):
         out = linear_attention_projected(
             *(x.to(q.dtype).unsqueeze(2) for x in (q, k, v)),
             feature_map="identity",
-            local_weight=local_weight,
-            grid=grid,
-            num_prefix_tokens=self.num_prefix_tokens,
-            token_mask=token_mask,
-            query_mask=token_mask,
-            backend=self.backend,
+            **self.shared_options(grid=grid, token_mask=token_mask, local_weight=local_weight),
         )
         return out.to(v.dtype).flatten(2).unflatten(2, (self.num_heads, self.head_dim))
 
@@ -233,12 +226,7 @@ class TangentAttention(FusedAttention):
             *projections,
             anchor=mean_query,
             scale=self.scale,
-            local_weight=local_weight,
-            grid=grid,
-            num_prefix_tokens=self.num_prefix_tokens,
-            token_mask=token_mask,
-            query_mask=token_mask,
-            backend=self.backend,
+            **self.shared_options(grid=grid, token_mask=token_mask, local_weight=local_weight),
         )
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:

@@ -130,6 +130,22 @@ def measure_naflex(coordinates: Tensor, valid: Tensor | None) -> list[Grid]:
     return [(rows, columns) for rows, columns, _ in sizes]
 
 
+def find_grid(attention: Any, x: Tensor) -> Grid | list[Grid]:
+    """The grid of the model around, for a call without one: (height, width), or a list of one for every image."""
+    if attention.model_grid is not None:
+        if attention.num_prefix_tokens != attention.model_grid.num_prefix_tokens:
+            attention.num_prefix_tokens = attention.model_grid.num_prefix_tokens
+        if attention.uses_grid and attention.model_grid.grid is not None:
+            return attention.model_grid.grid
+    if attention.uses_grid:
+        raise ValueError(
+            f"{type(attention).__name__} acts on the token map, and grid is missing: pass grid=(height, width), or "
+            "call the whole timm model that it was built in. Without a local residual (local_residual=False) "
+            "InLine and linear attention need none"
+        )
+    return 1, x.shape[1] - attention.num_prefix_tokens  # not used
+
+
 _waiting: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _handle: RemovableHandle | None = None
 

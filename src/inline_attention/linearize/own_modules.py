@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inline_attention.layers import Attention, SoftmaxAttention
-from inline_attention.layers.attention import MappedSoftmaxAttention
+from inline_attention.layers import Attention, MappedSoftmaxAttention, SoftmaxAttention
 from inline_attention.models import cswin, pvt, swin
 from inline_attention.ops import Grid
 from inline_attention.ops.feature_maps import get_feature_map

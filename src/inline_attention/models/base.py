@@ -11,10 +11,10 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from inline_attention.layers.attention import AffineMap, HeadGain
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.local import ParameterPair
 from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
+from inline_attention.layers.queries import AffineMap, HeadGain
 from inline_attention.ops import Grid
 
 StateDict = dict[str, Tensor]

@@ -15,19 +15,13 @@ from timm.layers import register_notrace_module
 from timm.models import register_model
 from torch import Tensor, nn
 
-from inline_attention.layers import Block, SoftmaxAttention
-from inline_attention.layers.attention import (
-    Attention,
-    AttentionSpec,
-    MappedSoftmaxAttention,
-    build_attention,
-    masked_mean,
-    parse_attention,
-    softmax_feature_map,
-)
+from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, SoftmaxAttention
 from inline_attention.layers.embed import pad_image
 from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
+from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.softmax import softmax_feature_map
+from inline_attention.layers.tokens import masked_mean
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid

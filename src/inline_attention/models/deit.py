@@ -13,9 +13,9 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from inline_attention.layers import Block, PatchEmbed
-from inline_attention.layers.attention import AttentionSpec, build_attention, parse_attention
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import own_tokens, resize_map_for_each, sizes_on_map
+from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
 from inline_attention.ops import Grid
 
 from . import registry

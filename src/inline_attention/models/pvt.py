@@ -14,17 +14,11 @@ import torch
 from timm.models import register_model
 from torch import Tensor, nn
 
-from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
-from inline_attention.layers.attention import (
-    Attention,
-    AttentionSpec,
-    MappedSoftmaxAttention,
-    build_attention,
-    parse_attention,
-    softmax_feature_map,
-)
+from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import resize_map_for_each
+from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.softmax import softmax_feature_map
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid
 

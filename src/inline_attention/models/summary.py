@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from inline_attention.layers.attention import describe_attention
+from inline_attention.layers.registry import describe_attention
 
 from .base import VisionModel
 from .profile import count_macs

@@ -14,17 +14,11 @@ from timm.layers import register_notrace_module
 from timm.models import register_model
 from torch import Tensor, nn
 
-from inline_attention.layers import Block, PatchEmbed, SoftmaxAttention
-from inline_attention.layers.attention import (
-    Attention,
-    AttentionSpec,
-    MappedSoftmaxAttention,
-    build_attention,
-    parse_attention,
-    softmax_feature_map,
-)
+from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import Padding
+from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.softmax import softmax_feature_map
 from inline_attention.layers.windows import (
     WindowPlan,
     ceil_div,

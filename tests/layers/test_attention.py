@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention
-from inline_attention.layers.attention import Attention, describe_attention, parse_attention
+from inline_attention.layers import Attention
 from inline_attention.layers.local import LocalWeight
 from inline_attention.ops import attention_matrix, inline_attention
 
@@ -186,41 +186,3 @@ def test_errors() -> None:
         build()(tokens(), GRID, token_mask=torch.ones(2, 1, 15, 15, dtype=torch.bool))
     with pytest.raises(ValueError, match="grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 15"):
         build()(tokens(), (4, 4))
-
-
-# Which attention where
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected", "short"),
-    [
-        ("IISL", [["inline"], ["inline"] * 2, ["softmax"] * 3, ["linear"]], "IISL"),
-        ("softmax", [["softmax"], ["softmax"] * 2, ["softmax"] * 3, ["softmax"]], "SSSS"),
-        (
-            ["inline", "linear", "inline:2", "S"],
-            [["inline"], ["linear"] * 2, ["inline", "inline", "softmax"], ["softmax"]],
-            "I L I:2 S",
-        ),
-        ("inline:1", [["inline"], ["inline", "softmax"], ["inline", "softmax", "softmax"], ["inline"]], "I I:1 I:1 I"),
-        (["inline:0", "I", "I", "I"], [["softmax"], ["inline"] * 2, ["inline"] * 3, ["inline"]], "SIII"),
-    ],
-)
-def test_parse_attention(spec: Any, expected: list[list[str]], short: str) -> None:
-    assert parse_attention(spec, (1, 2, 3, 1)) == expected
-    assert describe_attention(expected) == short
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("III", "names 3 stages but the model has 4"),
-        ("IIIX", "'X' is unknown; expected a letter"),
-        ("inlin", "names 5 stages but the model has 4"),
-        (["inline", "inline", "inlin", "S"], "'inlin' is unknown"),
-        (["inline:x", "I", "I", "I"], "'inline:x' is unknown"),
-        (["inline:2", "I", "I", "I"], "'inline:2' asks for 2 blocks of a stage that has 1"),
-    ],
-)
-def test_parse_attention_errors(spec: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_attention(spec, (1, 2, 3, 1))

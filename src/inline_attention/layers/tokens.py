@@ -1,0 +1,44 @@
+"""Functions of token rows that several attentions share. With a mask, only the tokens present count."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
+
+
+def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Mean of the tokens present, its sum in at least float32: x (B, N, C), token_mask (B, N) → (B, C) in x's dtype"""
+    if token_mask is None:
+        return x.mean(1)  # PyTorch sums in float32 by itself here
+    total = zero_absent(x, token_mask).sum(1, dtype=accumulation_dtype(x.dtype))
+    return (total / token_mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+
+def token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
+    """Tokens present of x (B, N, heads, d): N, or (B, 1, 1, 1) with a mask. A sample without any counts one."""
+    if token_mask is None:
+        return x.shape[1]
+    return token_mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
+
+
+def through_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q_i (Σ_j k_j v_jᵀ) with the sum in at least float32: (B, N, heads, d) each → the shape of q"""
+    dtype = accumulation_dtype(q.dtype)
+    with without_autocast(q.device):
+        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        return (q @ (k.mT @ v)).transpose(1, 2)
+
+
+def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """q_i·k_j, zero where masked: q (B, rows, heads, d), k (B, N, heads, d) → (B, heads, rows, N)"""
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
+    return products if mask is None else products.masked_fill(~mask, 0)
+
+
+def pad_images(images: Sequence[Tensor], length: int) -> Tensor:
+    """Tokens of several images (n, C), n of each its own, as one batch (B, length, C) with zeros after them"""
+    out = nn.utils.rnn.pad_sequence(list(images), batch_first=True)
+    return F.pad(out, (0, 0, 0, length - out.shape[1]))

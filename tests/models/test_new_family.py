@@ -19,7 +19,7 @@ from inline_attention.export import export_model
 from inline_attention.layers import Block
 from inline_attention.layers.registry import build_attention, parse_attention
 from inline_attention.models import registry
-from inline_attention.models.base import Grid, PyramidModel, Stage, StateDict, ceil_grid, to_pair
+from inline_attention.models.base import Grid, PyramidModel, Stage, StateDict
 from inline_attention.models.convert import convert
 from inline_attention.models.hub import hf_arguments
 from inline_attention.models.profile import profile
@@ -65,17 +65,13 @@ class Toy(PyramidModel):
         depth: int = 1,
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.check_global_pool(global_pool)
-        self.global_pool, self.in_chans, self.img_size = global_pool, in_chans, to_pair(img_size)
         dims = [embed_dim, 2 * embed_dim]
-        self.num_features = self.head_hidden_size = dims[-1]
-        self.describe_features(dims)
+        super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         self.attention = parse_attention("inline", [depth, depth])
         self.patch_embed = ToyEmbed(in_chans, embed_dim)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(dims):
-            grid = ceil_grid(self.img_size, 4 * 2**i)
+            grid = self.stage_grid(i)
             options = dict(mlp_ratio=2.0, norm_eps=self.norm_eps)
             blocks = [Block(dim, build_attention("inline", dim, 2, grid=grid), **options) for _ in range(depth)]
             self.stages.append(Stage(ToyMerging(dims[i - 1]) if i else nn.Identity(), blocks))
@@ -85,9 +81,6 @@ class Toy(PyramidModel):
 
     def no_weight_decay(self) -> set[str]:
         return {"patch_embed.toy_scale"}
-
-    def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        self.img_size = to_pair(img_size)
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         return {name.replace("stem.", "patch_embed."): tensor for name, tensor in state_dict.items()}

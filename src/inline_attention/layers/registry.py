@@ -1,6 +1,6 @@
 """Attentions by name: the registry, and which attention each block of a model has ("IIIS")."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from .attention import Attention
@@ -31,10 +31,14 @@ def build_attention(
     feature_map: str | None = None,
     local_residual: bool | None = None,
     gain: bool | float = False,
+    own: Mapping[str, type[Attention]] | None = None,
     **kwargs: Any,
 ) -> Attention:
-    """An attention by name. Model-wide choices apply if its `follows` names them; None keeps the default."""
-    cls = ATTENTIONS[name]
+    """An attention by name. Model-wide choices apply if its `follows` names them; None keeps the default.
+
+    `own` are the classes that a family has in the place of registered ones, by name.
+    """
+    cls = {**ATTENTIONS, **(own or {})}[name]
     choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual, gain=gain)
     chosen = {key: value for key, value in choices.items() if value is not None and key in cls.follows}
     return cls(dim, num_heads, **chosen, **kwargs)

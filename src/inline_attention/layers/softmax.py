@@ -75,13 +75,3 @@ class LocalSoftmaxAttention(SoftmaxAttention):
 
     def __init__(self, dim: int, num_heads: int, *, local_residual: bool = True, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, local_residual=local_residual, **kwargs)
-
-
-def softmax_feature_map(name: str, feature_map: str | None) -> str | None:
-    """φ of a softmax attention, by its name, for families with softmax attentions of their own.
-
-    None for an attention that is not softmax. `feature_map` is the model-wide choice.
-    """
-    if name == MappedSoftmaxAttention.kind:
-        return feature_map or "relu"
-    return "identity" if name == SoftmaxAttention.kind else None

@@ -11,6 +11,7 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from inline_attention.layers import Block
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.local import ParameterPair
 from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
@@ -100,6 +101,14 @@ class VisionModel(nn.Module):
     grad_checkpointing: bool = False
     config: dict[str, Any]  # the constructor's arguments, set by the registry
 
+    def __init__(self, num_features: int, *, img_size: int | Sequence[int], in_chans: int, global_pool: str) -> None:
+        super().__init__()
+        self.check_global_pool(global_pool)
+        self.global_pool = global_pool
+        self.in_chans = in_chans
+        self.img_size = to_pair(img_size)
+        self.num_features = self.head_hidden_size = num_features
+
     def init_weights(self) -> None:
         """Draws linear layers from a truncated normal of std 0.02, with zero biases. The others keep their defaults."""
         if next(self.parameters()).is_meta:
@@ -138,6 +147,10 @@ class VisionModel(nn.Module):
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Permanently resizes what depends on the input size. Other sizes also run without this call."""
         raise NotImplementedError
+
+    def no_weight_decay(self) -> set[str]:
+        """The names of parameters that are not decayed, besides biases and norms."""
+        return set()
 
     def minimum_size(self) -> int:
         """The smallest side of an image that one exported graph with dynamic sizes serves.
@@ -278,8 +291,23 @@ class PyramidModel(VisionModel):
     layers_name = "stages"
     stages: nn.ModuleList
 
-    def describe_features(self, dims: Sequence[int]) -> None:
+    def __init__(self, dims: Sequence[int], **kwargs: Any) -> None:
+        """`dims` are the channels, by stage; the other arguments are those of `VisionModel`."""
+        super().__init__(dims[-1], **kwargs)
         self.feature_info = [dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}") for i, dim in enumerate(dims)]
+
+    def stage_grid(self, stage: int) -> Grid:
+        """The size of a stage's map at the input size of the model."""
+        return ceil_grid(self.img_size, 4 * 2**stage)
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Resizes learned positions of the attentions."""
+        self.img_size = to_pair(img_size)
+        for i, stage in enumerate(self.stages):
+            assert isinstance(stage, Stage)
+            for block in stage.blocks:
+                assert isinstance(block, Block)
+                block.attn.set_grid(self.stage_grid(i))
 
     def check_global_pool(self, global_pool: str) -> None:
         if global_pool not in ("", "avg"):

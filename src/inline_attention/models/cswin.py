@@ -20,7 +20,6 @@ from inline_attention.layers.embed import pad_image
 from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
-from inline_attention.layers.softmax import softmax_feature_map
 from inline_attention.layers.tokens import masked_mean
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 from inline_attention.layers.written_out import WrittenOut
@@ -29,7 +28,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
 from . import registry
-from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, drop_path_rates
 from .published import PUBLISHED, Published, share_link
 
 
@@ -116,10 +115,12 @@ class StripeAttention(SoftmaxAttention):
         return replace(found, matrix=matrix, local=local, stripes=self.stripe is not None)
 
 
-class MappedStripeAttention(StripeAttention):
+class MappedStripeAttention(MappedSoftmaxAttention, StripeAttention):
     """The same with φ applied to q and k before the softmax."""
 
-    kind = MappedSoftmaxAttention.kind
+
+# Softmax attention of this family, by the names that models take.
+SOFTMAX: dict[str, type[Attention]] = {cls.kind: cls for cls in (StripeAttention, MappedStripeAttention)}
 
 
 class CSwinBlock(Block):
@@ -168,7 +169,8 @@ class CSwin(PyramidModel):
         num_heads: heads, by stage.
         mlp_ratio: hidden channels of every block's MLP, as a multiple of its channels.
         stripes: by stage, the width of softmax attention's stripes. The last stage attends over the whole map in one
-            branch, and so does a stage whose map at img_size is not larger than its stripe.
+            branch, and so does a stage whose map at img_size is not larger than its stripe. `set_input_size` does not
+            change them.
         attention: the attention of each stage; see `parse_attention`.
         feature_map: φ of InLine and linear attention; None for the default of each.
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
@@ -201,25 +203,17 @@ class CSwin(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.check_global_pool(global_pool)
-        self.global_pool = global_pool
-        self.in_chans = in_chans
-        self.img_size = to_pair(img_size)
         dims = [embed_dim * 2**i for i in range(len(depths))]
-        self.num_features = self.head_hidden_size = dims[-1]
-        self.describe_features(dims)
+        super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
+        choices: dict[str, Any] = dict(
+            feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX
+        )
 
         def attn(name: str, stage: int) -> Attention:
-            dim, heads = dims[stage], num_heads[stage]
-            grid = ceil_grid(self.img_size, 4 * 2**stage)
-            options: dict[str, Any] = dict(gain=gain, proj_drop=proj_drop_rate)
-            if (phi := softmax_feature_map(name, feature_map)) is not None:
-                stripe = None if stage == len(dims) - 1 or max(grid) <= stripes[stage] else stripes[stage]
-                softmax = StripeAttention if phi == "identity" else MappedStripeAttention
-                return softmax(dim, heads, stripe=stripe, feature_map=phi, **options)
-            options.update(feature_map=feature_map, local_residual=local_residual)
-            return build_attention(name, dim, heads, position_conv=True, grid=grid, **options)
+            grid = self.stage_grid(stage)
+            stripe = None if stage == len(dims) - 1 or max(grid) <= stripes[stage] else stripes[stage]
+            options: dict[str, Any] = dict(stripe=stripe) if name in SOFTMAX else dict(position_conv=True, grid=grid)
+            return build_attention(name, dims[stage], num_heads[stage], **options, **choices)
 
         self.patch_embed = ConvEmbed(in_chans, embed_dim)
         self.attention = parse_attention(attention, depths)
@@ -236,9 +230,6 @@ class CSwin(PyramidModel):
         self.build_head(num_classes, drop_rate)
         self.init_weights()
 
-    def no_weight_decay(self) -> set[str]:
-        return set()
-
     def minimum_size(self) -> int:
         """A map with more than one stripe on each side is cut and padded; a smaller one is a single stripe."""
         sides = [
@@ -248,15 +239,6 @@ class CSwin(PyramidModel):
             if isinstance(module, StripeAttention) and module.stripe is not None
         ]
         return max([super().minimum_size(), *sides])
-
-    def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Resizes learned positions. Stripes keep the widths that the model was built with."""
-        self.img_size = to_pair(img_size)
-        for i, stage in enumerate(self.stages):
-            assert isinstance(stage, Stage)
-            for block in stage.blocks:
-                assert isinstance(block, Block)
-                block.attn.set_grid(ceil_grid(self.img_size, 4 * 2**i))
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         own = self.state_dict(keep_vars=True)

@@ -82,13 +82,9 @@ class DeiT(VisionModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.check_global_pool(global_pool)
-        self.global_pool = global_pool
-        self.in_chans = in_chans
-        self.img_size = to_pair(img_size)
+        super().__init__(embed_dim, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         self.patch_size = patch_size
-        self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
+        self.embed_dim = embed_dim
         self.grid = ceil_grid(self.img_size, patch_size)  # of the position embedding
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
 

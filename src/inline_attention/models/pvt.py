@@ -18,7 +18,6 @@ from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, Pa
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import resize_map_for_each
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
-from inline_attention.layers.softmax import softmax_feature_map
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid
 
@@ -30,7 +29,6 @@ from .base import (
     adapt_attention,
     ceil_grid,
     drop_path_rates,
-    to_pair,
     unflatten_positions,
 )
 from .published import PUBLISHED, Published, share_link
@@ -80,10 +78,14 @@ class ReducedSoftmaxAttention(SoftmaxAttention):
         return replace(found, key_grid=(grid[0] // self.reduction, grid[1] // self.reduction))
 
 
-class MappedReducedSoftmaxAttention(ReducedSoftmaxAttention):
+class MappedReducedSoftmaxAttention(MappedSoftmaxAttention, ReducedSoftmaxAttention):
     """The same with φ applied to q and k before the softmax."""
 
-    kind = MappedSoftmaxAttention.kind
+
+# Softmax attention of this family, by the names that models take.
+SOFTMAX: dict[str, type[Attention]] = {
+    cls.kind: cls for cls in (ReducedSoftmaxAttention, MappedReducedSoftmaxAttention)
+}
 
 
 class PatchDownsample(nn.Module):
@@ -160,23 +162,16 @@ class PVT(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.check_global_pool(global_pool)
-        self.global_pool = global_pool
-        self.in_chans = in_chans
-        self.img_size = to_pair(img_size)
-        self.num_features = self.head_hidden_size = embed_dims[-1]
-        self.describe_features(embed_dims)
+        super().__init__(embed_dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
+        choices: dict[str, Any] = dict(
+            feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX
+        )
 
         def attn(name: str, stage: int) -> Attention:
-            dim, heads = embed_dims[stage], num_heads[stage]
-            options: dict[str, Any] = dict(gain=gain, proj_drop=proj_drop_rate)
-            if (phi := softmax_feature_map(name, feature_map)) is not None:
-                softmax = ReducedSoftmaxAttention if phi == "identity" else MappedReducedSoftmaxAttention
-                return softmax(dim, heads, reduction=reductions[stage], feature_map=phi, **options)
-            options.update(feature_map=feature_map, local_residual=local_residual)
-            grid = ceil_grid(self.img_size, 4 * 2**stage)
-            return build_attention(name, dim, heads, fused_qkv=False, grid=grid, **options)
+            options: dict[str, Any] = dict(fused_qkv=False, grid=self.stage_grid(stage))
+            if name in SOFTMAX:
+                options = dict(reduction=reductions[stage])
+            return build_attention(name, embed_dims[stage], num_heads[stage], **options, **choices)
 
         self.patch_embed = PatchEmbed(4, in_chans, embed_dims[0], norm=nn.LayerNorm(embed_dims[0], eps=1e-5))
         self.attention = parse_attention(attention, depths)
@@ -189,13 +184,10 @@ class PVT(PyramidModel):
                 for name, rate in zip(self.attention[i], rates[i], strict=True)
             ]
             downsample = PatchDownsample(embed_dims[i - 1], dim) if i else nn.Identity()
-            self.stages.append(PVTStage(downsample, blocks, grid=ceil_grid(self.img_size, 4 * 2**i), dim=dim))
+            self.stages.append(PVTStage(downsample, blocks, grid=self.stage_grid(i), dim=dim))
         self.norm = nn.Identity()
         self.build_head(num_classes, drop_rate)
         self.init_weights()
-
-    def no_weight_decay(self) -> set[str]:
-        return set()
 
     def minimum_size(self) -> int:
         """Softmax attention with reduced keys needs a map with at least one key."""
@@ -209,15 +201,11 @@ class PVT(PyramidModel):
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Resizes the position embeddings once. Without this call they are resized at every other size."""
-        self.img_size = to_pair(img_size)
+        super().set_input_size(img_size)
         for i, stage in enumerate(self.stages):
             assert isinstance(stage, PVTStage)
-            grid = ceil_grid(self.img_size, 4 * 2**i)
-            with torch.no_grad():
-                stage.pos_embed = nn.Parameter(resize_map(stage.pos_embed, grid, mode="bilinear").clone())
-            for block in stage.blocks:
-                assert isinstance(block, Block)
-                block.attn.set_grid(grid)
+            resized = resize_map(stage.pos_embed.detach(), self.stage_grid(i), mode="bilinear")
+            stage.pos_embed = nn.Parameter(resized.clone())
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         source = self.source_size(img_size)
@@ -237,7 +225,7 @@ class PVT(PyramidModel):
                 if value.ndim == 3:  # the official layout; ours keeps the grid
                     value = unflatten_positions(name, value, grid)
                 if stage < len(self.stages):
-                    value = resize_map(value, ceil_grid(self.img_size, 4 * 2**stage), mode="bilinear")
+                    value = resize_map(value, self.stage_grid(stage), mode="bilinear")
             out[name] = value
         return out
 

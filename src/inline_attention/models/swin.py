@@ -18,7 +18,6 @@ from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, Pa
 from inline_attention.layers.embed import resize_map
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
-from inline_attention.layers.softmax import softmax_feature_map
 from inline_attention.layers.windows import (
     WindowPlan,
     ceil_div,
@@ -33,7 +32,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
 from . import registry
-from .base import PyramidModel, Stage, StateDict, adapt_attention, ceil_grid, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, drop_path_rates, to_pair
 from .published import PUBLISHED, Published, share_link
 
 # Added to the score of two tokens that share a window only because of the cyclic shift.
@@ -103,10 +102,12 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         return replace(found, matrix=matrix)
 
 
-class MappedWindowSoftmaxAttention(WindowSoftmaxAttention):
+class MappedWindowSoftmaxAttention(MappedSoftmaxAttention, WindowSoftmaxAttention):
     """The same with φ applied to q and k before the softmax."""
 
-    kind = MappedSoftmaxAttention.kind
+
+# Softmax attention of this family, by the names that models take.
+SOFTMAX: dict[str, type[Attention]] = {cls.kind: cls for cls in (WindowSoftmaxAttention, MappedWindowSoftmaxAttention)}
 
 
 def offsets(window: Grid) -> int:
@@ -213,14 +214,8 @@ class Swin(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.check_global_pool(global_pool)
-        self.global_pool = global_pool
-        self.in_chans = in_chans
-        self.img_size = to_pair(img_size)
         dims = [embed_dim * 2**i for i in range(len(depths))]
-        self.num_features = self.head_hidden_size = dims[-1]
-        self.describe_features(dims)
+        super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         window = None if window_size is None else to_pair(window_size, name="window_size")
         if softmax_window_size is not None:
             self.softmax_window = to_pair(softmax_window_size, name="softmax_window_size")
@@ -231,32 +226,29 @@ class Swin(PyramidModel):
         norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
         self.patch_embed = PatchEmbed(4, in_chans, embed_dim, norm=norm)
         self.attention = parse_attention(attention, depths)
-        is_all_softmax = all(softmax_feature_map(name, feature_map) for stage in self.attention for name in stage)
+        is_all_softmax = all(name in SOFTMAX for stage in self.attention for name in stage)
         if is_all_softmax and window and softmax_window_size is None and min(window) // 8 < PUBLISHED_WINDOW:
             raise ValueError(
                 f"window_size={window_size} has no effect, because every block attends with softmax; "
                 f"set softmax_window_size={window_size} instead"
             )
+        choices: dict[str, Any] = dict(
+            feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX
+        )
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(dims):
             softmax_window = self._clipped_softmax_window(i)
             blocks = []
             for j, (name, rate) in enumerate(zip(self.attention[i], rates[i], strict=True)):
-                attn: Attention
-                options: dict[str, Any] = dict(gain=gain, proj_drop=proj_drop_rate)
-                if (phi := softmax_feature_map(name, feature_map)) is not None:
-                    options.update(window=softmax_window, feature_map=phi)
-                    softmax = WindowSoftmaxAttention if phi == "identity" else MappedWindowSoftmaxAttention
-                    attn = softmax(dim, num_heads[i], **options)
-                else:
-                    options.update(feature_map=feature_map, local_residual=local_residual)
-                    attn = build_attention(name, dim, num_heads[i], grid=self._attended_grid(i, window), **options)
+                is_softmax = name in SOFTMAX
+                own = dict(window=softmax_window) if is_softmax else dict(grid=self._attended_grid(i, window))
+                options: dict[str, Any] = {**choices, **own}
                 blocks.append(
                     SwinBlock(
                         dim,
-                        attn,
-                        window=window if phi is None else softmax_window,
+                        build_attention(name, dim, num_heads[i], **options),
+                        window=softmax_window if is_softmax else window,
                         shifted=j % 2 == 1,
                         mlp_ratio=mlp_ratio,
                         norm_eps=self.norm_eps,
@@ -271,12 +263,12 @@ class Swin(PyramidModel):
 
     def _clipped_softmax_window(self, stage: int) -> Grid:
         """The softmax window, clipped to the map at the model's input size."""
-        rows, columns = ceil_grid(self.img_size, 4 * 2**stage)
+        rows, columns = self.stage_grid(stage)
         return min(self.softmax_window[0], rows), min(self.softmax_window[1], columns)
 
     def _attended_grid(self, stage: int, window: Grid | None) -> Grid:
         """The size of one window at the model's input size."""
-        return WindowPlan.fit(ceil_grid(self.img_size, 4 * 2**stage), window, shifted=False).window
+        return WindowPlan.fit(self.stage_grid(stage), window, shifted=False).window
 
     def no_weight_decay(self) -> set[str]:
         return {n for n, _ in self.named_parameters() if n.endswith("relative_position_bias_table")}

@@ -101,7 +101,7 @@ def linear_attention(
         token_weight=token_weight,
         query_offset=query_offset,
         local_weight=local_weight,
-        grids=None if grid is None else [grid],
+        grid=grid,
         num_prefix_tokens=num_prefix_tokens,
         token_mask=token_mask,
         query_mask=query_mask,
@@ -134,16 +134,15 @@ def linear_attention_projected(
 
     The other arguments and the result are those of `linear_attention`.
     """
-    return _attention(
+    return _attention_of_projections(
         projections,
-        _unstack_checked(projections),
         normalization=normalization,
         feature_map=feature_map,
         scale=scale,
         token_weight=token_weight,
         query_offset=query_offset,
         local_weight=local_weight,
-        grids=None if grid is None else [grid],
+        grid=grid,
         num_prefix_tokens=num_prefix_tokens,
         token_mask=token_mask,
         query_mask=query_mask,
@@ -256,7 +255,7 @@ def inline_attention(
         feature_map=feature_map,
         scale=scale,
         local_weight=local_weight,
-        grids=None if grid is None else [grid],
+        grid=grid,
         num_prefix_tokens=num_prefix_tokens,
         token_mask=token_mask,
         query_mask=query_mask,
@@ -335,9 +334,10 @@ def tangent_attention(
         normalization="subtract",
         feature_map="identity",
         scale=scale,
-        anchor=_mean_query(q, query_mask) if anchor is None else anchor,
+        anchored=True,
+        anchor=anchor,
         local_weight=local_weight,
-        grids=None if grid is None else [grid],
+        grid=grid,
         num_prefix_tokens=num_prefix_tokens,
         token_mask=token_mask,
         query_mask=query_mask,
@@ -357,16 +357,15 @@ def tangent_attention_projected(
     backend: Backend = "auto",
 ) -> Tensor:
     """`tangent_attention` of the outputs of projections, as `linear_attention_projected` takes them."""
-    q, k, v = _unstack_checked(projections)
-    return _attention(
+    return _attention_of_projections(
         projections,
-        (q, k, v),
         normalization="subtract",
         feature_map="identity",
         scale=scale,
-        anchor=_mean_query(q, query_mask) if anchor is None else anchor,
+        anchored=True,
+        anchor=anchor,
         local_weight=local_weight,
-        grids=None if grid is None else [grid],
+        grid=grid,
         num_prefix_tokens=num_prefix_tokens,
         token_mask=token_mask,
         query_mask=query_mask,
@@ -374,24 +373,24 @@ def tangent_attention_projected(
     )
 
 
-def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid | None, **options: Any) -> Tensor:
     check_qkv(q, k, v, layout=ROWS)
     hint_at_order(q, k)
-    return _attention([x.unsqueeze(2) for x in (q, k, v)], (q, k, v), **options)
+    grids = None if grid is None else [grid]
+    return _attention([x.unsqueeze(2) for x in (q, k, v)], (q, k, v), grids=grids, **options)
 
 
-def _unstack_checked(projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_of_projections(projections: Sequence[Tensor], *, grid: Grid | None, **options: Any) -> Tensor:
     if any(x.ndim != 5 for x in projections) or sum(x.shape[2] for x in projections) != 3:
         shapes = ", ".join(str(shape_of(x)) for x in projections)
         raise ValueError(f"the projections have shapes {shapes}; expected (B, N, m, heads, d), three m together")
     q, k, v = unstack(projections)
     check_qkv(q, k, v, layout=ROWS)
-    return q, k, v
+    return _attention(projections, (q, k, v), grids=None if grid is None else [grid], **options)
 
 
 def _mean_query(q: Tensor, query_mask: Tensor | None) -> Tensor:
     """The mean of the queries that are present, (B, 1, heads, d), at least float32"""
-    check_mask("query_mask", query_mask, q)
     total = zero_absent(q, query_mask).sum(1, keepdim=True, dtype=reference.accumulation_dtype(q.dtype))
     if query_mask is None:
         return total / q.shape[1]
@@ -407,6 +406,7 @@ def _attention(
     scale: float | None,
     token_weight: Tensor | None = None,
     query_offset: Tensor | None = None,
+    anchored: bool = False,
     anchor: Tensor | None = None,
     local_weight: Tensor | None,
     grids: Sequence[Grid] | None,
@@ -421,7 +421,8 @@ def _attention(
     Args:
         projections: q, k and v as `linear_attention_projected` takes them; for a packed batch B is 1.
         qkv: the same as three tensors (B, N, heads, d).
-        anchor: the query whose softmax is the token weight, and the query offset at the same time.
+        anchored: the softmax of one query, the anchor, is the token weight, and the anchor is the query offset.
+        anchor: this query. Default: the mean of the queries that are present.
         grids: one (height, width), or one for each packed image.
         bounds: of a packed batch, the first token of each image and the number of all.
     """
@@ -445,6 +446,8 @@ def _attention(
         num_prefix_tokens=num_prefix_tokens,
         packed=bounds is not None,
     )
+    if anchored and anchor is None:
+        anchor = _mean_query(q, query_mask)
     phi = get_feature_map(feature_map)
     scale = default_scale(q, scale)
     if normalization == "divide":
@@ -479,7 +482,7 @@ def _attention(
             sequences,
             token_weight,
             query_offset if anchor is None else anchor,
-            anchored=anchor is not None,
+            anchored=anchored,
             normalization=normalization,
             feature_map=phi.kernel,
             scale=scale,
@@ -492,15 +495,14 @@ def _attention(
         normalization=normalization, feature_map=phi, scale=scale, num_prefix_tokens=num_prefix_tokens
     )
     if bounds is None:
-        options["grid"] = None if grids is None else grids[0]
         tensors = reference.Inputs(q, k, v, local_weight, token_weight, query_offset, token_mask, query_mask)
-        return reference.attention(tensors, **options)
+        return reference.attention(tensors, grid=None if grids is None else grids[0], **options)
     outs = []
     for i, (start, end) in enumerate(pairwise(bounds)):
         own = slice(start, end)
         weight = None if local_weight is None else local_weight[i : i + 1]
-        options["grid"] = None if grids is None else grids[i]
-        outs.append(reference.attention(reference.Inputs(q[:, own], k[:, own], v[:, own], weight), **options))
+        tensors = reference.Inputs(q[:, own], k[:, own], v[:, own], weight)
+        outs.append(reference.attention(tensors, grid=None if grids is None else grids[i], **options))
     return torch.cat(outs, dim=1)
 
 

@@ -175,7 +175,27 @@ class PackedStrings(Sequence[str]):
         return os.fsdecode(self._bytes[self._ends[index] : self._ends[index + 1]].tobytes())
 
 
-class FolderSource:
+class PathSource:
+    """Image files, by their paths below a folder. A subclass knows their labels."""
+
+    class_names: list[str]
+    labels: np.ndarray
+
+    def __init__(self, root: str | Path, paths: Iterable[str]) -> None:
+        self._root = root
+        self._paths = PackedStrings(paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, index: int) -> tuple[BinaryIO, int]:
+        return open_file(self.path(index)), int(self.labels[index])
+
+    def path(self, index: int) -> str:
+        return os.path.join(self._root, self._paths[index])
+
+
+class FolderSource(PathSource):
     """ImageNet layout: one folder per class, with images at any depth. Classes are in timm's natural order."""
 
     named = True
@@ -188,7 +208,6 @@ class FolderSource:
         self.class_names = [utf8_name(name) for name in names]
         if not names:
             raise ValueError(f"no images in {str(folder)!r}: expected one folder per class with images in it")
-        self._root = folder
         # Sample numbers follow the plain order of the names. Every random draw depends on them.
         labels = sorted(range(len(names)), key=names.__getitem__)
         found = [find_files(folder / names[label], IMAGE_EXTENSIONS) for label in labels]
@@ -197,36 +216,18 @@ class FolderSource:
             raise ValueError(f"no images in the class folders of {str(folder)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
         check_every_class_has_images(self.labels, self.class_names, where=f"folder {str(folder)!r}")
         start = len(os.path.join(folder, ""))
-        self._paths = PackedStrings(path[start:] for paths in found for path in paths)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open_file(self.path(index)), int(self.labels[index])
-
-    def path(self, index: int) -> str:
-        return os.path.join(self._root, self._paths[index])
+        super().__init__(folder, (path[start:] for paths in found for path in paths))
 
 
-class FilesSource:
+class FilesSource(PathSource):
     """A list of image files without labels."""
 
     named = False
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.class_names: list[str] = []
-        self._paths = PackedStrings(map(str, paths))
-        self.labels = np.zeros(len(self._paths), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open_file(self.path(index)), 0
-
-    def path(self, index: int) -> str:
-        return self._paths[index]
+        super().__init__("", map(str, paths))
+        self.class_names = []
+        self.labels = np.zeros(len(self), dtype=np.int64)
 
 
 class ZipSource:

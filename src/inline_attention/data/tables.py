@@ -12,18 +12,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 import numpy as np
 from timm.utils.misc import natural_key
 
 from inline_attention.data.config import DataConfig
-from inline_attention.data.decode import open_file
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.sources import (
     IMAGE_EXTENSIONS,
     FolderSource,
-    PackedStrings,
+    PathSource,
     find_files,
     list_some,
     utf8_name,
@@ -60,7 +58,7 @@ class ImageTable:
         return text.getvalue().encode("utf-8", "surrogateescape")
 
 
-class TableSource:
+class TableSource(PathSource):
     """The images of one split of a table, or all of them (`WHOLE`). Classes are those of the whole table."""
 
     named = True
@@ -77,18 +75,8 @@ class TableSource:
             raise ValueError(f"no images of split {split!r} in {table.origin}; there is {there}")
         self.class_names = sorted(set(table.labels), key=natural_key)
         position = {name: label for label, name in enumerate(self.class_names)}
-        self._root = root
-        self._paths = PackedStrings(table.files[row] for row in rows)
+        super().__init__(root, (table.files[row] for row in rows))
         self.labels = np.array([position[table.labels[row]] for row in rows])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open_file(self.path(index)), int(self.labels[index])
-
-    def path(self, index: int) -> str:
-        return os.path.join(self._root, self._paths[index])
 
 
 def has_splits(config: DataConfig) -> bool:

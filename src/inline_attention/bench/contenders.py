@@ -131,12 +131,7 @@ class TextbookAttention(InLineAttention):
     """InLine attention as the paper's matrix products, the residual as a grouped convolution. φ is the identity."""
 
     def attend(
-        self,
-        projections: Sequence[Tensor],
-        *,
-        grid: Grid,
-        token_mask: Tensor | None,
-        local_weight: Tensor | None,
+        self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
     ) -> Tensor:
         assert self.feature_map == "identity"
         assert token_mask is None  # windows are not padded at the size that a model was built for

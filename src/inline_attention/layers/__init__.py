@@ -5,7 +5,8 @@
 from .inline import InLineAttention, LinearAttention
 from .softmax import LocalSoftmaxAttention, MappedSoftmaxAttention, SoftmaxAttention
 from .baselines import AngularAttention, EfficientAttention, EnhancedAttention, FocusedAttention, HydraAttention
-from .family import MALAAttention, PolaFormerAttention, RALAAttention, TangentAttention
+from .family import MALAAttention, PolaFormerAttention, RALAAttention
+from .tangent import TangentAttention
 # isort: on
 
 from .attention import Attention

@@ -1,4 +1,7 @@
-"""The base of all attention modules. They have one call, `attention(x, grid)`, on token rows (B, N, C)."""
+"""The base of all attention modules. They have one call, `attention(x, grid)`, on token rows (B, N, C).
+
+A new attention is a subclass of `Attention`. With `@register_attention`, every model takes it by name.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -140,79 +143,6 @@ class Attention(nn.Module):
     def set_grid(self, grid: Grid) -> None:
         """Resizes parameters that depend on the size of the map. Other sizes run without it too."""
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """x (B, N, C) → q, k and v as the projections return them: tensors (B, N, m, heads, d) of m of them each"""
-        heads = (self.num_heads, self.head_dim)
-        if self.fused_qkv:
-            projections: tuple[Tensor, ...] = (self.project_queries(x, self.qkv).unflatten(-1, (3, *heads)),)
-        else:
-            q = self.project_queries(x, self.q).unflatten(-1, (1, *heads))
-            projections = q, self.kv(x).unflatten(-1, (2, *heads))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = unstack(projections)
-            projections = tuple(y.unsqueeze(2) for y in (self.q_norm(q).type_as(v), self.k_norm(k).type_as(v), v))
-        if self.affine is not None:
-            q, k, v = unstack(projections)
-            projections = tuple(y.unsqueeze(2) for y in (self.affine(q), self.affine(k), v))
-        return projections
-
-    def project_queries(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """A projection whose first C outputs are the queries, with their gains: (B, N, C) → (B, N, its outputs)"""
-        return linear(x) if self.query_gain is None else self.query_gain.project(x, linear)
-
-    def mean_query(self, token_mean: Tensor) -> Tensor:
-        """The mean of the queries, from the mean of the tokens: (B, C) → (B, 1, heads, d)
-
-        A query is an affine function of its token, so that this needs no pass over the queries.
-        """
-        return unstack(self.project(token_mean.unsqueeze(1), (1, 1)))[0]
-
-    def local_weight(self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None) -> Tensor | None:
-        """The sum of all 3×3 kernels on v, generated and positional → (B, heads, d, 9)"""
-        weight = None
-        if self.local is not None:
-            mean = masked_mean(x, token_mask) if token_mean is None else token_mean
-            weight = self.local(mean, backend=self.backend)
-        if self.position is not None:
-            static = self.position.weight.view(1, self.num_heads, self.head_dim, TAPS)
-            weight = static.expand(x.shape[0], -1, -1, -1) if weight is None else weight + static
-        return weight
-
-    def attend(
-        self,
-        projections: Sequence[Tensor],
-        *,
-        grid: Grid,
-        token_mask: Tensor | None,
-        local_weight: Tensor | None,
-    ) -> Tensor:
-        """q, k and v from `project` → (B, N, heads, d), the local terms included, zeros for absent tokens"""
-        q, k, v = unstack(projections)
-        out = self.global_attention(q, k, v, grid=grid, token_mask=token_mask)
-        if local_weight is not None:
-            out = out + local_residual(
-                v, local_weight, grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask
-            )
-        return zero_absent(out, token_mask)
-
-    def shared_options(self, *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None) -> dict[str, Any]:
-        """The arguments of an operation that an `attend` of its own passes on, whichever operation it is."""
-        return dict(
-            local_weight=local_weight,
-            grid=grid,
-            num_prefix_tokens=self.num_prefix_tokens,
-            token_mask=token_mask,
-            query_mask=token_mask,
-            backend=self.backend,
-        )
-
-    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        """The attention without local terms: q (B, Nq, heads, d), k and v (B, N, heads, d) → as q
-
-        Absent tokens are zero in the module's input, but not in q, k and v. The output of an absent token is ignored.
-        """
-        raise NotImplementedError(f"{type(self).__name__} defines neither attend nor global_attention")
-
     @property
     def uses_grid(self) -> bool:
         """Whether the output depends on how the tokens are laid out on a map."""
@@ -254,18 +184,17 @@ class Attention(nn.Module):
         x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
         projections = self.project(x, grid)
-        more: dict[str, Any] = {}
-        local_mean = token_mean
+        options: dict[str, Any] = {}
         if self.uses_mean_query:
             mean = masked_mean(x, token_mask)
             if self.q_norm is None:
-                more["mean_query"] = self.mean_query(mean)
+                options["mean_query"] = self.mean_query(mean)
             else:  # a normed query is not an affine function of its token
                 q = unstack(projections)[0]
-                more["mean_query"] = masked_mean(q.flatten(2), token_mask).unflatten(1, q.shape[2:])[:, None]
-            local_mean = mean if token_mean is None else token_mean
-        local_weight = self.local_weight(x, local_mean, token_mask)
-        out = self.attend(projections, grid=grid, token_mask=token_mask, local_weight=local_weight, **more)
+                options["mean_query"] = masked_mean(q.flatten(2), token_mask).unflatten(1, q.shape[2:])[:, None]
+            token_mean = mean if token_mean is None else token_mean
+        options["local_weight"] = self.local_weight(x, token_mean, token_mask)
+        out = self.attend(projections, grid=grid, token_mask=token_mask, **options)
         return self.merge(self.apply_gate(self.add_position_bias(out, token_mask), x))
 
     def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -277,6 +206,74 @@ class Attention(nn.Module):
     def lengths(self, grids: Sequence[Grid]) -> list[int]:
         """The tokens of images of different sizes"""
         return [self.num_prefix_tokens + height * width for height, width in grids]
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """x (B, N, C) → q, k and v as the projections return them: tensors (B, N, m, heads, d) of m of them each"""
+        heads = (self.num_heads, self.head_dim)
+        if self.fused_qkv:
+            projections: tuple[Tensor, ...] = (self.project_queries(x, self.qkv).unflatten(-1, (3, *heads)),)
+        else:
+            q = self.project_queries(x, self.q).unflatten(-1, (1, *heads))
+            projections = q, self.kv(x).unflatten(-1, (2, *heads))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = unstack(projections)
+            projections = tuple(y.unsqueeze(2) for y in (self.q_norm(q).type_as(v), self.k_norm(k).type_as(v), v))
+        if self.affine is not None:
+            q, k, v = unstack(projections)
+            projections = tuple(y.unsqueeze(2) for y in (self.affine(q), self.affine(k), v))
+        return projections
+
+    def project_queries(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """A projection whose first C outputs are the queries, with their gains: (B, N, C) → (B, N, its outputs)"""
+        return linear(x) if self.query_gain is None else self.query_gain.project(x, linear)
+
+    def mean_query(self, token_mean: Tensor) -> Tensor:
+        """The mean of the queries, from the mean of the tokens: (B, C) → (B, 1, heads, d)
+
+        A query is an affine function of its token, so that this needs no pass over the queries.
+        """
+        return unstack(self.project(token_mean.unsqueeze(1), (1, 1)))[0]
+
+    def local_weight(self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None) -> Tensor | None:
+        """The sum of all 3×3 kernels on v, generated and positional → (B, heads, d, 9)"""
+        weight = None
+        if self.local is not None:
+            mean = masked_mean(x, token_mask) if token_mean is None else token_mean
+            weight = self.local(mean, backend=self.backend)
+        if self.position is not None:
+            static = self.position.weight.view(1, self.num_heads, self.head_dim, TAPS)
+            weight = static.expand(x.shape[0], -1, -1, -1) if weight is None else weight + static
+        return weight
+
+    def attend(
+        self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
+    ) -> Tensor:
+        """q, k and v from `project` → (B, N, heads, d), the local terms included, zeros for absent tokens"""
+        q, k, v = unstack(projections)
+        out = self.global_attention(q, k, v, grid=grid, token_mask=token_mask)
+        if local_weight is not None:
+            out = out + local_residual(
+                v, local_weight, grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask
+            )
+        return zero_absent(out, token_mask)
+
+    def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
+        """The attention without local terms: q (B, Nq, heads, d), k and v (B, N, heads, d) → as q
+
+        Absent tokens are zero in the module's input, but not in q, k and v. The output of an absent token is ignored.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither attend nor global_attention")
+
+    def shared_options(self, *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None) -> dict[str, Any]:
+        """The arguments that `attend` passes to any operation, besides those of its own"""
+        return dict(
+            local_weight=local_weight,
+            grid=grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            token_mask=token_mask,
+            query_mask=token_mask,
+            backend=self.backend,
+        )
 
     def add_position_bias(self, out: Tensor, token_mask: Tensor | None) -> Tensor:
         """Adds the bias of the positional convolution to the map's tokens: (B, N, heads, d) → the same"""

@@ -90,12 +90,7 @@ class FusedAttention(Attention):
         return pad_images(self.merge(out[None])[0].split(lengths), x.shape[1])
 
     def attend(
-        self,
-        projections: Sequence[Tensor],
-        *,
-        grid: Grid,
-        token_mask: Tensor | None,
-        local_weight: Tensor | None,
+        self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
     ) -> Tensor:
         if self.rope:
             return self.attend_rotated(projections, grid=grid, token_mask=token_mask, local_weight=local_weight)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, factors, without_autocast, zero_absent
 
 
 def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -36,6 +36,28 @@ def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """q_i·k_j, zero where masked: q (B, rows, heads, d), k (B, N, heads, d) → (B, heads, rows, N)"""
     products = torch.einsum("bihd,bjhd->bhij", q, k)
     return products if mask is None else products.masked_fill(~mask, 0)
+
+
+def mean_of_seen(q: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean of the queries (B, heads, N, d) of the tokens that each row of a mask sees → (B, heads, rows or 1, d)"""
+    if mask is None:
+        return q.mean(2, keepdim=True)
+    return (mask.to(q.dtype) @ q) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def softmax_of_seen(anchors: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax_j(s·a·k_j): anchors (B, heads, rows or 1, d), k (B, N, heads, d) → (B, heads, rows or 1, N)"""
+    products = scale * (anchors @ k.permute(0, 2, 3, 1))
+    if mask is None:
+        return products.softmax(-1)
+    return products.masked_fill(~mask, torch.finfo(products.dtype).min).softmax(-1).masked_fill(~mask, 0)
+
+
+def weighted_rows(products: Tensor, shares: Tensor, *, normalization: str, eps: Tensor | float = 0.0) -> Tensor:
+    """p_j·(g·(s·a_ij − z_i) + f) from the products s·a_ij and the shares p_j of tokens: (B, heads, rows, N) each"""
+    z = (shares * products).sum(-1, keepdim=True)
+    g, f = factors(z, normalization, eps)
+    return shares * (g * (products - z) + f)
 
 
 def pad_images(images: Sequence[Tensor], length: int) -> Tensor:

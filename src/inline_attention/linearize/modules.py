@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers import LocalWeight
-from inline_attention.layers.family import mean_of_seen, tangent_rows
 from inline_attention.layers.local import LocalTerm
+from inline_attention.layers.tangent import tangent_rows
 from inline_attention.layers.token_grid import GridSource, TokenGrid
-from inline_attention.layers.tokens import masked_mean
+from inline_attention.layers.tokens import masked_mean, mean_of_seen
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import (
     FEATURE_MAPS,

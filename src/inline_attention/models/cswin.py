@@ -51,12 +51,7 @@ class StripeAttention(SoftmaxAttention):
         self.positions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(branches))
 
     def attend(
-        self,
-        projections: Sequence[Tensor],
-        *,
-        grid: Grid,
-        token_mask: Tensor | None,
-        local_weight: Tensor | None,
+        self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
     ) -> Tensor:
         assert local_weight is None
         windows: list[Grid | None] = [None]

@@ -36,7 +36,7 @@ def build_attention(
 ) -> Attention:
     """An attention by name. Model-wide choices apply if its `follows` names them; None keeps the default.
 
-    `own` are the classes that a family has in the place of registered ones, by name.
+    `own` are classes of a family, by name. They take the place of registered ones.
     """
     cls = {**ATTENTIONS, **(own or {})}[name]
     choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual, gain=gain)
@@ -52,12 +52,9 @@ def parse_attention(spec: AttentionSpec, depths: Sequence[int]) -> list[list[str
             all stages. "inline:2" is a stage whose first two blocks are InLine and whose others are softmax.
         depths: blocks per stage.
     """
-    if not isinstance(spec, str):
-        stages = list(spec)
-    elif spec.partition(":")[0] in ATTENTIONS:
+    stages = list(spec)
+    if isinstance(spec, str) and spec.partition(":")[0] in ATTENTIONS:
         stages = [spec] * len(depths)
-    else:
-        stages = list(spec)
     if len(stages) != len(depths):
         raise ValueError(
             f"attention={spec!r} names {len(stages)} stages but the model has {len(depths)}; "

@@ -1,4 +1,4 @@
-"""Softmax attention, with the parts of InLine attention for comparisons: φ, the local residual."""
+"""Softmax attention, and its forms with φ or with the local residual, for comparisons with InLine attention."""
 
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ class SoftmaxAttention(Attention):
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        if self.feature_map != "identity" and self.kind != MappedSoftmaxAttention.kind:
+        if self.feature_map != "identity" and not isinstance(self, MappedSoftmaxAttention):
             raise ValueError(
                 f"feature_map={self.feature_map!r}: {type(self).__name__} has none. "
                 f"MappedSoftmaxAttention ({MappedSoftmaxAttention.kind!r}) applies one to q and k before the softmax"

@@ -301,7 +301,7 @@ class PyramidModel(VisionModel):
         return ceil_grid(self.img_size, 4 * 2**stage)
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Resizes learned positions of the attentions."""
+        """Resizes the learned positions of attentions that have them."""
         self.img_size = to_pair(img_size)
         for i, stage in enumerate(self.stages):
             assert isinstance(stage, Stage)

@@ -168,9 +168,9 @@ class PVT(PyramidModel):
         )
 
         def attn(name: str, stage: int) -> Attention:
-            options: dict[str, Any] = dict(fused_qkv=False, grid=self.stage_grid(stage))
-            if name in SOFTMAX:
-                options = dict(reduction=reductions[stage])
+            options: dict[str, Any] = dict(reduction=reductions[stage])
+            if name not in SOFTMAX:
+                options = dict(fused_qkv=False, grid=self.stage_grid(stage))
             return build_attention(name, embed_dims[stage], num_heads[stage], **options, **choices)
 
         self.patch_embed = PatchEmbed(4, in_chans, embed_dims[0], norm=nn.LayerNorm(embed_dims[0], eps=1e-5))

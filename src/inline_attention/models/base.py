@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from timm.layers import trunc_normal_
@@ -19,6 +19,7 @@ from inline_attention.layers.queries import AffineMap, HeadGain
 from inline_attention.ops import Grid
 
 StateDict = dict[str, Tensor]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # A step of a model for `profile`: its name, the modules and parameters it uses, and what it computes.
 Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
 
@@ -300,14 +301,18 @@ class PyramidModel(VisionModel):
         """The size of a stage's map at the input size of the model."""
         return ceil_grid(self.img_size, 4 * 2**stage)
 
+    def modules_by_stage(self, kind: type[ModuleT]) -> Iterator[tuple[int, ModuleT]]:
+        """All modules of a class in the stages, each with the index of its stage."""
+        for i, stage in enumerate(self.stages):
+            for module in stage.modules():
+                if isinstance(module, kind):
+                    yield i, module
+
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Resizes the learned positions of attentions that have them."""
         self.img_size = to_pair(img_size)
-        for i, stage in enumerate(self.stages):
-            assert isinstance(stage, Stage)
-            for block in stage.blocks:
-                assert isinstance(block, Block)
-                block.attn.set_grid(self.stage_grid(i))
+        for stage, block in self.modules_by_stage(Block):
+            block.attn.set_grid(self.stage_grid(stage))
 
     def check_global_pool(self, global_pool: str) -> None:
         if global_pool not in ("", "avg"):

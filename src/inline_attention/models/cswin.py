@@ -227,12 +227,8 @@ class CSwin(PyramidModel):
 
     def minimum_size(self) -> int:
         """A map with more than one stripe on each side is cut and padded; a smaller one is a single stripe."""
-        sides = [
-            module.stripe * 4 * 2**i + 1
-            for i, stage in enumerate(self.stages)
-            for module in stage.modules()
-            if isinstance(module, StripeAttention) and module.stripe is not None
-        ]
+        attentions = self.modules_by_stage(StripeAttention)
+        sides = [attn.stripe * 4 * 2**stage + 1 for stage, attn in attentions if attn.stripe is not None]
         return max([super().minimum_size(), *sides])
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:

@@ -191,13 +191,8 @@ class PVT(PyramidModel):
 
     def minimum_size(self) -> int:
         """Softmax attention with reduced keys needs a map with at least one key."""
-        reduced = [
-            module.reduction * 4 * 2**i
-            for i, stage in enumerate(self.stages)
-            for module in stage.modules()
-            if isinstance(module, ReducedSoftmaxAttention)
-        ]
-        return max([super().minimum_size(), *reduced])
+        attentions = self.modules_by_stage(ReducedSoftmaxAttention)
+        return max([super().minimum_size(), *(attn.reduction * 4 * 2**stage for stage, attn in attentions)])
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Resizes the position embeddings once. Without this call they are resized at every other size."""

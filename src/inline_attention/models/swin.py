@@ -275,26 +275,19 @@ class Swin(PyramidModel):
 
     def minimum_size(self) -> int:
         """A map with more than one window on each side is cut and padded; a smaller one is a single window."""
-        sides = [
-            max(block.window) * 4 * 2**i + 1
-            for i, stage in enumerate(self.stages)
-            for block in stage.modules()
-            if isinstance(block, SwinBlock) and block.window is not None
-        ]
+        blocks = self.modules_by_stage(SwinBlock)
+        sides = [max(block.window) * 4 * 2**stage + 1 for stage, block in blocks if block.window is not None]
         return max([super().minimum_size(), *sides])
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
         """Fits softmax windows, bias tables and learned positions to another size. All sizes run without it, too."""
         self.img_size = to_pair(img_size)
-        for i, stage in enumerate(self.stages):
-            assert isinstance(stage, Stage)
-            for block in stage.blocks:
-                assert isinstance(block, SwinBlock)
-                if isinstance(block.attn, WindowSoftmaxAttention):
-                    block.window = self._clipped_softmax_window(i)
-                    block.attn.set_window(block.window)
-                else:
-                    block.attn.set_grid(self._attended_grid(i, block.window))
+        for stage, block in self.modules_by_stage(SwinBlock):
+            if isinstance(block.attn, WindowSoftmaxAttention):
+                block.window = self._clipped_softmax_window(stage)
+                block.attn.set_window(block.window)
+            else:
+                block.attn.set_grid(self._attended_grid(stage, block.window))
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         modules = dict(self.named_modules())

@@ -154,21 +154,22 @@ def make_data(folder: Path, task: str, *, classes: tuple[str, ...] = ("cat", "do
 
 
 def make_weights(path: Path, words: list[str]) -> None:
-    """For the model that the command names: two classes, and how images are prepared."""
+    """For the model that the command names: the classes of its data, and how images are prepared."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = next((word for word in words if timm.is_model(word)), "inline_deit_tiny")
     if path.suffix == ".pth":
         torch.save({"model": create_model("inline_swin_tiny").state_dict()}, path)
         return
     sizes = dict(img_size=32) if words[0] in ("analyze", "explore") else {}
-    options: dict[str, Any] = {} if words[0] == "export" else dict(num_classes=2)
+    classes = [str(digit) for digit in range(10)] if "digits" in words else ["cat", "dog"]
+    options: dict[str, Any] = dict(num_classes=len(classes))
     if path.stem in ATTENTIONS:  # explore takes a file for each attention
         options["attention"] = path.stem
     model = create_model("softmax_deit_tiny" if path.stem == "student" else name, **options, **sizes)
     if path.stem == "student":
         linearize(model)
     prepared = preprocessing(DataConfig(eval_transform="resize", **sizes))
-    save_weights(model, path, metadata={"class_names": json.dumps(["cat", "dog"]), "preprocessing": prepared})
+    save_weights(model, path, metadata={"class_names": json.dumps(classes), "preprocessing": prepared})
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,6 @@ from inline_attention.bench.op import in_turn
 from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.layers import LocalWeight
 from inline_attention.ops import (
-    fused,
     fused_perceptron,
     gpu,
     inline_attention_packed,
@@ -172,11 +171,11 @@ def large_map_case() -> Case:
     name, call = attention_case("split", DTYPES[-1], INLINE, 1, (40, 18), 1, 1, 32)
 
     def call_with_a_small_axis() -> tuple[Tensors, Tensors]:
-        before, fused.MOST_ON_AN_AXIS = fused.MOST_ON_AN_AXIS, 2
+        before, gpu.MOST_ON_AN_AXIS = gpu.MOST_ON_AN_AXIS, 2
         try:
             return call()
         finally:
-            fused.MOST_ON_AN_AXIS = before
+            gpu.MOST_ON_AN_AXIS = before
 
     return f"{name} with more tiles than an axis holds", call_with_a_small_axis
 
@@ -287,7 +286,7 @@ def recorded_kernels() -> Iterator[set[str]]:
         facts = [compile[name] for name in ("signature", "constants", "configs", "num_warps", "num_stages")]
         kernels.add(f"{fn.name} {facts}")
 
-    knobs = fused.triton.knobs.runtime
+    knobs = gpu.triton.knobs.runtime
     before, knobs.jit_cache_hook = knobs.jit_cache_hook, record
     try:
         yield kernels
@@ -490,7 +489,7 @@ def main() -> int:
     facts = dict(
         command=sys.argv[1:],
         torch=torch.__version__,
-        triton=fused.triton.__version__,
+        triton=gpu.triton.__version__,
         device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu, in Triton's interpreter",
     )
     print(facts, flush=True)

@@ -32,7 +32,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from inline_attention.ops import fused, fused_local_weight, fused_perceptron, gpu
-from inline_attention.ops.fused import Options, Tensors
+from inline_attention.ops.fused.arguments import Options, Tensors
+from inline_attention.ops.fused.backward import run_backward
+from inline_attention.ops.fused.forward import run_forward
 from inline_attention.ops.gpu import Limits
 
 
@@ -68,16 +70,12 @@ def recorded_launches(limits: Limits) -> Iterator[list[Launch]]:
     def record(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: launches.append(Launch(kernel, grid, args, options))
 
-    places = [(module, "launch", record) for module in (fused, fused_local_weight, fused_perceptron)]
-    places.append((gpu, "limits_of", lambda device: limits))
-    before = [getattr(module, name) for module, name, _ in places]
-    for module, name, value in places:
-        setattr(module, name, value)
+    before = gpu.launch, gpu.limits_of
+    gpu.launch, gpu.limits_of = record, lambda device: limits
     try:
         yield launches
     finally:
-        for (module, name, _), value in zip(places, before, strict=True):
-            setattr(module, name, value)
+        gpu.launch, gpu.limits_of = before
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -109,10 +107,10 @@ def attention(
         options = Options(normalization, feature_map, anchored, head_dim**-0.5, grids, prefix)
         if fused.why_not_widths(head_dim, head_dim, qkv.device) is not None:
             return  # the reference runs there
-        out, state, means, scores, lse = fused.run_forward([qkv], tensors, options, save=True)
+        out, state, means, scores, lse = run_forward([qkv], tensors, options, save=True)
         if anchored:
             tensors = tensors._replace(shares=scores)
-        fused.run_backward(torch.empty_like(out), [qkv], tensors, state, means, lse, options, grad_of_local=True)
+        run_backward(torch.empty_like(out), [qkv], tensors, state, means, lse, options, grad_of_local=True)
 
 
 def local_weight(dtype: torch.dtype, head_dim: int) -> None:

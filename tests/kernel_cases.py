@@ -11,12 +11,12 @@ from torch import Tensor
 
 from inline_attention.ops import (  # needs Triton
     add_perceptron,
-    fused,
     fused_perceptron,
     gpu,
     linear_attention,
     tangent_attention,
 )
+from inline_attention.ops.fused import config
 
 GPU = torch.cuda.is_available()
 
@@ -29,13 +29,13 @@ Results = dict[str, Tensor]  # the output and the gradients of q, k, v, of the l
 
 @contextmanager
 def configured(**changes: Any) -> Iterator[None]:
-    """Other launch parameters than `fused.CONFIG` has."""
-    before = fused.CONFIG
-    fused.CONFIG = before._replace(**changes)
+    """Other launch parameters than `config.CONFIG` has."""
+    before = config.CONFIG
+    config.CONFIG = before._replace(**changes)
     try:
         yield
     finally:
-        fused.CONFIG = before
+        config.CONFIG = before
 
 
 # Both paths through the kernels, whichever the heuristic would choose.
@@ -220,7 +220,7 @@ def specialization_of(seed: int) -> Specialization:
 class RandomCase(NamedTuple):
     inputs: tuple[Tensor, Tensor | None, Tensor, dict[str, Any]]
     kind: Kind
-    config: dict[str, Any]  # changes to `fused.CONFIG`
+    config: dict[str, Any]  # changes to `config.CONFIG`
     mean: float  # of the tokens
 
     def __str__(self) -> str:

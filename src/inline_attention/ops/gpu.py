@@ -1,15 +1,20 @@
-"""What the kernels' launches depend on in a GPU, and why they do not run on some GPUs. Needs Triton."""
+"""What the kernels' launches depend on in a GPU, why they do not run on some GPUs, and the launch. Needs Triton."""
 
 import functools
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
 
 # Tensor cores of older GPUs have neither bfloat16 nor tf32.
 LEAST_CAPABILITY = (8, 0)
+
+# Most programs on the second and third axis of a launch grid.
+MOST_ON_AN_AXIS = 65_535
 
 
 class Limits(NamedTuple):
@@ -56,3 +61,12 @@ def why_not_memory(needed: int, device: torch.device) -> str | None:
     if needed <= most:
         return None
     return f"a program takes {needed // 1024} KiB of shared memory, and {device} has {most // 1024}"
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
+    return (kernel if INTERPRETED else torch.library.wrap_triton(kernel))[grid]
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Makes a tensor's device the current one, where Triton launches. It ignores the device of its arguments."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -9,14 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from inline_attention.layers.attention import masked_mean
 from inline_attention.ops import (  # needs Triton
     add_perceptron,
+    fused,
     fused_perceptron,
     gpu,
     linear_attention,
+    make_local_weight,
     tangent_attention,
 )
-from inline_attention.ops.fused import config
+from inline_attention.ops.fused import config, short
+from inline_attention.ops.fused.short import Tile
+from inline_attention.ops.local import LocalSource
+from inline_attention.ops.reference import zero_absent
 
 GPU = torch.cuda.is_available()
 
@@ -40,6 +46,9 @@ def configured(**changes: Any) -> Iterator[None]:
 
 # Both paths through the kernels, whichever the heuristic would choose.
 PATHS = {"fused": dict(fused_tokens=10**9, fused_programs=0), "split": dict(fused_tokens=0)}
+
+# A third one, which has no backward.
+ONE_LAUNCH = dict(one_launch=True)
 
 
 def make_inputs(
@@ -106,7 +115,10 @@ def run(
     dtype: torch.dtype | None = None,
     kind: Kind = INLINE,
 ) -> Results:
-    """Output and gradients of q, k, v, of the local weight and of the token weight and offset, by name."""
+    """Output and gradients of q, k, v, of the local weight and of the token weight and offset, by name.
+
+    One launch has no backward: where `config.CONFIG` asks for it, there is the output alone.
+    """
     dtype = dtype or qkv.dtype
     channels = kind.value_channels or qkv.shape[-1]
     leaves = dict(qkv=qkv.detach().to(dtype).requires_grad_())
@@ -119,19 +131,23 @@ def run(
             leaves["doffset"] = qkv.detach()[:, :1, 0].nan_to_num().to(dtype).requires_grad_()
     q, k, v = leaves["qkv"].unbind(2)
     common = dict(local_weight=leaves.get("dweight"), backend=backend, **options)
-    if kind.anchored:
-        out = tangent_attention(q, k, v[..., :channels], **common)
-    else:
-        out = linear_attention(
-            q,
-            k,
-            v[..., :channels],
-            normalization=kind.normalization,
-            feature_map=kind.feature_map,
-            token_weight=leaves.get("dtoken_weight"),
-            query_offset=leaves.get("doffset"),
-            **common,
-        )
+    one_launch = config.CONFIG.one_launch
+    with torch.set_grad_enabled(not one_launch):
+        if kind.anchored:
+            out = tangent_attention(q, k, v[..., :channels], **common)
+        else:
+            out = linear_attention(
+                q,
+                k,
+                v[..., :channels],
+                normalization=kind.normalization,
+                feature_map=kind.feature_map,
+                token_weight=leaves.get("dtoken_weight"),
+                query_offset=leaves.get("doffset"),
+                **common,
+            )
+    if one_launch:
+        return dict(out=out)
     grads = torch.autograd.grad(out, list(leaves.values()), grad[..., :channels].to(dtype))
     named = dict(zip(leaves, grads, strict=True))
     return dict(out=out.detach(), **dict(zip(("dq", "dk", "dv"), named.pop("qkv").unbind(2), strict=True)), **named)
@@ -264,6 +280,77 @@ def random_case(seed: int) -> RandomCase:
     # An odd number of times, so that strides of an odd multiple of eight stay so: kernels are compiled for either.
     qkv, grad = (_apart(x, generator.choice((1, 3))) for x in (qkv, grad))
     return RandomCase((qkv, weight, grad, options), kernels.kind, PATHS[kernels.path], mean)
+
+
+# The forward pass in one launch
+
+
+def make_source(qkv: Tensor, *, seed: int = 0) -> LocalSource:
+    """Tokens and a perceptron whose local weight is about as large as that of `make_inputs`."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, tokens, _, heads, d = qkv.shape
+
+    def normal(*shape: int, scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, qkv.dtype)
+
+    return LocalSource(
+        normal(batch, tokens, heads * d, scale=tokens**0.5),  # so that their mean is about one
+        normal(heads, d, d, scale=d**-0.5), normal(heads, d, scale=0.2),
+        normal(heads, 9 * d, d, scale=(d * tokens) ** -0.5), normal(heads, 9 * d, scale=0.1 * tokens**-0.5),
+    )  # fmt: skip
+
+
+def made_errors(
+    qkv: Tensor, source: LocalSource, options: Mapping[str, Any], *, kind: Kind = INLINE, tile: Tile | None = None
+) -> list[Error]:
+    """As `compare`, for one launch that makes the local weight. `tile`: another than it would choose"""
+    mask, results = options["token_mask"], []
+    for dtype in (torch.float64, qkv.dtype):
+        x, *parameters = (tensor.to(dtype) for tensor in source)
+        weight = make_local_weight(masked_mean(zero_absent(x, mask), mask), *parameters, backend="reference")
+        with configured(**ONE_LAUNCH):  # no gradients
+            results.append(run(qkv, weight, qkv, options, backend="reference", dtype=dtype, kind=kind))
+    if mask is not None:
+        source = source._replace(x=source.x.masked_fill(~mask.unsqueeze(2), torch.nan))
+    with configured(**ONE_LAUNCH), torch.no_grad():
+        out = fused.attention(
+            [qkv], source, mask, options["query_mask"], None, None, None,
+            anchored=False, normalization=kind.normalization, feature_map=kind.feature_map,
+            scale=1.0 if kind.normalization == "divide" else qkv.shape[-1] ** -0.5, grids=[options["grid"]],
+            num_prefix_tokens=options["num_prefix_tokens"], tile=tile,
+        )  # fmt: skip
+    return errors(*results, dict(out=out))
+
+
+class RandomShort(NamedTuple):
+    case: RandomCase
+    source: LocalSource | None
+    tile: Tile | None
+
+    def __str__(self) -> str:
+        return f"{self.case}, made {self.source is not None}, {self.tile}"
+
+    def errors(self) -> list[Error]:
+        qkv, _, _, options = self.case.inputs
+        if self.source is not None:
+            return made_errors(qkv, self.source, options, kind=self.case.kind, tile=self.tile)
+        with configured(**ONE_LAUNCH):
+            return compare(*self.case.inputs, kind=self.case.kind, mean=self.case.mean)
+
+
+def random_short(seed: int) -> RandomShort:
+    """A random case. Every second one whose attention takes no other tensors makes the local weight, with any tile."""
+    case = random_case(seed)
+    qkv, *_ = case.inputs
+    generator = random.Random(seed)
+    plain = not (case.kind.weighted or case.kind.anchored or case.kind.value_channels)
+    if not plain or generator.random() < 0.5:
+        return RandomShort(case, None, None)
+    tile = None
+    if qkv.dtype != torch.float32 and qkv.shape[-1] <= 64:
+        tile = generator.choice(short.TILES) if GPU else short.Tile(16, 16, 4, 1)
+        tile = tile._replace(parts=generator.choice((1, 2, 5)))
+    return RandomShort(case, make_source(qkv, seed=seed), tile)
 
 
 # The perceptron half of a block

@@ -35,6 +35,7 @@ class Config(NamedTuple):
     score_tokens: int = 256  # tokens whose scores with an anchor a program computes
     fused_tokens: int = 256  # most tokens of a sample that one program handles alone, if there are at least
     fused_programs: int = 4  # this many programs per multiprocessor
+    one_launch: bool = False  # take `short_kernel` for all that needs no gradients, measured or not; for tests
 
 
 CONFIG = Config()

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from .. import gpu
 from ..gpu import INTERPRETED
-from ..local import Grid
+from ..local import Grid, LocalSource
 from ..registration import refuse_tangents
-from .arguments import rows_of
+from .arguments import Options, rows_of
 from .config import MOST_CHANNELS, WIDE_MEMORY, WITHIN_ANY_MEMORY
 from .operators import forward_op
+from .short import Tile, local_tensors, short_op, winning_tile
 
 
 def why_not(x: Tensor) -> str | None:
@@ -37,7 +38,7 @@ def why_not_widths(key_dim: int, value_dim: int, device: torch.device) -> str | 
 
 def attention(
     projections: Sequence[Tensor],
-    local_weight: Tensor | None,
+    local_weight: Tensor | LocalSource | None,
     token_mask: Tensor | None,
     query_mask: Tensor | None,
     sequences: Tensor | None,
@@ -50,34 +51,36 @@ def attention(
     scale: float,
     grids: Sequence[Grid],
     num_prefix_tokens: int,
+    tile: Tile | None = None,
 ) -> Tensor:
     """The backend's entry. Inputs are checked and defaults filled in.
 
     Args:
+        local_weight: a `LocalSource` only for one launch.
         sequences: (images, 4) integers for a packed batch: first token, tokens, height and width of each image.
         shares: the normalised token weight (B, heads, N).
         offset: what is subtracted from the queries, (B, 1, heads, d).
         anchored: the shares are the softmax of the offset's scores. They are computed here.
         feature_map: the kernels' name of φ, `FeatureMap.kernel`.
         grids: (height, width) of the map; of each image's map for a packed batch.
+        tile: takes one launch, with these parameters, and no gradients. Default: one launch where it was measured to
+            win.
     """
     shares, offset = (None if x is None else x.float().contiguous() for x in (shares, offset))
-    differentiable = (*projections, local_weight, shares, offset)
+    local = local_tensors(local_weight)
+    differentiable = (*projections, *local, shares, offset)
     refuse_tangents(*differentiable)
-    out, *_ = forward_op(
-        [rows_of(x) for x in projections],
-        None if local_weight is None else local_weight.contiguous(),
-        None if token_mask is None else token_mask.contiguous(),
-        None if query_mask is None else query_mask.contiguous(),
-        sequences,
-        shares,
-        offset,
-        normalization,
-        feature_map,
-        anchored,
-        scale,
-        [length for grid in grids for length in grid],
-        num_prefix_tokens,
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable),
-    )
+    projections = [rows_of(x) for x in projections]
+    masks = [None if mask is None else mask.contiguous() for mask in (token_mask, query_mask)]
+    sizes = [length for grid in grids for length in grid]
+    options = Options(normalization, feature_map, anchored, scale, sizes, num_prefix_tokens)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+    if tile is None and not save:
+        tile = winning_tile(projections, sequences, shares, options, made=len(local) > 1)
+    if tile is not None:
+        assert not save, "one launch has no backward"
+        return short_op(projections, local, *masks, sequences, shares, offset, *options, list(tile))
+    assert len(local) <= 1, "several launches take the local weight"
+    weight = local[0] if local else None
+    out, *_ = forward_op(projections, weight, *masks, sequences, shares, offset, *options, save)
     return out

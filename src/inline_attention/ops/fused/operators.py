@@ -128,7 +128,7 @@ def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
 forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _flops(projections: Any, local_weight: Any, products: int, local: int) -> int:
+def flops_of(projections: Any, local_weight: Any, products: int, local: int) -> int:
     """`products` products of queries with d×e states, as many of keys, and `local` sums over nine taps.
 
     The arguments are shapes instead of tensors.
@@ -141,10 +141,10 @@ def _flops(projections: Any, local_weight: Any, products: int, local: int) -> in
 
 @register_flop_formula(torch.ops.inline_attention.forward)
 def _forward_flops(projections: Any, local_weight: Any, *args: Any, **kwargs: Any) -> int:
-    return _flops(projections, local_weight, products=1, local=1)
+    return flops_of(projections, local_weight, products=1, local=1)
 
 
 @register_flop_formula(torch.ops.inline_attention.backward)
 def _backward_flops(grad_out: Any, projections: Any, local_weight: Any, *args: Any, **kwargs: Any) -> int:
     grad_of_local = args[-1]
-    return _flops(projections, local_weight, products=2, local=2 if grad_of_local else 1)
+    return flops_of(projections, local_weight, products=2, local=2 if grad_of_local else 1)

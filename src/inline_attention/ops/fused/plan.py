@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from .. import gpu
+from ..gpu import Parts
 from ..local import Grid
 from . import config
 
@@ -64,26 +65,19 @@ def make_plan(
                 fused, sequences is not None, pairs)  # fmt: skip
 
 
-class Parts(NamedTuple):
-    """How many parts the tokens of a sample are split into."""
-
-    number: int
-    most: int  # a power of two
-
-
 def split(plan: Plan, tokens: int, device: torch.device, *, programs: int | None = None, rows: int = 0) -> Parts:
-    """Enough parts for a number of programs per multiprocessor and tokens per part, but no more than there are steps
-    over tokens, or rows.
-
-    `most` is found by comparisons, so that it is a plain number for torch.compile when sizes are symbolic.
-    """
-    programs = (config.CONFIG.state_programs if programs is None else programs) * gpu.limits_of(device).multiprocessors
-    most = config.CONFIG.most_parts
-    while most > 1 and plan.programs * most > programs:
-        most //= 2
-    while most * config.CONFIG.part < tokens:
-        most *= 2
-    return Parts(torch.sym_min(most, torch.sym_max(triton.cdiv(tokens, config.CONFIG.tokens), rows)), most)
+    """The parts of the tokens: `programs` for every multiprocessor, and as many as `rows` if there are fewer steps"""
+    settings = config.CONFIG
+    return gpu.parts_of(
+        tokens,
+        plan.programs,
+        gpu.limits_of(device).multiprocessors,
+        per_multiprocessor=settings.state_programs if programs is None else programs,
+        step=settings.tokens,
+        longest=settings.part,
+        most=settings.most_parts,
+        least=rows,
+    )
 
 
 class Tiles(NamedTuple):

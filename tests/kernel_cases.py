@@ -249,17 +249,24 @@ class RandomCase(NamedTuple):
             f", strides {qkv.stride()} and {grad.stride()}, config {self.config}"
         )
 
+    def errors(self) -> list[Error]:
+        with configured(**self.config):
+            return compare(*self.inputs, kind=self.kind, mean=self.mean)
+
 
 def _apart(x: Tensor, times: int) -> Tensor:
     """The same tokens, `times` as far apart, with NaN between them."""
     return torch.stack([x, *[torch.full_like(x, torch.nan)] * (times - 1)], 2)[:, :, 0]
 
 
-def random_case(seed: int) -> RandomCase:
-    """A case for the kernels of `specialization_of(seed)`, with any batch, grid, prefix, mean, masks and strides."""
+def random_case(seed: int, *, longest: int = 95) -> RandomCase:
+    """A case for the kernels of `specialization_of(seed)`, with any batch, grid, prefix, mean, masks and strides.
+
+    Maps have up to `longest` rows and columns, and fewer where one program a sample serves short sequences.
+    """
     generator = random.Random(seed)
     kernels = specialization_of(seed)
-    longest = 5 if not GPU else 16 if kernels.path == "fused" else 95  # one program a sample serves short sequences
+    longest = 5 if not GPU else 16 if kernels.path == "fused" else longest
     widths = (1, 5) if not GPU else (1, 8) if kernels.narrow else (9, longest)
     qkv, weight, grad, options = make_inputs(
         generator.choice((1, 2, 5) if GPU else (1, 2)),
@@ -300,10 +307,24 @@ def make_source(qkv: Tensor, *, seed: int = 0) -> LocalSource:
     )  # fmt: skip
 
 
-def made_errors(
+def run_made(
     qkv: Tensor, source: LocalSource, options: Mapping[str, Any], *, kind: Kind = INLINE, tile: Tile | None = None
-) -> list[Error]:
-    """As `compare`, for one launch that makes the local weight. `tile`: another than it would choose"""
+) -> Results:
+    """The output of one launch that makes the local weight. `tile`: another than it would choose"""
+    with configured(**ONE_LAUNCH), torch.no_grad():
+        out = fused.attention(
+            [qkv], source, options["token_mask"], options["query_mask"], None, None, None,
+            anchored=False, normalization=kind.normalization, feature_map=kind.feature_map,
+            scale=1.0 if kind.normalization == "divide" else qkv.shape[-1] ** -0.5, grids=[options["grid"]],
+            num_prefix_tokens=options["num_prefix_tokens"], tile=tile,
+        )  # fmt: skip
+    return dict(out=out)
+
+
+def made_results(
+    qkv: Tensor, source: LocalSource, options: Mapping[str, Any], *, kind: Kind = INLINE, tile: Tile | None = None
+) -> tuple[Results, Results, Results]:
+    """The reference in float64 and in the inputs' dtype, and `run_made`, to which absent tokens are NaN"""
     mask, results = options["token_mask"], []
     for dtype in (torch.float64, qkv.dtype):
         x, *parameters = (tensor.to(dtype) for tensor in source)
@@ -312,14 +333,8 @@ def made_errors(
             results.append(run(qkv, weight, qkv, options, backend="reference", dtype=dtype, kind=kind))
     if mask is not None:
         source = source._replace(x=source.x.masked_fill(~mask.unsqueeze(2), torch.nan))
-    with configured(**ONE_LAUNCH), torch.no_grad():
-        out = fused.attention(
-            [qkv], source, mask, options["query_mask"], None, None, None,
-            anchored=False, normalization=kind.normalization, feature_map=kind.feature_map,
-            scale=1.0 if kind.normalization == "divide" else qkv.shape[-1] ** -0.5, grids=[options["grid"]],
-            num_prefix_tokens=options["num_prefix_tokens"], tile=tile,
-        )  # fmt: skip
-    return errors(*results, dict(out=out))
+    exact, plain = results
+    return exact, plain, run_made(qkv, source, options, kind=kind, tile=tile)
 
 
 class RandomShort(NamedTuple):
@@ -331,25 +346,26 @@ class RandomShort(NamedTuple):
         return f"{self.case}, made {self.source is not None}, {self.tile}"
 
     def errors(self) -> list[Error]:
+        if self.source is None:
+            return self.case._replace(config=ONE_LAUNCH).errors()
         qkv, _, _, options = self.case.inputs
-        if self.source is not None:
-            return made_errors(qkv, self.source, options, kind=self.case.kind, tile=self.tile)
-        with configured(**ONE_LAUNCH):
-            return compare(*self.case.inputs, kind=self.case.kind, mean=self.case.mean)
+        return errors(*made_results(qkv, self.source, options, kind=self.case.kind, tile=self.tile))
 
 
 def random_short(seed: int) -> RandomShort:
-    """A random case. Every second one whose attention takes no other tensors makes the local weight, with any tile."""
-    case = random_case(seed)
+    """A random case of up to 40² tokens. If its attention takes no other tensors, the local weight may be made inside.
+
+    Whether it is, and the tile, follow from the specialization, so that each kernel is compiled once.
+    """
+    case = random_case(seed, longest=40)
     qkv, *_ = case.inputs
-    generator = random.Random(seed)
+    generator = random.Random(str(specialization_of(seed)))
     plain = not (case.kind.weighted or case.kind.anchored or case.kind.value_channels)
-    if not plain or generator.random() < 0.5:
+    if not plain or generator.random() < 0.4:
         return RandomShort(case, None, None)
     tile = None
     if qkv.dtype != torch.float32 and qkv.shape[-1] <= 64:
-        tile = generator.choice(short.TILES) if GPU else short.Tile(16, 16, 4, 1)
-        tile = tile._replace(parts=generator.choice((1, 2, 5)))
+        tile = generator.choice(short.TILES)._replace(parts=1 + seed % 5)
     return RandomShort(case, make_source(qkv, seed=seed), tile)
 
 

@@ -14,7 +14,8 @@ from kernel_cases import (
     Kind,
     compare,
     configured,
-    made_errors,
+    errors,
+    made_results,
     make_inputs,
     make_source,
     random_short,
@@ -56,6 +57,10 @@ def launched(monkeypatch):
 def assert_accurate(found, what):
     for name, error, allowed in found:
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e} for {what}"
+
+
+def made_errors(*inputs, **options):
+    return errors(*made_results(*inputs, **options))
 
 
 SHAPES = {  # batch, grid, prefix, heads, head_dim, dtype, masked

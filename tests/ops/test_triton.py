@@ -316,6 +316,26 @@ def test_no_more_parts_than_work():
     assert split(plan, 50, q.device, rows=steps + 1).number == steps + 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "programs", "expected"),
+    [
+        (197, 6, (4, 4)),  # one image of 224 pixels
+        (197, 3, (4, 4)),
+        (577, 6, (10, 16)),
+        (4097, 6, (65, 128)),
+        (1600, 192, (4, 4)),
+        (65_536, 6, (128, 128)),
+        (1 << 20, 6, (512, 512)),  # no part is longer than tensor cores may sum
+        (1, 1, (1, 1)),
+        (197, 10_000, (1, 1)),
+    ],
+)
+def test_partial_sums_follow_the_length_the_batch_and_the_gpu(tokens, programs, expected):
+    settings = config.Config()  # those of a GPU
+    options = dict(step=settings.tokens, longest=settings.part, most=settings.most_parts)
+    assert gpu.parts_of(tokens, programs, 132, per_multiprocessor=settings.state_programs, **options) == expected
+
+
 @pytest.mark.parametrize("grid", [(1, 70), (2, 50)])
 def test_few_long_rows(grid, monkeypatch):
     """Programs share the sums of the local weight's gradient by columns too."""

@@ -40,6 +40,10 @@ TILES: tuple[Tile, ...] = (
     Tile(256, 64, 8, 1),
 )
 
+# The interpreter's time does not depend on the size of a block. Small ones take small tests through every loop.
+if gpu.INTERPRETED:
+    TILES = (Tile(16, 16, 4, 1),)
+
 
 class Win(NamedTuple):
     """Where the kernel was measured to be faster than the launches of `forward.run_forward`."""
@@ -65,11 +69,9 @@ def choose_tile(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> Tile:
     if plan.block_channels > 64:
         tile = Tile(16, 16, 8, 1)
     elif dtype == torch.float32:
-        tile = Tile(32, 32, 4, 2)
+        tile = Tile(32, min(32, TILES[0].queries), 4, 2)
     else:
         tile = TILES[0]
-    if gpu.INTERPRETED:
-        tile = tile._replace(keys=16, queries=16)
     wanted = max(1, multiprocessors // max(1, plan.programs))
     return tile._replace(parts=min(wanted, triton.cdiv(max(1, plan.queries), tile.queries)))
 

@@ -6,6 +6,7 @@
     PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py perceptron --cases 400 --processes 14 --seconds 540 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py short --processes 14 --out FOLDER
 
 `sanitize` calls forward and backward of every kernel once, on small shapes, and compares the results with float64 on
 the CPU. Run it without the sanitizer first: its processes compile the kernels, and Triton keeps them on disk for the
@@ -14,7 +15,9 @@ atomically, so there should be none. `random` compares random cases with float64
 `tests/ops/test_triton.py` does for 210 of them. A process takes all cases of a specialization, so that each kernel is
 compiled once. With `--seconds` it stops in time; `--first` starts at a later seed. `perceptron` does the same for the
 perceptron's kernel. It then times every tile of `fused_perceptron.TILES` beside what torch.compile makes of the
-reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win.
+reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win. `short` does it for the forward pass
+in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given one. It prints
+the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise.
 
 Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
 """
@@ -41,21 +44,28 @@ from torch import Tensor
 if not torch.cuda.is_available():  # to try this script; the interpreter is slow
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import short_times
 from kernel_cases import (
     DEVICE,
     DTYPES,
     FAMILY,
     INLINE,
+    ONE_LAUNCH,
     PATHS,
     Kind,
+    RandomCase,
+    RandomShort,
     Specialization,
-    compare,
     configured,
+    made_results,
     make_inputs,
+    make_source,
     perceptron_errors,
     random_case,
     random_perceptron,
+    random_short,
     run,
+    run_made,
     specialization_of,
 )
 
@@ -64,7 +74,6 @@ from inline_attention.bench.op import in_turn
 from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.layers import LocalWeight
 from inline_attention.ops import (
-    fused,
     fused_perceptron,
     gpu,
     inline_attention_packed,
@@ -95,7 +104,7 @@ def attention_case(path: str, dtype: torch.dtype, kind: Kind, *shape: Any, **opt
         qkv, weight, grad, rest = make_inputs(*shape, dtype, **options)
         if rest["query_mask"] is not None:
             rest["query_mask"] = rest["query_mask"].flip(1)
-        with configured(**PATHS[path]):
+        with configured(**(ONE_LAUNCH if path == "one launch" else PATHS[path])):
             fast = run(qkv, weight, grad, rest, backend="triton", kind=kind)
         on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in rest.items()}
         weight = None if weight is None else weight.cpu()
@@ -172,13 +181,22 @@ def large_map_case() -> Case:
     name, call = attention_case("split", DTYPES[-1], INLINE, 1, (40, 18), 1, 1, 32)
 
     def call_with_a_small_axis() -> tuple[Tensors, Tensors]:
-        before, fused.MOST_ON_AN_AXIS = fused.MOST_ON_AN_AXIS, 2
+        before, gpu.MOST_ON_AN_AXIS = gpu.MOST_ON_AN_AXIS, 2
         try:
             return call()
         finally:
-            fused.MOST_ON_AN_AXIS = before
+            gpu.MOST_ON_AN_AXIS = before
 
     return f"{name} with more tiles than an axis holds", call_with_a_small_axis
+
+
+def made_case(dtype: torch.dtype) -> Case:
+    def call() -> tuple[Tensors, Tensors]:
+        qkv, _, _, rest = make_inputs(2, (5, 19), 1, 3, 32, dtype, masked=True)
+        exact, _, fast = made_results(qkv, make_source(qkv), rest)
+        return fast, exact
+
+    return f"attention one launch {str(dtype)[6:]}, local weight made inside", call
 
 
 def local_weight_case(dtype: torch.dtype, batch: int, heads: int, head_dim: int) -> Case:
@@ -213,6 +231,12 @@ def sanitized_cases() -> Iterator[Case]:
         yield from (projected_case(path, sizes) for sizes in ((3,), (1, 2), (2, 1), (1, 1, 1)))
         yield queries_case(path)
     yield large_map_case()
+    for i, kind in enumerate((INLINE, *FAMILY)):
+        yield attention_case(
+            "one launch", DTYPES[i % len(DTYPES)], kind, 2, (5, 19), 1, 3, (32, 16)[i % 2], masked=True
+        )
+    yield attention_case("one launch", DTYPES[-1], INLINE, 1, (3, 5), 1, 3, 128)
+    yield from (made_case(dtype) for dtype in DTYPES)
     for i, shape in enumerate([(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 128)]):
         yield local_weight_case(DTYPES[i % len(DTYPES)], *shape)
 
@@ -222,8 +246,8 @@ def run_sanitized(index: int) -> list[dict[str, Any]]:
     name, call = list(sanitized_cases())[index]
     fast, exact = call()
     rows = []
-    for result, x in exact.items():
-        z = fast[result].detach().cpu().double()
+    for result, of_kernel in fast.items():
+        x, z = exact[result].cpu(), of_kernel.detach().cpu().double()
         size = float(x.norm()) or 1.0
         error = float((z - x).norm()) / size
         rows.append(dict(case=name, result=result, error=error, passed=error <= TOLERANCE[fast[result].dtype]))
@@ -263,6 +287,9 @@ def repeat(args: argparse.Namespace) -> dict[str, Any]:
     for kind in FAMILY[:3]:
         calls[str(kind)] = lambda kind=kind: run(*first_inputs, backend="triton", kind=kind)
     calls["local_weight, 300 samples"] = local_weight
+    made = make_inputs(1, (14, 14), 1, 6, 32, DTYPES[-1])
+    source = make_source(made[0])
+    calls["one launch, 14×14, class token"] = lambda: run_made(made[0], source, made[3])
     rows = []
     for name, call in calls.items():
         first = {key: x.clone() for key, x in call().items()}
@@ -287,7 +314,7 @@ def recorded_kernels() -> Iterator[set[str]]:
         facts = [compile[name] for name in ("signature", "constants", "configs", "num_warps", "num_stages")]
         kernels.add(f"{fn.name} {facts}")
 
-    knobs = fused.triton.knobs.runtime
+    knobs = gpu.triton.knobs.runtime
     before, knobs.jit_cache_hook = knobs.jit_cache_hook, record
     try:
         yield kernels
@@ -295,20 +322,22 @@ def recorded_kernels() -> Iterator[set[str]]:
         knobs.jit_cache_hook = before
 
 
-def run_seeds(share: tuple[list[int], float]) -> tuple[list[dict[str, Any]], set[str]]:
+Draw = Callable[[int], RandomCase | RandomShort]
+
+
+def run_seeds(share: tuple[Draw, list[int], float]) -> tuple[list[dict[str, Any]], set[str]]:
     """The cases of some seeds, none begun after a time, and the kernels that were compiled for them."""
-    seeds, until = share
+    draw, seeds, until = share
     torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
     rows = []
     with recorded_kernels() as kernels:
         for seed in seeds:
             if time.time() > until:
                 break
-            case = random_case(seed)
+            case = draw(seed)
             row: dict[str, Any] = dict(seed=seed, case=str(case))
             try:
-                with configured(**case.config):
-                    found = compare(*case.inputs, kind=case.kind, mean=case.mean)
+                found = case.errors()
                 row["ratio"] = {name: error / allowed if allowed else error for name, error, allowed in found}
                 row["passed"] = all(error <= allowed for _, error, allowed in found)
             except Exception as error:  # a kernel that does not compile or run is a result too
@@ -317,15 +346,20 @@ def run_seeds(share: tuple[list[int], float]) -> tuple[list[dict[str, Any]], set
     return rows, kernels
 
 
-def random(args: argparse.Namespace) -> dict[str, Any]:
-    seeds = range(args.first, args.first + args.cases)
-    until = time.time() + args.seconds
+def by_specialization(seeds: Iterable[int]) -> dict[Specialization, list[int]]:
     shares: dict[Specialization, list[int]] = defaultdict(list)
     for seed in seeds:
         shares[specialization_of(seed)].append(seed)
+    return shares
+
+
+def random(args: argparse.Namespace) -> dict[str, Any]:
+    seeds = range(args.first, args.first + args.cases)
+    until = time.time() + args.seconds
+    shares = by_specialization(seeds)
     # The split path has more kernels to compile, so its cases begin first.
     ordered = sorted(shares, key=lambda specialization: specialization.path != "split")
-    shared = list(in_processes(run_seeds, [(shares[x], until) for x in ordered], args.processes))
+    shared = list(in_processes(run_seeds, [(random_case, shares[x], until) for x in ordered], args.processes))
     kernels = set().union(*(kernels for _, kernels in shared))
     rows = sorted((row for share, _ in shared for row in share), key=lambda row: row["seed"])
     worst: dict[str, float] = defaultdict(float)
@@ -467,10 +501,61 @@ def perceptron(args: argparse.Namespace) -> dict[str, Any]:
     return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
 
 
+# short
+
+
+def short_work(item: tuple[str, Any]) -> Any:
+    """What processes share: random cases, and kernels to compile."""
+    what, share = item
+    with torch.no_grad():
+        return run_seeds(share) if what == "check" else short_times.compile_one(share)
+
+
+def one_launch(args: argparse.Namespace) -> dict[str, Any]:
+    until = time.time() + args.seconds
+    heads = short_times.HEADS[: args.heads]
+    order = [short_times.Sizes(batch, side, *each) for batch in args.batches for each in heads for side in args.sides]
+    smallest = {sizes[2:]: sizes for sizes in reversed(order)}.values()  # a kernel serves all sizes with as many heads
+    tiles = (*short_times.short.TILES, None)
+    compiled = [(sizes, made, tile) for sizes in smallest for made in (True, False) for tile in tiles]
+    shares = [(random_short, seeds, until) for seeds in by_specialization(range(args.cases)).values()]
+    work = [*(("check", share) for share in shares), *(("compile", share) for share in compiled)]
+    done = list(in_processes(short_work, work, args.processes))
+    checked = [row for rows, _ in done[: len(shares)] for row in rows]
+    broken = [found for found in done[len(shares) :] if found]
+    failed = [row for row in checked if not row["passed"]]
+    worst = max((max(row["ratio"].values()) for row in checked if row["ratio"]), default=0.0)
+    print(f"{len(checked)} of {args.cases} random cases, {len(failed)} failed")
+    print(f"largest error as a share of what is allowed: {worst:.3f}")
+    for row in failed[:20]:
+        print("FAILED", row)
+    print(f"{len(compiled)} kernels compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
+    print(short_times.HEADER)
+    torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
+    timed: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for sizes in order:
+            if time.time() < until:
+                timed.append(short_times.time_one(sizes))
+                print(short_times.line_of(timed[-1]), flush=True)
+    if len(timed) < len(order):
+        print(f"not timed in {args.seconds:.0f} s: {len(order) - len(timed)} of {len(order)} shapes")
+    wins = short_times.winning_lines(timed)
+    print("\n".join(["WINS:", *wins]))
+    return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("sanitize", "repeat", "random", "perceptron"):
+    run_by_name = {
+        "sanitize": sanitize,
+        "repeat": repeat,
+        "random": random,
+        "perceptron": perceptron,
+        "short": one_launch,
+    }
+    for name in run_by_name:
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, help="folder for a JSON file")
         if name == "repeat":
@@ -482,6 +567,12 @@ def main() -> int:
             command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
             command.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
             command.add_argument("--rows", type=int, nargs="+", default=ROWS)
+        if name == "short":
+            command.add_argument("--cases", type=int, default=240)
+            command.add_argument("--seconds", type=float, default=150, help="nothing is timed after this time")
+            command.add_argument("--heads", type=int, default=len(short_times.HEADS), help="kinds of heads, in order")
+            command.add_argument("--sides", type=int, nargs="+", default=short_times.SIDES)
+            command.add_argument("--batches", type=int, nargs="+", default=short_times.BATCHES)
         if name == "random":
             command.add_argument("--cases", type=int, default=2000)
             command.add_argument("--first", type=int, default=0, help="the first seed")
@@ -490,12 +581,12 @@ def main() -> int:
     facts = dict(
         command=sys.argv[1:],
         torch=torch.__version__,
-        triton=fused.triton.__version__,
+        triton=gpu.triton.__version__,
         device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu, in Triton's interpreter",
     )
     print(facts, flush=True)
     began = time.time()
-    found = {"sanitize": sanitize, "repeat": repeat, "random": random, "perceptron": perceptron}[args.command](args)
+    found = run_by_name[args.command](args)
     found = facts | dict(seconds=round(time.time() - began, 1)) | found
     print(f"{len(found['failed'])} failures in {found['seconds']} s")
     if args.out is not None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from inline_attention.ops import fused, fused_local_weight, fused_perceptron, gpu
-from inline_attention.ops.fused import Options, Tensors
+from inline_attention.ops.fused import short
+from inline_attention.ops.fused.arguments import Options, Tensors
+from inline_attention.ops.fused.backward import run_backward
+from inline_attention.ops.fused.forward import run_forward
+from inline_attention.ops.fused.plan import make_plan
 from inline_attention.ops.gpu import Limits
 
 
@@ -68,16 +72,12 @@ def recorded_launches(limits: Limits) -> Iterator[list[Launch]]:
     def record(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: launches.append(Launch(kernel, grid, args, options))
 
-    places = [(module, "launch", record) for module in (fused, fused_local_weight, fused_perceptron)]
-    places.append((gpu, "limits_of", lambda device: limits))
-    before = [getattr(module, name) for module, name, _ in places]
-    for module, name, value in places:
-        setattr(module, name, value)
+    before = gpu.launch, gpu.limits_of
+    gpu.launch, gpu.limits_of = record, lambda device: limits
     try:
         yield launches
     finally:
-        for (module, name, _), value in zip(places, before, strict=True):
-            setattr(module, name, value)
+        gpu.launch, gpu.limits_of = before
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -109,10 +109,29 @@ def attention(
         options = Options(normalization, feature_map, anchored, head_dim**-0.5, grids, prefix)
         if fused.why_not_widths(head_dim, head_dim, qkv.device) is not None:
             return  # the reference runs there
-        out, state, means, scores, lse = fused.run_forward([qkv], tensors, options, save=True)
+        out, state, means, scores, lse = run_forward([qkv], tensors, options, save=True)
         if anchored:
             tensors = tensors._replace(shares=scores)
-        fused.run_backward(torch.empty_like(out), [qkv], tensors, state, means, lse, options, grad_of_local=True)
+        run_backward(torch.empty_like(out), [qkv], tensors, state, means, lse, options, grad_of_local=True)
+
+
+def one_launch(dtype: torch.dtype, head_dim: int, *, tiles: Sequence[short.Tile] | None = None) -> None:
+    """One image, the local weight made inside. By default with the tile of what was not measured."""
+    heads, grid, prefix = 6, (14, 14), 1
+    tokens = prefix + grid[0] * grid[1]
+    qkv = meta(1, tokens, 3, heads, head_dim, dtype=dtype)
+    if fused.why_not_widths(head_dim, head_dim, qkv.device) is not None:
+        return  # the reference runs there
+    shapes = [(1, tokens, heads * head_dim), (heads, head_dim, head_dim), (heads, head_dim)]
+    shapes += [(heads, 9 * head_dim, head_dim), (heads, 9 * head_dim)]
+    source = [meta(*shape, dtype=dtype) for shape in shapes]
+    options = Options("subtract", "identity", False, head_dim**-0.5, grid, prefix)
+    if tiles is None:
+        q, k, v = qkv.unbind(2)
+        plan = make_plan(q, k, v, None, grid, prefix)
+        tiles = [short.choose_tile(plan, dtype, gpu.limits_of(qkv.device).multiprocessors)]
+    for tile in tiles:
+        short.run([qkv], source, Tensors(None, None, None, None, None, None), options, tile)
 
 
 def local_weight(dtype: torch.dtype, head_dim: int) -> None:
@@ -148,6 +167,12 @@ CASES: dict[str, Callable[[], None]] = {
     "mala-fp32-64": lambda: attention(torch.float32, 64, "magnitude", "elu_plus_one"),
     "tangent-bf16-32": lambda: attention(torch.bfloat16, 32, anchored=True),
     "tangent-bf16-64": lambda: attention(torch.bfloat16, 64, anchored=True),
+    "one_launch-bf16-32": lambda: one_launch(torch.bfloat16, 32),
+    "one_launch-bf16-32-tiles": lambda: one_launch(torch.bfloat16, 32, tiles=short.TILES),
+    "one_launch-bf16-64-tiles": lambda: one_launch(torch.bfloat16, 64, tiles=short.TILES),
+    "one_launch-fp16-64": lambda: one_launch(torch.float16, 64),
+    "one_launch-fp32-32": lambda: one_launch(torch.float32, 32),
+    "one_launch-bf16-128": lambda: one_launch(torch.bfloat16, 128),
     "local_weight-bf16-32": lambda: local_weight(torch.bfloat16, 32),
     "local_weight-fp32-128": lambda: local_weight(torch.float32, 128),
     "perceptron-bf16-192": lambda: perceptron(torch.bfloat16, 192, rows=50_432),

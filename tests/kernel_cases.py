@@ -9,14 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from inline_attention.layers.attention import masked_mean
 from inline_attention.ops import (  # needs Triton
     add_perceptron,
     fused,
     fused_perceptron,
     gpu,
     linear_attention,
+    make_local_weight,
     tangent_attention,
 )
+from inline_attention.ops.fused import config, short
+from inline_attention.ops.fused.short import Tile
+from inline_attention.ops.local import LocalSource
+from inline_attention.ops.reference import zero_absent
 
 GPU = torch.cuda.is_available()
 
@@ -29,17 +35,20 @@ Results = dict[str, Tensor]  # the output and the gradients of q, k, v, of the l
 
 @contextmanager
 def configured(**changes: Any) -> Iterator[None]:
-    """Other launch parameters than `fused.CONFIG` has."""
-    before = fused.CONFIG
-    fused.CONFIG = before._replace(**changes)
+    """Other launch parameters than `config.CONFIG` has."""
+    before = config.CONFIG
+    config.CONFIG = before._replace(**changes)
     try:
         yield
     finally:
-        fused.CONFIG = before
+        config.CONFIG = before
 
 
 # Both paths through the kernels, whichever the heuristic would choose.
 PATHS = {"fused": dict(fused_tokens=10**9, fused_programs=0), "split": dict(fused_tokens=0)}
+
+# A third one, which has no backward.
+ONE_LAUNCH = dict(one_launch=True)
 
 
 def make_inputs(
@@ -106,7 +115,10 @@ def run(
     dtype: torch.dtype | None = None,
     kind: Kind = INLINE,
 ) -> Results:
-    """Output and gradients of q, k, v, of the local weight and of the token weight and offset, by name."""
+    """Output and gradients of q, k, v, of the local weight and of the token weight and offset, by name.
+
+    One launch has no backward: where `config.CONFIG` asks for it, there is the output alone.
+    """
     dtype = dtype or qkv.dtype
     channels = kind.value_channels or qkv.shape[-1]
     leaves = dict(qkv=qkv.detach().to(dtype).requires_grad_())
@@ -119,19 +131,23 @@ def run(
             leaves["doffset"] = qkv.detach()[:, :1, 0].nan_to_num().to(dtype).requires_grad_()
     q, k, v = leaves["qkv"].unbind(2)
     common = dict(local_weight=leaves.get("dweight"), backend=backend, **options)
-    if kind.anchored:
-        out = tangent_attention(q, k, v[..., :channels], **common)
-    else:
-        out = linear_attention(
-            q,
-            k,
-            v[..., :channels],
-            normalization=kind.normalization,
-            feature_map=kind.feature_map,
-            token_weight=leaves.get("dtoken_weight"),
-            query_offset=leaves.get("doffset"),
-            **common,
-        )
+    one_launch = config.CONFIG.one_launch
+    with torch.set_grad_enabled(not one_launch):
+        if kind.anchored:
+            out = tangent_attention(q, k, v[..., :channels], **common)
+        else:
+            out = linear_attention(
+                q,
+                k,
+                v[..., :channels],
+                normalization=kind.normalization,
+                feature_map=kind.feature_map,
+                token_weight=leaves.get("dtoken_weight"),
+                query_offset=leaves.get("doffset"),
+                **common,
+            )
+    if one_launch:
+        return dict(out=out)
     grads = torch.autograd.grad(out, list(leaves.values()), grad[..., :channels].to(dtype))
     named = dict(zip(leaves, grads, strict=True))
     return dict(out=out.detach(), **dict(zip(("dq", "dk", "dv"), named.pop("qkv").unbind(2), strict=True)), **named)
@@ -220,7 +236,7 @@ def specialization_of(seed: int) -> Specialization:
 class RandomCase(NamedTuple):
     inputs: tuple[Tensor, Tensor | None, Tensor, dict[str, Any]]
     kind: Kind
-    config: dict[str, Any]  # changes to `fused.CONFIG`
+    config: dict[str, Any]  # changes to `config.CONFIG`
     mean: float  # of the tokens
 
     def __str__(self) -> str:
@@ -233,17 +249,24 @@ class RandomCase(NamedTuple):
             f", strides {qkv.stride()} and {grad.stride()}, config {self.config}"
         )
 
+    def errors(self) -> list[Error]:
+        with configured(**self.config):
+            return compare(*self.inputs, kind=self.kind, mean=self.mean)
+
 
 def _apart(x: Tensor, times: int) -> Tensor:
     """The same tokens, `times` as far apart, with NaN between them."""
     return torch.stack([x, *[torch.full_like(x, torch.nan)] * (times - 1)], 2)[:, :, 0]
 
 
-def random_case(seed: int) -> RandomCase:
-    """A case for the kernels of `specialization_of(seed)`, with any batch, grid, prefix, mean, masks and strides."""
+def random_case(seed: int, *, longest: int = 95) -> RandomCase:
+    """A case for the kernels of `specialization_of(seed)`, with any batch, grid, prefix, mean, masks and strides.
+
+    Maps have up to `longest` rows and columns, and fewer where one program a sample serves short sequences.
+    """
     generator = random.Random(seed)
     kernels = specialization_of(seed)
-    longest = 5 if not GPU else 16 if kernels.path == "fused" else 95  # one program a sample serves short sequences
+    longest = 5 if not GPU else 16 if kernels.path == "fused" else longest
     widths = (1, 5) if not GPU else (1, 8) if kernels.narrow else (9, longest)
     qkv, weight, grad, options = make_inputs(
         generator.choice((1, 2, 5) if GPU else (1, 2)),
@@ -264,6 +287,86 @@ def random_case(seed: int) -> RandomCase:
     # An odd number of times, so that strides of an odd multiple of eight stay so: kernels are compiled for either.
     qkv, grad = (_apart(x, generator.choice((1, 3))) for x in (qkv, grad))
     return RandomCase((qkv, weight, grad, options), kernels.kind, PATHS[kernels.path], mean)
+
+
+# The forward pass in one launch
+
+
+def make_source(qkv: Tensor, *, seed: int = 0) -> LocalSource:
+    """Tokens and a perceptron whose local weight is about as large as that of `make_inputs`."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, tokens, _, heads, d = qkv.shape
+
+    def normal(*shape: int, scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, qkv.dtype)
+
+    return LocalSource(
+        normal(batch, tokens, heads * d, scale=tokens**0.5),  # so that their mean is about one
+        normal(heads, d, d, scale=d**-0.5), normal(heads, d, scale=0.2),
+        normal(heads, 9 * d, d, scale=(d * tokens) ** -0.5), normal(heads, 9 * d, scale=0.1 * tokens**-0.5),
+    )  # fmt: skip
+
+
+def run_made(
+    qkv: Tensor, source: LocalSource, options: Mapping[str, Any], *, kind: Kind = INLINE, tile: Tile | None = None
+) -> Results:
+    """The output of one launch that makes the local weight. `tile`: another than it would choose"""
+    with configured(**ONE_LAUNCH), torch.no_grad():
+        out = fused.attention(
+            [qkv], source, options["token_mask"], options["query_mask"], None, None, None,
+            anchored=False, normalization=kind.normalization, feature_map=kind.feature_map,
+            scale=1.0 if kind.normalization == "divide" else qkv.shape[-1] ** -0.5, grids=[options["grid"]],
+            num_prefix_tokens=options["num_prefix_tokens"], tile=tile,
+        )  # fmt: skip
+    return dict(out=out)
+
+
+def made_results(
+    qkv: Tensor, source: LocalSource, options: Mapping[str, Any], *, kind: Kind = INLINE, tile: Tile | None = None
+) -> tuple[Results, Results, Results]:
+    """The reference in float64 and in the inputs' dtype, and `run_made`, to which absent tokens are NaN"""
+    mask, results = options["token_mask"], []
+    for dtype in (torch.float64, qkv.dtype):
+        x, *parameters = (tensor.to(dtype) for tensor in source)
+        weight = make_local_weight(masked_mean(zero_absent(x, mask), mask), *parameters, backend="reference")
+        with configured(**ONE_LAUNCH):  # no gradients
+            results.append(run(qkv, weight, qkv, options, backend="reference", dtype=dtype, kind=kind))
+    if mask is not None:
+        source = source._replace(x=source.x.masked_fill(~mask.unsqueeze(2), torch.nan))
+    exact, plain = results
+    return exact, plain, run_made(qkv, source, options, kind=kind, tile=tile)
+
+
+class RandomShort(NamedTuple):
+    case: RandomCase
+    source: LocalSource | None
+    tile: Tile | None
+
+    def __str__(self) -> str:
+        return f"{self.case}, made {self.source is not None}, {self.tile}"
+
+    def errors(self) -> list[Error]:
+        if self.source is None:
+            return self.case._replace(config=ONE_LAUNCH).errors()
+        qkv, _, _, options = self.case.inputs
+        return errors(*made_results(qkv, self.source, options, kind=self.case.kind, tile=self.tile))
+
+
+def random_short(seed: int) -> RandomShort:
+    """A random case of up to 40² tokens. If its attention takes no other tensors, the local weight may be made inside.
+
+    Whether it is, and the tile, follow from the specialization, so that each kernel is compiled once.
+    """
+    case = random_case(seed, longest=40)
+    qkv, *_ = case.inputs
+    generator = random.Random(str(specialization_of(seed)))
+    plain = not (case.kind.weighted or case.kind.anchored or case.kind.value_channels)
+    if not plain or generator.random() < 0.4:
+        return RandomShort(case, None, None)
+    tile = None
+    if qkv.dtype != torch.float32 and qkv.shape[-1] <= 64:
+        tile = generator.choice(short.TILES)._replace(parts=1 + seed % 5)
+    return RandomShort(case, make_source(qkv, seed=seed), tile)
 
 
 # The perceptron half of a block

@@ -15,7 +15,7 @@ GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 EVERY_KERNEL = {
     "forward_kernel", "state_kernel", "finish_kernel", "output_kernel", "backward_kernel", "grad_state_kernel",
     "grad_finish_kernel", "grad_kernel", "scores_kernel", "logsumexp_kernel", "weighted_sum_kernel",
-    "local_weight_kernel", "perceptron_kernel", "perceptron_sum_kernel",
+    "short_kernel", "local_weight_kernel", "perceptron_kernel", "perceptron_sum_kernel",
 }  # fmt: skip
 
 
@@ -47,7 +47,14 @@ def test_a_few(tmp_path):
 def test_every_kernel(gpu, tmp_path):
     """Every kernel, for heads of 32 channels and the widest. `kernel_builds.py` has more cases, for half an hour."""
     attentions = ("inline-bf16-32", "inline-bf16-128", "inline-fp16-32-packed", "inline-fp32-32-masked", "mala-bf16-32")
-    others = ("tangent-bf16-32", "local_weight-bf16-32", "perceptron-bf16-192", "perceptron-bf16-192-few")
+    others = (
+        "tangent-bf16-32",
+        "one_launch-bf16-32",
+        "one_launch-bf16-128",
+        "local_weight-bf16-32",
+        "perceptron-bf16-192",
+        "perceptron-bf16-192-few",
+    )
     builds = build(tmp_path, "--gpus", gpu, "--cases", *attentions, *others)
     assert {one["kernel"] for one in builds} == EVERY_KERNEL
     wide = {one["case"] for one in builds if "128" in one["case"]}

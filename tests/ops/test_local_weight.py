@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from kernel_cases import DEVICE, DTYPES, GPU
 
 from inline_attention.layers import LocalWeight
-from inline_attention.ops import fused_local_weight
+from inline_attention.ops import fused_local_weight, gpu
 
 
 def make_layer(batch, heads, head_dim):
@@ -113,14 +113,14 @@ def test_more_windows_than_the_grid_of_the_kernel_holds(monkeypatch):
     """65,535 programs of 16 windows: "auto" takes the reference, "triton" says why not."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert fused_local_weight.MOST_ON_AN_AXIS * fused_local_weight.SAMPLES == 1_048_560
+    assert gpu.MOST_ON_AN_AXIS * fused_local_weight.SAMPLES == 1_048_560
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     layer, _ = make_layer(1, 1, 16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         mean = torch.empty(1_048_561, 16, device="cuda")
         with pytest.raises(ValueError, match="up to 1,048,560 samples or windows at once, not 1,048,561"):
             layer(mean, backend="triton")
-    monkeypatch.setattr(fused_local_weight, "MOST_ON_AN_AXIS", 0)
+    monkeypatch.setattr(gpu, "MOST_ON_AN_AXIS", 0)
     layer, mean = make_layer(3, 2, 16)
     torch.testing.assert_close(layer(mean), layer(mean, backend="reference"))
 

@@ -37,12 +37,15 @@ from inline_attention.ops import (
     FeatureMap,
     backends,
     fused,
+    gpu,
     inline_attention,
     inline_attention_packed,
     inline_attention_projected,
     linear_attention,
     linear_attention_packed,
 )
+from inline_attention.ops.fused import config
+from inline_attention.ops.fused.plan import make_plan, make_tiles, split
 from inline_attention.ops.kernels.blocks import tile_tokens
 
 
@@ -59,7 +62,7 @@ def _poisoned_memory():
 @pytest.fixture(params=["fused", "split"])
 def path(request, monkeypatch):
     """Both paths through the kernels, whichever the heuristic would choose."""
-    monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(**PATHS[request.param]))
+    monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(**PATHS[request.param]))
     return request.param
 
 
@@ -296,27 +299,47 @@ def test_a_frozen_local_weight(path):
 def test_parts_that_tensor_cores_sum_are_short(monkeypatch):
     """Even if few programs are enough, there are more parts, which are summed in more than one step."""
     monkeypatch.setattr(
-        fused, "CONFIG", fused.CONFIG._replace(tokens=16, fused_tokens=0, state_programs=0, part=32, summed_parts=2)
+        config, "CONFIG", config.CONFIG._replace(tokens=16, fused_tokens=0, state_programs=0, part=32, summed_parts=2)
     )
     inputs = make_inputs(1, (10, 10), 1, 1, 16, torch.float32)
     q, k, _ = inputs[0].unbind(2)
-    plan = fused.make_plan(q, k, k, None, (10, 10), 1)
-    assert fused.split(plan, 101, q.device) == (4, 4)
+    plan = make_plan(q, k, k, None, (10, 10), 1)
+    assert split(plan, 101, q.device) == (4, 4)
     check(*inputs)
 
 
 def test_no_more_parts_than_work():
     q = torch.empty(1, 50, 1, 32, device=DEVICE)
-    plan = fused.make_plan(q, q, q, None, (1, 1), 0)
-    steps = -(-50 // fused.CONFIG.tokens)
-    assert fused.split(plan, 50, q.device).number == steps
-    assert fused.split(plan, 50, q.device, rows=steps + 1).number == steps + 1
+    plan = make_plan(q, q, q, None, (1, 1), 0)
+    steps = -(-50 // config.CONFIG.tokens)
+    assert split(plan, 50, q.device).number == steps
+    assert split(plan, 50, q.device, rows=steps + 1).number == steps + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "programs", "expected"),
+    [
+        (197, 6, (4, 4)),  # one image of 224 pixels
+        (197, 3, (4, 4)),
+        (577, 6, (10, 16)),
+        (4097, 6, (65, 128)),
+        (1600, 192, (4, 4)),
+        (65_536, 6, (128, 128)),
+        (1 << 20, 6, (512, 512)),  # no part is longer than tensor cores may sum
+        (1, 1, (1, 1)),
+        (197, 10_000, (1, 1)),
+    ],
+)
+def test_partial_sums_follow_the_length_the_batch_and_the_gpu(tokens, programs, expected):
+    settings = config.Config()  # those of a GPU
+    options = dict(step=settings.tokens, longest=settings.part, most=settings.most_parts)
+    assert gpu.parts_of(tokens, programs, 132, per_multiprocessor=settings.state_programs, **options) == expected
 
 
 @pytest.mark.parametrize("grid", [(1, 70), (2, 50)])
 def test_few_long_rows(grid, monkeypatch):
     """Programs share the sums of the local weight's gradient by columns too."""
-    monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(fused_tokens=0, state_programs=8))
+    monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(fused_tokens=0, state_programs=8))
     check(*make_inputs(1, grid, 1, 1, 16, torch.float32))
 
 
@@ -327,8 +350,8 @@ def test_a_batch_that_is_left_open_stays_open():
     seen = []
 
     def allocate(q):
-        plan = fused.make_plan(q, q, q, None, (1, 1), 0)
-        seen.append((plan.programs, fused.split(plan, q.shape[1], q.device).most))
+        plan = make_plan(q, q, q, None, (1, 1), 0)
+        seen.append((plan.programs, split(plan, q.shape[1], q.device).most))
         return q.new_empty(plan.programs, seen[-1][1])
 
     graph = make_fx(allocate, tracing_mode="symbolic")(torch.empty(3, 300, 2, 32, device=DEVICE))
@@ -442,11 +465,11 @@ def test_offsets_in_a_large_map():
 def plan_of(*grids, channels=32):
     x = torch.empty(1, 1, 1, channels, device=DEVICE)
     sequences = torch.zeros(len(grids), 4, device=DEVICE) if len(grids) > 1 else None
-    return fused.make_plan(x, x, x, sequences, [length for grid in grids for length in grid], 0)
+    return make_plan(x, x, x, sequences, [length for grid in grids for length in grid], 0)
 
 
 def test_which_maps_are_large():
-    rows = fused.CONFIG.tile // 8
+    rows = config.CONFIG.tile // 8
     for (height, width), stride, expected in [
         ((64, 64), 576, False),
         ((rows, 2048 // rows), 1 << 20, True),
@@ -455,7 +478,7 @@ def test_which_maps_are_large():
         ((65_536 * rows, 1), 96, True),
     ]:
         plan = plan_of((height, width))
-        tiles = fused.make_tiles(plan, columns=8, local=True)
+        tiles = make_tiles(plan, columns=8, local=True)
         assert tiles.wide([10**12, stride]) == expected  # the batch's stride does not count
         programs, *others = tiles.grid(plan)
         assert programs == plan.programs
@@ -464,9 +487,9 @@ def test_which_maps_are_large():
 
 
 def test_large_maps(monkeypatch):
-    monkeypatch.setattr(fused, "MOST_ON_AN_AXIS", 2)
-    monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(fused_tokens=0))
-    assert fused.make_tiles(plan_of((7, 18)), columns=8, local=True).number > 2
+    monkeypatch.setattr(gpu, "MOST_ON_AN_AXIS", 2)
+    monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(fused_tokens=0))
+    assert make_tiles(plan_of((7, 18)), columns=8, local=True).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
 
@@ -475,7 +498,7 @@ def test_tiles_of_a_packed_batch():
     """The number of tiles is the largest of any image, not that of the largest height and the largest width."""
     tall, wide = (4096, 1), (1, 4096)
     together, *alone = (
-        fused.make_tiles(plan_of(*grids), columns=8, local=True).number for grids in ((tall, wide), (tall,), (wide,))
+        make_tiles(plan_of(*grids), columns=8, local=True).number for grids in ((tall, wide), (tall,), (wide,))
     )
     assert together == max(alone)
 
@@ -529,10 +552,10 @@ def test_wide_heads_need_more_shared_memory_than_some_gpus_have(cuda_tensor, mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
     monkeypatch.setattr(torch.version, "hip", None)
     for memory, expected in [(99 * 1024, "reference"), (163 * 1024, "triton")]:
-        monkeypatch.setattr(fused.gpu, "limits_of", lambda _, memory=memory: fused.gpu.Limits(84, memory))
+        monkeypatch.setattr(gpu, "limits_of", lambda _, memory=memory: gpu.Limits(84, memory))
         assert backends.choose("auto", cuda_tensor) == expected
         assert backends.choose("auto", cuda_tensor[..., :64]) == "triton"
-    monkeypatch.setattr(fused.gpu, "limits_of", lambda _: fused.gpu.Limits(84, 99 * 1024))
+    monkeypatch.setattr(gpu, "limits_of", lambda _: gpu.Limits(84, 99 * 1024))
     with pytest.raises(ValueError, match="128 channels a program takes 160 KiB of shared memory, and cuda:0 has 99"):
         backends.choose("triton", cuda_tensor)
 
@@ -615,7 +638,7 @@ class TestOnGPU:
 
     def test_a_million_tokens_far_from_zero(self, monkeypatch):
         """Tensor cores round towards zero: left to sum all of them, they would be several per cent off."""
-        monkeypatch.setattr(fused, "CONFIG", fused.CONFIG._replace(state_programs=0))
+        monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(state_programs=0))
         torch.manual_seed(0)
         x = torch.randn(4, 1, 1 << 20, 1, 32, device="cuda")
         q, k, v, grad = x[0], x[1] + 4, x[1] / 2 + x[2] + 4, x[3] + x[0]

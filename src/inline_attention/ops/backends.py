@@ -14,10 +14,11 @@ from .tracing import is_exporting
 fused: Any
 fused_local_weight: Any
 fused_perceptron: Any
+gpu: Any
 try:
-    from . import fused, fused_local_weight, fused_perceptron
+    from . import fused, fused_local_weight, fused_perceptron, gpu
 except ImportError:  # no Triton
-    fused = fused_local_weight = fused_perceptron = None
+    fused = fused_local_weight = fused_perceptron = gpu = None
 
 HAS_TRITON = fused is not None
 Backend = Literal["auto", "reference", "triton"]
@@ -80,7 +81,7 @@ def choose(backend: str, x: Tensor, *, why_not: Callable[[], str | None] = lambd
     if reason is None:
         return "triton"
     if backend == "auto":
-        if HAS_TRITON and (of_the_gpu := fused.gpu.why_not(x.device)):
+        if HAS_TRITON and (of_the_gpu := gpu.why_not(x.device)):
             _warn_once(of_the_gpu)
         return "reference"
     raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'reference'")

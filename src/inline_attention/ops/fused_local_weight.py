@@ -8,10 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from .fused import MOST_ON_AN_AXIS, dot_settings, launch, on_device_of, refuse_tangents, register
+from . import gpu
+from .fused.arguments import dot_settings
+from .gpu import on_device_of
 from .kernels.local_weight import local_weight_kernel
 from .local import TAPS
 from .precision import product_dtype
+from .registration import refuse_tangents, register
 
 # Samples and outputs of one program.
 SAMPLES = 16
@@ -21,7 +24,7 @@ OUTPUTS = 32
 def run(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
     batch, (heads, head_dim) = mean.shape[0], b1.shape
     out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
-    launch(local_weight_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
+    gpu.launch(local_weight_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
         mean, w1, b1, w2, b2, out, batch, mean.stride(0),
         HEADS=heads, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BB=SAMPLES, BO=OUTPUTS,
         **dot_settings(dtype), num_warps=1 if head_dim <= 32 else 4,
@@ -74,7 +77,7 @@ def _flops(mean: Any, w1: Any, b1: Any, w2: Any, *args: Any, **kwargs: Any) -> i
 
 def why_not(token_mean: Tensor) -> str | None:
     """Why the kernel cannot run on this many samples, or None if it can."""
-    most = MOST_ON_AN_AXIS * SAMPLES
+    most = gpu.MOST_ON_AN_AXIS * SAMPLES
     if token_mean.shape[0] > most:
         return f"the kernel takes up to {most:,} samples or windows at once, not {token_mean.shape[0]:,}"
     return None

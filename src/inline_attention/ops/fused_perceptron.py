@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import gpu
-from .fused import launch, on_device_of, refuse_tangents, register
-from .gpu import INTERPRETED, Limits
+from .gpu import INTERPRETED, Limits, on_device_of
 from .kernels.perceptron import perceptron_kernel, perceptron_sum_kernel
+from .registration import refuse_tangents, register
 
 # Most channels of a token. The sums of a program's outputs are in registers.
 MOST_WIDTH = 512
@@ -129,13 +129,13 @@ def run(x: Tensor, norm: Sequence[Tensor], weights: Sequence[Tensor], eps: float
     target = out
     if tile.splits > 1:
         target = torch.empty((tile.splits, rows, width), dtype=torch.float32, device=x.device)
-    launch(perceptron_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
+    gpu.launch(perceptron_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
         x, *norm, *weights, target, rows, eps,
         C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, SPLITS=tile.splits,
         **dot_settings(w1.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.splits > 1:
-        launch(perceptron_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
+        gpu.launch(perceptron_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
             x, b2, target, out, rows, C=width, SPLITS=tile.splits, BN=SUMMED, num_warps=4
         )
     return out

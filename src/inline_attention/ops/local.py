@@ -6,6 +6,8 @@ covers only the overlap of the map with its shifted self, and memory is reused, 
 product.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,6 +18,17 @@ Grid = tuple[int, int]  # (height, width) of a token map
 
 TAPS = 9
 CENTRE = 4
+
+
+class LocalSource(NamedTuple):
+    """What a local weight is made from: the tokens, and the arguments of `make_local_weight` besides their mean."""
+
+    x: Tensor  # (B, N, heads·d); absent tokens may hold anything
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
 
 Region = tuple[slice, slice, slice]  # of a map (B, H, W, C)
 

@@ -1,1 +1,1 @@
-"""The Triton kernels; `ops.fused` and `ops.fused_local_weight` launch them."""
+"""The Triton kernels; `ops.fused`, `ops.fused_local_weight` and `ops.fused_perceptron` launch them."""

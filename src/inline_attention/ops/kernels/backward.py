@@ -9,6 +9,7 @@ from .blocks import (
     accumulate,
     add_local,
     add_product,
+    channels,
     divisor_of,
     factors,
     full_mean,
@@ -16,6 +17,7 @@ from .blocks import (
     head_sums,
     load_map_row,
     load_neighbours,
+    load_offset,
     load_queries,
     load_rows,
     load_shares,
@@ -313,10 +315,8 @@ def backward_kernel(
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
         Nq = N
-    o_k = tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_k, m_k = channels(h, heads, DK, HEADS, BK)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     p_q += i_b * stride_qb + start * stride_q + h * DK
     p_k += i_b * stride_kb + start * stride_k + h * DK
     p_v += i_b * stride_vb + start * stride_v + h * DV
@@ -334,9 +334,7 @@ def backward_kernel(
         p_dshare += (i_b * heads + h) * N
     if ANCHORED:
         p_lse += i_b * heads + h
-    b_offset = 0.0
-    if OFFSET:
-        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    b_offset = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, OFFSET)
     scale = tl.cast(scale, tl.float32)
     tokens = tokens_of(p_count, i_b, N, HAS_MASK)
     count = divisor_of(tokens, WEIGHTED)
@@ -411,10 +409,8 @@ def grad_state_kernel(
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
         Nq = N
-    o_k = tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_k, m_k = channels(h, heads, DK, HEADS, BK)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     p_q += i_b * stride_qb + start * stride_q + h * DK
     p_v += i_b * stride_vb + start * stride_v + h * DV
     p_g += i_b * stride_gb + start * stride_g + h * DV
@@ -422,9 +418,7 @@ def grad_state_kernel(
         p_mask += i_b * N
     if MASK_Q:
         p_mask_q += i_b * Nq
-    b_offset = 0.0
-    if OFFSET:
-        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    b_offset = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, OFFSET)
     b_st = 0.0
     b_k_full = 0.0
     b_v_mean = 0.0
@@ -486,8 +480,7 @@ def grad_finish_kernel(
     _, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     count = divisor_of(tokens_of(p_count, i_b, N, HAS_MASK), WEIGHTED)
     scale = tl.cast(scale, tl.float32)
-    o_v = tl.arange(0, BV)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     o_r = tl.program_id(1) * BR + tl.arange(0, BR)
     m_r = (o_r < HEADS * DK) & (h * DK + o_r < heads * DK)
     m_head = same_head(o_r, m_r, o_v, m_v, DK, DV)
@@ -536,10 +529,8 @@ def grad_kernel(
         tiles = tl.cdiv(H, rows) * columns if LOCAL else tl.cdiv(N, rows)
         if i_t >= tiles:  # the grid is for the image with the most tiles
             return
-    o_k = tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_k, m_k = channels(h, heads, DK, HEADS, BK)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     p_q += i_b * stride_qb + start * stride_q + h * DK
     p_k += i_b * stride_kb + start * stride_k + h * DK
     p_v += i_b * stride_vb + start * stride_v + h * DV
@@ -557,9 +548,7 @@ def grad_kernel(
         p_dshare += (i_b * heads + h) * N
     if ANCHORED:
         p_lse += i_b * heads + h
-    b_offset = 0.0
-    if OFFSET:
-        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    b_offset = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, OFFSET)
     m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
     o_s = (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV)
     b_s = tl.load(p_s + o_s, mask=m_head, other=0.0)

@@ -46,6 +46,22 @@ def locate(p_seq, i_b, N, H, W, PACKED: tl.constexpr):
 
 
 @triton.jit
+def channels(h, heads, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr):
+    """Offsets of a block's channels from head h on, and which of them exist: (BC,)"""
+    o_c = tl.arange(0, BC)
+    return o_c, (o_c < HEADS * D) & (h * D + o_c < heads * D)
+
+
+@triton.jit
+def load_offset(p_offset, i_b, h, heads, o_k, m_k, D: tl.constexpr, OFFSET: tl.constexpr):
+    """What is subtracted from the queries of a sample, (BK,) float32; a zero if nothing is"""
+    b_offset = 0.0
+    if OFFSET:
+        b_offset = tl.load(p_offset + (i_b * heads + h) * D + o_k, mask=m_k, other=0.0)
+    return b_offset
+
+
+@triton.jit
 def load_rows(p_x, stride, t, o_t, m_t, o_c, m_c):
     """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t may exceed 2³¹ / stride; o_t is small."""
     p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]

@@ -8,11 +8,13 @@ from .blocks import (
     SIZES,
     accumulate,
     add_local,
+    channels,
     covariance,
     divisor_of,
     factors,
     full_mean,
     head_sums,
+    load_offset,
     load_queries,
     load_rows,
     locate,
@@ -45,6 +47,31 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
 
 
 @triton.jit
+def sum_state(
+    p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, count, scale,
+    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
+):  # fmt: skip
+    """The state of a sample from all its tokens: S (BK, BV), and the means of φ(k) − φ(0) (BK,) and of v (BV,)"""
+    b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
+    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", CENTRE, HAS_MASK)
+    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
+        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
+    )  # fmt: skip
+    m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
+    b_s = tl.where(m_head, covariance(b_kv, b_dk_sum[:, None], b_dv_sum[None, :], count, scale), 0.0)
+    if WEIGHTED and PRECISION != "ieee":  # they are pivots
+        b_k_mean = b_k_sum + b_dk_sum
+        b_v_mean = b_v_sum + b_dv_sum
+    else:
+        b_k_mean = tl.div_rn(b_k_sum, count)
+        b_v_mean = tl.div_rn(b_v_sum, count)
+    return b_s, b_k_mean, b_v_mean
+
+
+@triton.jit
 def base_of(b_s, b_v_mean, MAP: tl.constexpr, NORM: tl.constexpr):
     """What is added to (φ(q) − φ(0))·S, (BV,): φ(0) times the column sums of S and, if nothing scales it later, v̄"""
     b_base = b_v_mean
@@ -54,15 +81,13 @@ def base_of(b_s, b_v_mean, MAP: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def write_outputs(
-    p_q, p_out, p_mask, stride_q, stride_out, t, o_t, m_t, o_k, m_k, o_v, m_v,
-    b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+def outputs_of(
+    p_q, stride_q, t, o_t, m_t, o_k, m_k, o_v, b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """out = g(z)·φ(q)·S + f(z)·v̄ for queries t + o_t where m_t; zeros for absent ones. b_k_mean holds s·k̄"""
-    m_here = present(p_mask, t, o_t, m_t, MASK_Q)
-    b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, OFFSET)
+    """g(z)·φ(q)·S + f(z)·v̄ for queries t + o_t where m_t, anything elsewhere: (BN, BV). b_k_mean holds s·k̄"""
+    b_q = load_queries(p_q, stride_q, t, o_t, m_t, o_k, m_k, b_offset, OFFSET)
     if MAP != "identity":
         b_q = feature_map(b_q.to(tl.float32), MAP)
     b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION)
@@ -71,6 +96,22 @@ def write_outputs(
         b_z = head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS)
         b_g, b_f, _ = factors(b_z, eps, NORM, PRECISION)
         b_out = b_g * b_out + b_f * b_v_mean[None, :]
+    return b_out
+
+
+@triton.jit
+def write_outputs(
+    p_q, p_out, p_mask, stride_q, stride_out, t, o_t, m_t, o_k, m_k, o_v, m_v,
+    b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Stores `outputs_of` queries t + o_t where m_t, and zeros for absent ones"""
+    m_here = present(p_mask, t, o_t, m_t, MASK_Q)
+    b_out = outputs_of(
+        p_q, stride_q, t, o_t, m_here, o_k, m_k, o_v, b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+        MAP, NORM, DK, DV, HEADS, DOT, PRECISION, OFFSET,
+    )  # fmt: skip
     if MASK_Q:
         b_out = tl.where(m_here[:, None], b_out, 0.0)
     store_rows(p_out, b_out, stride_out, t, o_t, m_t, o_v, m_v)
@@ -112,10 +153,8 @@ def forward_kernel(
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     if PACKED:
         Nq = N
-    o_k = tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_k, m_k = channels(h, heads, DK, HEADS, BK)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     p_q += i_b * stride_qb + start * stride_q + h * DK
     p_k += i_b * stride_kb + start * stride_k + h * DK
     p_v += i_b * stride_vb + start * stride_v + h * DV
@@ -128,32 +167,20 @@ def forward_kernel(
         p_share += (i_b * heads + h) * N
     if ANCHORED:
         p_lse += i_b * heads + h
-    b_offset = 0.0
-    if OFFSET:
-        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    b_offset = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, OFFSET)
     tokens = tokens_of(p_count, i_b, N, HAS_MASK)
     count = divisor_of(tokens, WEIGHTED)
 
-    b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
-    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", CENTRE, HAS_MASK)
-    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
+    b_s, b_k_mean, b_v_mean = sum_state(
+        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, count, scale,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED,
     )  # fmt: skip
-    m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
-    b_s = tl.where(m_head, covariance(b_kv, b_dk_sum[:, None], b_dv_sum[None, :], count, scale), 0.0)
-    if WEIGHTED and PRECISION != "ieee":  # they are pivots
-        b_k_mean = b_k_sum + b_dk_sum
-        b_v_mean = b_v_sum + b_dv_sum
-    else:
-        b_k_mean = tl.div_rn(b_k_sum, count)
-        b_v_mean = tl.div_rn(b_v_sum, count)
     if SAVE:
         p_means += i_b * heads * (DK + DV)
         tl.store(p_means + h * DK + o_k, b_k_mean, mask=m_k)
         tl.store(p_means + heads * DK + h * DV + o_v, b_v_mean, mask=m_v)
         p = p_s + (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV)
-        tl.store(p, b_s.to(p_s.dtype.element_ty), mask=m_head)
+        tl.store(p, b_s.to(p_s.dtype.element_ty), mask=same_head(o_k, m_k, o_v, m_v, DK, DV))
     b_base = base_of(b_s, b_v_mean, MAP, NORM)
     b_k_mean = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)
     b_s = operand(b_s, DOT, PRECISION)
@@ -189,10 +216,8 @@ def state_kernel(
     parts = tl.num_programs(1)
     h = (i % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
-    o_k = tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_k, m_k = channels(h, heads, DK, HEADS, BK)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     p_k += i_b * stride_kb + start * stride_k + h * DK
     p_v += i_b * stride_vb + start * stride_v + h * DV
     if HAS_MASK:
@@ -234,8 +259,7 @@ def finish_kernel(
     h = (i % blocks) * HEADS
     _, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
     count = divisor_of(tokens_of(p_count, i_b, N, HAS_MASK), WEIGHTED)
-    o_v = tl.arange(0, BV)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     o_r = tl.program_id(1) * BR + tl.arange(0, BR)
     m_r = (o_r < HEADS * DK) & (h * DK + o_r < heads * DK)
     m_head = same_head(o_r, m_r, o_v, m_v, DK, DV)
@@ -291,10 +315,8 @@ def output_kernel(
         tiles = tl.cdiv(H, rows) * columns if LOCAL else tl.cdiv(N, rows)
         if i_t >= tiles:  # the grid is for the image with the most tiles
             return
-    o_k = tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_k = (o_k < HEADS * DK) & (h * DK + o_k < heads * DK)
-    m_v = (o_v < HEADS * DV) & (h * DV + o_v < heads * DV)
+    o_k, m_k = channels(h, heads, DK, HEADS, BK)
+    o_v, m_v = channels(h, heads, DV, HEADS, BV)
     p_q += i_b * stride_qb + start * stride_q + h * DK
     p_v += i_b * stride_vb + start * stride_v + h * DV
     p_out += i_b * stride_ob + start * stride_o + h * DV
@@ -302,9 +324,7 @@ def output_kernel(
         p_mask += i_b * N
     if MASK_Q:
         p_mask_q += i_b * Nq
-    b_offset = 0.0
-    if OFFSET:
-        b_offset = tl.load(p_offset + (i_b * heads + h) * DK + o_k, mask=m_k, other=0.0)
+    b_offset = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, OFFSET)
     m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
     b_s = tl.load(p_s + (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV), mask=m_head, other=0.0)
     p_means += i_b * heads * (DK + DV)

@@ -1,0 +1,90 @@
+"""Launch parameters of the attention's kernels, and what the kernels can hold."""
+
+from typing import NamedTuple
+
+from ..gpu import INTERPRETED
+
+
+class Steps(NamedTuple):
+    """Launch parameters of a kernel that steps over tokens."""
+
+    tokens: int  # per step
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    """Launch parameters, one set for every length, resolution and batch.
+
+    They are the fastest of those tried by hand on an H200 in bfloat16 with heads of 32 channels. `part` is there for
+    accuracy and `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned. Only the
+    numbers of programs and of parts depend on the GPU: they follow its multiprocessors. Nothing is autotuned at run
+    time. The steps decide how sums are rounded, and autotuning could choose other steps in the next process.
+    """
+
+    tokens: int = 64  # most tokens per step of a loop
+    columns: int = 16  # of a tile of the map; half as many for a map that narrow
+    output_columns: int = 8  # the same in output_kernel
+    tile: int = 128  # most tokens in a tile of the map
+    steps: int = 4  # steps over tokens in a tile where there is no map
+    state_programs: int = 8  # programs per multiprocessor that the tokens of a sample are split for
+    scaled_state_programs: int = 16  # the same for "scaled" keys
+    most_parts: int = 128  # most parts for that; a power of two
+    part: int = 2048  # most tokens in a part: tensor cores sum a part, and round towards zero
+    summed_parts: int = 128  # parts that are added at once
+    score_tokens: int = 256  # tokens whose scores with an anchor a program computes
+    fused_tokens: int = 256  # most tokens of a sample that one program handles alone, if there are at least
+    fused_programs: int = 4  # this many programs per multiprocessor
+    one_launch: bool = False  # take `short_kernel` for all that needs no gradients, measured or not; for tests
+
+
+CONFIG = Config()
+
+# By what the attention does with a token, and by kernel. The more it does, the fewer tokens its registers hold.
+STEPS = {
+    "plain": {
+        "state": Steps(64, 1, 2),
+        "output": Steps(64, 1, 2),
+        "forward": Steps(64, 2, 2),
+        "grad_state": Steps(64, 2, 2),
+        "grad": Steps(64, 2, 2),
+        "backward": Steps(64, 2, 3),
+    },
+    "weighted": {
+        "state": Steps(32, 2, 3),
+        "output": Steps(64, 1, 2),
+        "forward": Steps(32, 2, 2),
+        "grad_state": Steps(64, 2, 2),
+        "grad": Steps(32, 1, 3),
+        "backward": Steps(64, 2, 3),
+    },
+    "scaled": {
+        "state": Steps(32, 1, 2),
+        "output": Steps(32, 1, 3),
+        "forward": Steps(64, 2, 2),
+        "grad_state": Steps(16, 1, 3),
+        "grad": Steps(32, 2, 3),
+        "backward": Steps(32, 2, 3),
+    },
+}
+
+# A step costs the same at any size in the interpreter. Small steps take small test shapes through every loop.
+if INTERPRETED:
+    CONFIG = Config(
+        tokens=16, tile=32, steps=1, state_programs=2, scaled_state_programs=2, part=64, summed_parts=2,
+        score_tokens=16, fused_tokens=40, fused_programs=0,
+    )  # fmt: skip
+
+# Most channels of a head.
+MOST_CHANNELS = 128
+
+# Most channels of a head whose kernels fit the shared memory of every GPU they run on: 99 KiB from capability 8.6 on.
+# With more channels a program takes up to WIDE_MEMORY bytes. `tests/kernel_builds.py` finds out what the kernels take.
+WITHIN_ANY_MEMORY = 64
+WIDE_MEMORY = 160 * 1024
+
+# Least channels of a program, if there are enough heads. They fill a memory sector and a tensor core's tile.
+LEAST_CHANNELS = 32
+
+# Most elements from one token to the next. Offsets in a step of up to 256 tokens have 32 bits.
+LONGEST_STRIDE = 2**31 // 256 - 1

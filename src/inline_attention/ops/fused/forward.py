@@ -1,0 +1,100 @@
+"""The launches of the forward pass."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import gpu
+from ..kernels import anchor, forward
+from ..projections import unstack
+from . import config
+from .arguments import Options, Tensors, as_bytes, common_of, count_of, dot_settings, state_dtype_of, strides_of
+from .plan import Plan, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
+
+
+def anchor_scores(k: Tensor, tensors: Tensors, options: Options, plan: Plan) -> tuple[Tensor, Tensor]:
+    """s·a·k for every token (B, heads, N), and log Σ exp of them (B, heads), float32"""
+    scores = torch.empty((plan.batch, plan.heads, plan.tokens), dtype=torch.float32, device=k.device)
+    tiles = triton.cdiv(plan.tokens, config.CONFIG.score_tokens)
+    parts = torch.empty((plan.batch, plan.heads, tiles), dtype=torch.float32, device=k.device)
+    mask = as_bytes(tensors.token_mask)
+    gpu.launch(anchor.scores_kernel, (plan.programs, tiles))(
+        k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads,
+        *strides_of(False, k),
+        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.score_tokens,
+        HAS_MASK=mask is not None,
+    )  # fmt: skip
+    lse = torch.empty((plan.batch, plan.heads), dtype=torch.float32, device=k.device)
+    gpu.launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles, BN=128, num_warps=1)
+    return scores, lse
+
+
+def run_forward(
+    projections: Sequence[Tensor], tensors: Tensors, options: Options, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what the backward needs: the state, the means of φ(k) − φ(0) and of v, and an anchor's scores
+    and the logarithm of the sum of their exponentials"""
+    q, k, v = unstack(projections)
+    local_weight, token_mask, query_mask, sequences, shares, offset = tensors
+    plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
+    height, width = plan.height, plan.width
+    local = local_weight is not None
+    out = torch.empty((*q.shape[:3], plan.value_dim), dtype=q.dtype, device=q.device)
+    kept = plan.batch if save or not plan.fused else 0
+    state_dtype = state_dtype_of(q.dtype, options.feature_map, options.anchored)
+    state = torch.empty((kept, plan.heads, plan.key_dim, plan.value_dim), dtype=state_dtype, device=q.device)
+    means = torch.empty((kept, plan.heads * (plan.key_dim + plan.value_dim)), dtype=torch.float32, device=q.device)
+    scores, lse = (torch.empty((0,), dtype=torch.float32, device=q.device) for _ in range(2))
+    if out.numel() == 0:
+        return out, state, means, scores, lse
+    if options.anchored:
+        shares, lse = scores, _ = anchor_scores(k, tensors, options, plan)
+    masks = as_bytes(token_mask), as_bytes(query_mask)
+    count = count_of(token_mask)
+    common = dict(**common_of(plan, token_mask), WEIGHTED=shares is not None)
+    anchored = dict(ANCHORED=options.anchored)
+    effort = options.effort(weighted=shares is not None)
+    products = dot_settings(q.dtype)
+    centre = q.dtype == torch.float32 or shares is not None
+    chosen = dict(MAP=options.feature_map, NORM=options.normalization, OFFSET=offset is not None)
+    scale, prefix = options.scale, options.num_prefix_tokens
+    mask_q = query_mask is not None
+    if plan.fused:
+        gpu.launch(forward.forward_kernel, (plan.programs,))(
+            q, k, v, local_weight, *masks, count, sequences, shares, lse, offset, out, state, means,
+            plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
+            *strides_of(plan.packed, q, k, v, out),
+            **common, **anchored, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
+            BW=tile_columns(width),
+            **step_settings("forward", effort, plan, q.dtype),
+        )  # fmt: skip
+        return out, state, means, scores, lse
+    size = plan.block_keys * plan.block_values + 2 * (plan.block_keys + plan.block_values)
+    parts = split(
+        plan, plan.tokens, q.device, programs=config.CONFIG.scaled_state_programs if effort == "scaled" else None
+    )
+    sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
+    gpu.launch(forward.state_kernel, (plan.programs, parts.number))(
+        k, v, masks[0], sequences, shares, lse, sums, plan.tokens, height, width, plan.blocks, plan.heads,
+        *strides_of(plan.packed, k, v),
+        **common, **anchored, **products, MAP=options.feature_map, CENTRE=centre,
+        **step_settings("state", effort, plan, q.dtype),
+    )  # fmt: skip
+    block = sum_settings(plan, parts)
+    gpu.launch(forward.finish_kernel, (plan.programs, plan.block_keys // block["BR"]))(
+        sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
+        **common, **block, CENTRE=centre, PIVOTED=shares is not None and q.dtype != torch.float32,
+    )  # fmt: skip
+    columns = config.CONFIG.output_columns
+    tiles = make_tiles(plan, columns=columns, local=local)
+    strides = strides_of(plan.packed, q, v, out)
+    gpu.launch(forward.output_kernel, tiles.grid(plan))(
+        q, v, local_weight, *masks, count, sequences, offset, out, state, means,
+        plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
+        *strides,
+        **common_of(plan, token_mask), **chosen, **products, LOCAL=local, MASK_Q=mask_q, BW=columns,
+        WIDE=tiles.wide(strides), **step_settings("output", effort, plan, q.dtype),
+    )  # fmt: skip
+    return out, state, means, scores, lse

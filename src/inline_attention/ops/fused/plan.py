@@ -1,0 +1,147 @@
+"""The geometry of a launch: which tokens and channels a program takes, and how many programs there are."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import gpu
+from ..gpu import Parts
+from ..local import Grid
+from . import config
+
+
+class Plan(NamedTuple):
+    """The geometry of a launch. It depends on shapes alone."""
+
+    batch: int
+    queries: int  # of a sample, or of the longest packed image
+    tokens: int
+    heads: int
+    key_dim: int  # channels of a head, of queries and keys
+    value_dim: int  # of values
+    heads_per_block: int
+    block_keys: int  # channels of a block, a power of two
+    block_values: int
+    blocks: int  # blocks of heads
+    fused: bool  # one program per sample and block
+    packed: bool
+    grids: list[Grid]  # one, or one for each packed image
+
+    @property
+    def programs(self) -> int:
+        return self.batch * self.blocks
+
+    @property
+    def block_channels(self) -> int:
+        return max(self.block_keys, self.block_values)
+
+    @property
+    def height(self) -> int:
+        return max(height for height, _ in self.grids)
+
+    @property
+    def width(self) -> int:
+        return max(width for _, width in self.grids)
+
+
+def make_plan(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None, grids: Sequence[int], num_prefix_tokens: int
+) -> Plan:
+    heads, key_dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    heads_per_block = max(1, min(config.LEAST_CHANNELS // max(key_dim, value_dim), heads))
+    block_keys, block_values = (max(16, triton.next_power_of_2(heads_per_block * d)) for d in (key_dim, value_dim))
+    blocks = triton.cdiv(heads, heads_per_block)
+    pairs = list(zip(grids[::2], grids[1::2], strict=True))
+    batch, queries, tokens = q.shape[0], q.shape[1], k.shape[1]
+    if sequences is not None:
+        batch = sequences.shape[0]
+        queries = tokens = num_prefix_tokens + max(height * width for height, width in pairs)
+    enough = config.CONFIG.fused_programs * gpu.limits_of(q.device).multiprocessors
+    fused = tokens <= config.CONFIG.fused_tokens and batch * blocks >= enough
+    return Plan(batch, queries, tokens, heads, key_dim, value_dim, heads_per_block, block_keys, block_values, blocks,
+                fused, sequences is not None, pairs)  # fmt: skip
+
+
+def split(plan: Plan, tokens: int, device: torch.device, *, programs: int | None = None, rows: int = 0) -> Parts:
+    """The parts of the tokens: `programs` for every multiprocessor, and as many as `rows` if there are fewer steps"""
+    settings = config.CONFIG
+    return gpu.parts_of(
+        tokens,
+        plan.programs,
+        gpu.limits_of(device).multiprocessors,
+        per_multiprocessor=settings.state_programs if programs is None else programs,
+        step=settings.tokens,
+        longest=settings.part,
+        most=settings.most_parts,
+        least=rows,
+    )
+
+
+class Tiles(NamedTuple):
+    """The tiles that the outputs of a sample are split into."""
+
+    number: int
+    columns: int  # tiles side by side
+    rows: int  # rows of a tile
+    reach: int  # most tokens from the first of a tile to its last
+
+    def wide(self, strides: Sequence[int]) -> bool:
+        """Whether the kernels for large maps are needed.
+
+        They are if there are more tiles than an axis of the grid holds, or if a tile's last token is 2³¹ elements or
+        more from its first. `strides` are those of `strides_of`.
+        """
+        return self.number > gpu.MOST_ON_AN_AXIS or any(self.reach * stride >= 2**31 for stride in strides[1::2])
+
+    def grid(self, plan: Plan) -> tuple[int, ...]:
+        if self.number <= gpu.MOST_ON_AN_AXIS:
+            return plan.programs, self.number
+        layers = triton.cdiv(self.number, gpu.MOST_ON_AN_AXIS)
+        return plan.programs, triton.cdiv(self.number, layers), layers
+
+
+def tile_columns(width: int) -> int:
+    """Columns of a tile. A symbolic width gets the usual number, because narrower tiles are not worth a compilation."""
+    half = config.CONFIG.columns // 2
+    return half if isinstance(width, int) and width <= half else config.CONFIG.columns
+
+
+def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
+    """A packed batch has as many tiles as its image with the most. Its kernels count the columns of each image."""
+    if not local:
+        rows = config.CONFIG.tokens * config.CONFIG.steps
+        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows, rows)
+    above_each_other = triton.cdiv(plan.height, config.CONFIG.tile // columns)
+    rows = triton.cdiv(plan.height, above_each_other)
+    number = max(triton.cdiv(height, rows) * triton.cdiv(width, columns) for height, width in plan.grids)
+    return Tiles(number, triton.cdiv(plan.width, columns), rows, rows * plan.width)
+
+
+def step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> dict[str, int]:
+    """Launch settings of a kernel that steps over tokens: as configured for 32 channels, with more warps for 64.
+
+    A state of 128² takes the registers of eight warps and most of the shared memory, so steps are short and not
+    pipelined there. Float32 products are unrolled over a step, which must be short for registers to hold it.
+    """
+    if plan.block_channels > 64:
+        return dict(BN=16, num_warps=8, num_stages=1)
+    tokens, warps, stages = config.STEPS[effort][kernel]
+    tokens = min(tokens, config.CONFIG.tokens)
+    if dtype == torch.float32:
+        tokens, warps = min(tokens, 32), max(warps, 2)
+    return dict(BN=tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
+
+
+def sum_settings(plan: Plan, parts: Parts) -> dict[str, int]:
+    """Launch settings of a kernel that adds the parts: how many of them, and rows of the state, a program sums.
+
+    It sums all parts at once if there are not too many, and few rows, so that registers hold them and many programs
+    share the work. Warps are few, so that a thread sums most parts by itself.
+    """
+    at_once = min(parts.most, config.CONFIG.summed_parts)
+    rows = max(1, min(4, 16384 // (at_once * plan.block_values)))
+    warps = max(1, min(4, at_once * rows * plan.block_values // 2048))
+    return dict(BP=at_once, STEPS=parts.most // at_once, BR=rows, num_warps=warps)

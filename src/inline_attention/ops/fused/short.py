@@ -1,0 +1,181 @@
+"""The forward pass of short sequences in one launch, for inference: where it was measured to win, and the operator."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .. import gpu
+from ..kernels.short import short_kernel
+from ..local import LocalSource
+from ..projections import unstack
+from ..registration import register
+from . import config
+from .arguments import Options, Tensors, as_bytes, common_of, dot_settings, strides_of
+from .forward import anchor_scores
+from .operators import flops_of
+from .plan import Plan, make_plan
+
+
+class Tile(NamedTuple):
+    """Launch parameters."""
+
+    keys: int  # tokens per step
+    queries: int  # per step
+    warps: int
+    stages: int
+    parts: int = 1  # programs that share the queries of a sample
+
+
+# What `tests/gpu_check.py short` times, with several numbers of parts.
+TILES: tuple[Tile, ...] = (
+    Tile(64, 32, 4, 2),
+    Tile(64, 64, 4, 2),
+    Tile(128, 32, 4, 2),
+    Tile(128, 64, 8, 2),
+    Tile(256, 32, 8, 1),
+    Tile(256, 64, 8, 1),
+)
+
+# The interpreter's time does not depend on the size of a block. Small ones take small tests through every loop.
+if gpu.INTERPRETED:
+    TILES = (Tile(16, 16, 4, 1),)
+
+
+class Win(NamedTuple):
+    """Where the kernel was measured to be faster than the launches of `forward.run_forward`."""
+
+    least_tokens: int
+    most_tokens: int
+    least_programs: int  # samples × blocks of heads
+    most_programs: int
+    tile: Tile
+
+
+# By compute capability, channels of a head, and whether the kernel makes the local weight, which spares the launches
+# for the mean token and the weight too. For InLine attention with a local residual, in half precision. Nothing is
+# measured yet, so nothing is here.
+WINS: dict[tuple[tuple[int, int], int, bool], tuple[Win, ...]] = {}
+
+
+def choose_tile(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> Tile:
+    """A tile for what was not measured: a program for every multiprocessor, where there are enough queries.
+
+    As in `plan.step_settings`, steps are short where registers or shared memory are.
+    """
+    if plan.block_channels > 64:
+        tile = Tile(16, 16, 8, 1)
+    elif dtype == torch.float32:
+        tile = Tile(32, min(32, TILES[0].queries), 4, 2)
+    else:
+        tile = TILES[0]
+    wanted = max(1, multiprocessors // max(1, plan.programs))
+    return tile._replace(parts=min(wanted, triton.cdiv(max(1, plan.queries), tile.queries)))
+
+
+def winning_tile(
+    projections: Sequence[Tensor], sequences: Tensor | None, shares: Tensor | None, options: Options, *, made: bool
+) -> Tile | None:
+    """The measured tile, if the kernel is faster than several launches; otherwise None.
+
+    Args:
+        made: the kernel would make the local weight.
+    """
+    if not WINS and not config.CONFIG.one_launch:
+        return None
+    q, k, v = unstack(projections)
+    plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
+    if config.CONFIG.one_launch:
+        return choose_tile(plan, q.dtype, gpu.limits_of(q.device).multiprocessors)
+    measured = q.is_cuda and q.dtype != torch.float32 and not plan.packed and plan.key_dim == plan.value_dim
+    # Tensor cores sum all keys of a sample, and round towards zero. So there are no more than in a part elsewhere.
+    if not measured or options.effort(weighted=shares is not None or options.anchored) != "plain":
+        return None
+    if plan.tokens > config.CONFIG.part:
+        return None
+    for win in WINS.get((gpu.capability(q.device), plan.key_dim, made), ()):
+        enough = win.least_tokens <= plan.tokens and win.least_programs <= plan.programs
+        if enough and plan.tokens <= win.most_tokens and plan.programs <= win.most_programs:
+            return win.tile
+    return None
+
+
+def run(
+    projections: Sequence[Tensor], local: Sequence[Tensor], tensors: Tensors, options: Options, tile: Tile
+) -> Tensor:
+    """`local`: the local weight, or the fields of a `LocalSource`, or nothing. `tensors` has no local weight."""
+    q, k, v = unstack(projections)
+    _, token_mask, query_mask, sequences, shares, offset = tensors
+    plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
+    out = torch.empty((*q.shape[:3], plan.value_dim), dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    lse = None
+    if options.anchored:
+        shares, lse = anchor_scores(k, tensors, options, plan)
+    made = len(local) > 1
+    weight = local[0] if len(local) == 1 else None
+    source = tuple(local) if made else (None,) * 5
+    gpu.launch(short_kernel, (plan.programs, tile.parts))(
+        q, k, v, weight, *source, as_bytes(token_mask), as_bytes(query_mask), sequences, shares, lse, offset, out,
+        plan.queries, plan.tokens, plan.height, plan.width, options.num_prefix_tokens, options.scale,
+        plan.blocks, plan.heads,
+        *strides_of(plan.packed, q, k, v, local[0] if made else q, out),
+        **common_of(plan, token_mask), **dot_settings(q.dtype), MAP=options.feature_map, NORM=options.normalization,
+        CENTRE=q.dtype == torch.float32 or shares is not None, LOCAL=len(local) > 0, MADE=made,
+        MASK_Q=query_mask is not None, WEIGHTED=shares is not None, ANCHORED=options.anchored,
+        OFFSET=offset is not None, BN=tile.keys, BM=tile.queries, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+@register("inline_attention::short", mutates_args=())
+def short_op(
+    projections: Sequence[Tensor],
+    local: Sequence[Tensor],
+    token_mask: Tensor | None,
+    query_mask: Tensor | None,
+    sequences: Tensor | None,
+    shares: Tensor | None,
+    offset: Tensor | None,
+    normalization: str,
+    feature_map: str,
+    anchored: bool,
+    scale: float,
+    grids: Sequence[int],
+    num_prefix_tokens: int,
+    tile: Sequence[int],
+) -> Tensor:
+    """It has no backward. `tile`: the fields of a `Tile`"""
+    with gpu.on_device_of(projections[0]):
+        tensors = Tensors(None, token_mask, query_mask, sequences, shares, offset)
+        options = Options(normalization, feature_map, anchored, scale, grids, num_prefix_tokens)
+        return run(projections, local, tensors, options, Tile(*tile))
+
+
+@short_op.register_fake
+def _(projections, *args):  # type: ignore[no-untyped-def]  # as the operator
+    q, _, v = unstack(projections)
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@register_flop_formula(torch.ops.inline_attention.short)
+def _flops(projections: Any, local: Any, *args: Any, **kwargs: Any) -> int:
+    flops = flops_of(projections, local or None, products=1, local=1)
+    if len(local) > 1:
+        (batch, *_), (heads, outputs, inputs) = projections[0], local[3]
+        flops += 2 * batch * heads * inputs * (inputs + outputs)
+    return flops
+
+
+def local_tensors(local_weight: Tensor | LocalSource | None) -> list[Tensor]:
+    """The operator's `local`"""
+    if local_weight is None:
+        return []
+    if isinstance(local_weight, Tensor):
+        return [local_weight.contiguous()]
+    x, *weights = local_weight
+    return [x if x.stride(-1) == 1 else x.contiguous(), *(w.contiguous() for w in weights)]

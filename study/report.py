@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from inline_attention.bench.model import EAGER
 from study.claims import EARLIER, Claim, judge
 from study.grid import (
@@ -37,7 +39,8 @@ RESULTS, PAGE, TABLES = "results.json", "results.md", "tables.md"
 
 
 def count_parameters(run: Run) -> int:
-    return sum(parameter.numel() for parameter in build_model(run).parameters())
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(run).parameters())
 
 
 def write_report(results: Results, out: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 import inline_attention
@@ -28,6 +29,12 @@ DISTINCT = (
     "inline_swin_small",
     "inline_swin_base",
 )
+
+
+def deep_ones_are_slow() -> list[Any]:
+    """All names, for pytest. Deeper and wider models of a family differ in numbers alone."""
+    fast = [*DISTINCT, *inline_attention.list_models("*_study")]
+    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in inline_attention.list_models()]
 
 
 def family_of(name: str) -> str:

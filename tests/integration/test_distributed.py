@@ -156,6 +156,7 @@ def check_types(param_dtype: torch.dtype | None, log: Path) -> None:
                 normed.train(mode)(torch.randn(2, 3, 8, 8))
 
 
+@pytest.mark.slow
 def test_unfreezing_in_a_sharded_run(tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log.txt"
     assert _runs.run_ranks(_runs.arguments(output, *SHARDED, "model.freeze=1"), 2, log=log) == [0, 0], log.read_text()

@@ -137,7 +137,7 @@ def run_here(folder: Path, start: Start) -> None:
         train(plan)
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_any_sequence_of_stops_kills_and_batches(seed: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     check_sequence(folder, draw_starts(seed), lambda start: run_here(folder, start))

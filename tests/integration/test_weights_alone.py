@@ -71,7 +71,9 @@ def test_convert(weights: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path / "copy.safetensors").img_size == load_model(weights).img_size
 
 
-@pytest.fixture(scope="module", params=["softmax_deit_tiny", "vit_tiny_patch16_224"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("softmax_deit_tiny", marks=pytest.mark.slow), "vit_tiny_patch16_224"]
+)
 def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of `inline linearize` on digits, with a teacher of this library and with one of timm."""
     folder, name = tmp_path_factory.mktemp("student"), request.param

@@ -101,7 +101,7 @@ def test_the_mean_query_is_that_of_the_mean_token(mask: Tensor | None) -> None:
     assert torch.equal(with_mean, module(tokens(), GRID, token_mask=mask))
 
 
-@pytest.mark.parametrize("variant", ["rala", "tangent with 3 anchors and rope"])
+@pytest.mark.parametrize("variant", [pytest.param("rala", marks=pytest.mark.slow), "tangent with 3 anchors and rope"])
 def test_one_graph(variant: str) -> None:
     """torch.compile breaks nothing apart, forward and backward."""
     torch._dynamo.reset()

@@ -26,6 +26,8 @@ CHANGES = {
     ),
 }
 every_change = pytest.mark.parametrize("change", CHANGES)
+# "all" makes what the others make.
+FAST = {"nothing", "pooling", "pruned", "all"}
 
 
 @every_model
@@ -42,7 +44,9 @@ def test_evaluation_is_deterministic(name, change):
 
 
 @every_model
-@every_change
+@pytest.mark.parametrize(
+    "change", [pytest.param(change, marks=[] if change in FAST else pytest.mark.slow) for change in CHANGES]
+)
 def test_file_builds_the_changed_model_again(tmp_path, name, change):
     model = create_small(name)
     CHANGES[change](model)

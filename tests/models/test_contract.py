@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from small import DISTINCT, FAMILIES, create_shallow, create_small, image, shrunk
+from small import DISTINCT, FAMILIES, create_shallow, create_small, deep_ones_are_slow, image, shrunk
 from timm.models import get_notrace_functions, get_notrace_modules, group_parameters, save_for_hf
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
@@ -59,19 +59,23 @@ def test_unknown_names_get_a_suggestion() -> None:
         inline_attention.create_model("qqq")
 
 
-@every_model
-def test_at_full_size(name: str) -> None:
-    """Shapes of logits and feature maps, configuration and parameter groups of the model itself."""
-    study = name.endswith("_study")
-    num_classes, crop, interpolation = (100, 1.0, "bilinear") if study else (1000, 0.875, "bicubic")
+@pytest.mark.parametrize("name", deep_ones_are_slow())
+def test_shapes_at_full_size(name: str) -> None:
+    """Of logits and feature maps of the model itself."""
     with torch.device("meta"):
         model = timm.create_model(name)
         final, maps = model.forward_intermediates(torch.empty(2, 3, 225, 319))
-        assert model.forward_head(final).shape == (2, num_classes)
+        assert model.forward_head(final).shape == (2, 100 if name.endswith("_study") else 1000)
     for y, info in zip(maps, model.feature_info, strict=True):
         stride = info["reduction"]
         assert y.shape == (2, info["num_chs"], math.ceil(225 / stride), math.ceil(319 / stride))
 
+
+@every_model
+def test_configuration_and_parameter_groups(name: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    crop, interpolation = (1.0, "bilinear") if name.endswith("_study") else (0.875, "bicubic")
     cfg = model.pretrained_cfg
     assert cfg["input_size"] == (3, *model.img_size)
     assert (cfg["crop_pct"], cfg["crop_mode"], cfg["interpolation"]) == (crop, "squash", interpolation)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import DISTINCT, create_small
+from small import create_small, deep_ones_are_slow
 
 import inline_attention
 from inline_attention.layers.registry import describe_attention
@@ -47,11 +47,6 @@ PUBLISHED_GMACS = {
 def on_meta(name: str, **kwargs: Any) -> Any:
     with torch.device("meta"):
         return inline_attention.create_model(name, **kwargs)
-
-
-def deep_ones_are_slow() -> list:
-    fast = [*DISTINCT, *inline_attention.list_models("*_study")]
-    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in inline_attention.list_models()]
 
 
 @pytest.mark.parametrize("name", deep_ones_are_slow())

@@ -16,7 +16,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pvt_t_SSSS": ("inline_pvt_tiny", dict(attention="SSSS")),
     "cswin_t_SSSS": ("inline_cswin_tiny", dict(attention="SSSS")),
 }
-LOGITS = [name for name in official.outputs() if name in MODELS]
+LOGITS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "inline_swin_base" else [])
+    for name in official.outputs()
+    if name in MODELS
+]
 
 
 @pytest.mark.parametrize("name", MODELS)

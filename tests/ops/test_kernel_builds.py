@@ -29,6 +29,7 @@ def build(folder, *options):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_few(tmp_path):
     """The smallest GPU, another maker's, and the one that the launch parameters were measured on."""
     kernels = ("state_kernel", "perceptron_kernel")

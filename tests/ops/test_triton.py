@@ -66,6 +66,20 @@ def path(request, monkeypatch):
     return request.param
 
 
+def on_both_paths(names, cases):
+    """Each case on both paths. In `make test` the interpreter, which is slow, runs each on one path, in turn."""
+    slow = [] if GPU else [pytest.mark.slow]
+    return pytest.mark.parametrize(
+        ("path", *names),
+        [
+            pytest.param(path, *case, marks=[] if (i + j) % 2 == 0 else slow)
+            for i, case in enumerate(cases)
+            for j, path in enumerate(PATHS)
+        ],
+        indirect=["path"],
+    )
+
+
 def assert_accurate(exact, plain, fast, what=""):
     for name, error, allowed in errors(exact, plain, fast):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e} {what}"[:400]
@@ -103,18 +117,18 @@ SHAPES = {  # batch, grid, prefix, heads, head_dim
 CASES = [(s, d) for i, s in enumerate(SHAPES) for j, d in enumerate(DTYPES) if GPU or i % len(DTYPES) == j]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), CASES)
+@on_both_paths(("shape", "dtype"), CASES)
 def test_forward_and_gradients(shape, dtype, path):
     batch, grid, prefix, heads, head_dim = SHAPES[shape]
     check(*make_inputs(batch, grid, prefix, heads, head_dim, dtype))
 
 
-@pytest.mark.parametrize(("feature_map", "masked"), [("relu", True), ("leaky_relu", False), ("exp", True)])
+@on_both_paths(("feature_map", "masked"), [("relu", True), ("leaky_relu", False), ("exp", True)])
 def test_feature_maps_and_masks(feature_map, masked, path):
     check(*make_inputs(2, (3, 4), 1, 2, 16, torch.float32, masked=masked), kind=Kind(feature_map=feature_map))
 
 
-@pytest.mark.parametrize("kind", FAMILY, ids=str)
+@on_both_paths(("kind",), [(kind,) for kind in FAMILY])
 def test_family(kind, path):
     """Heads that share a block, or fill it if values have fewer channels."""
     check(*make_inputs(2, (3, 4), 1, 3, 32 if kind.value_channels else 16, torch.float32, masked=True), kind=kind)
@@ -178,7 +192,7 @@ def test_queries_of_another_length(path):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
+@on_both_paths(
     ("given", "local"),
     [(("token_mask",), True), (("query_mask",), True), (("token_mask", "query_mask"), True),
      (("token_mask", "query_mask"), False)],
@@ -246,7 +260,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("layout", MASKS)
+@on_both_paths(("layout",), [(layout,) for layout in MASKS])
 def test_any_strides_of_a_mask(layout, path):
     qkv, weight, grad, options = make_inputs(2, (3, 3), 0, 1, 16, torch.float32, masked=True)
     mask = MASKS[layout](options["token_mask"])
@@ -362,7 +376,7 @@ def test_a_batch_that_is_left_open_stays_open():
     assert not q.meta["val"].shape[0].node.maybe_as_int()
 
 
-@pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 1), (1, 1, 1)])
+@on_both_paths(("sizes",), [((3,),), ((1, 2),), ((2, 1),), ((1, 1, 1),)])
 def test_projections_that_hold_several(sizes, path):
     qkv, weight, grad, options = make_inputs(1, (3, 4), 1, 2, 16, torch.float32)
     results = []

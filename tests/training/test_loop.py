@@ -77,6 +77,7 @@ def run_fixed(output: Path, *overrides: str, resume: str | None = None) -> Outco
         return train(plan_any_run(name, overrides=settings, flags=flags, output=str(output), resume=resume, task=Fixed))
 
 
+@pytest.mark.slow
 def test_channels_last_trains_alike_and_resumes(tmp_path: Path) -> None:
     options = ("data.in_chans=3", "schedule.epochs=2", "model.drop_path=0")
     plain = run(tmp_path / "plain", *options)
@@ -193,10 +194,10 @@ def test_a_run_of_steps_ends_inside_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("run.precision=fp16",),
+        pytest.param(("run.precision=fp16",), marks=pytest.mark.slow),
         ("run.precision=bf16", "optim.accumulate=2", "data.batch_size=16"),
         ("model.checkpointing=true", "model.freeze=1", "optim.layer_decay=0.7", "schedule.kind=step"),
-        ("model.kwargs.drop_rate=0.1",),
+        pytest.param(("model.kwargs.drop_rate=0.1",), marks=pytest.mark.slow),
     ],
     ids=["fp16", "bf16 accumulated", "checkpointed, frozen", "dropout"],
 )

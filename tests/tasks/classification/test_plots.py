@@ -15,9 +15,15 @@ def test_confusion_matrix(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("classes", [2, 10, 30])
 @pytest.mark.parametrize(
-    "name", ["{}", "golden retriever {}", "brown bear, bruin, Ursus arctos {}", "${} \\frac_^\x1b[1m"]
+    ("classes", "name"),
+    [
+        (2, "{}"),
+        (2, "brown bear, bruin, Ursus arctos {}"),
+        (10, "golden retriever {}"),
+        (30, "brown bear, bruin, Ursus arctos {}"),
+        (30, "${} \\frac_^\x1b[1m"),
+    ],
 )
 def test_names_in_the_confusion_matrix_stay_apart(
     name: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

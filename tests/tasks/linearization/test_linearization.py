@@ -102,6 +102,7 @@ def test_no_checkpoint_holds_the_teacher(finished: Path) -> None:
             assert set(file.keys()) == names
 
 
+@pytest.mark.slow
 def test_a_complete_run_that_is_resumed_writes_its_report_again(
     finished: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_model_without_a_head_learns_the_features_of_all_tokens(
     assert load_model(folder / "student.safetensors")(torch.randn(1, 1, 8, 8)).shape == (1, 16)
 
 
+@pytest.mark.slow
 def test_without_labels_any_images_will_do(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images at several depths, without splits and classes; and softmax layers that are chosen on them."""
     pictures = tmp_path / "pictures"

@@ -84,6 +84,7 @@ def test_the_folder_of_a_run(undisturbed: Path) -> None:
     assert picture.std() > 5
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log.txt"
     command = arguments(output, "checkpoint.every_steps=1", "checkpoint.keep=20", "--resume=auto")
@@ -102,7 +103,8 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(undisturbed: Path, tmp
     assert _runs.metrics(output, "eval") == _runs.metrics(undisturbed, "eval")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_are_one(strategy: str, undisturbed: Path, tmp_path: Path) -> None:
     """The same images, masks, drops and batch statistics: the same losses, up to the order of sums."""
     log = tmp_path / "log.txt"

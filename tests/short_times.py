@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
         return self.side**2
 
     @property
-    def programs(self) -> int:
+    def all_heads(self) -> int:
         return self.batch * self.heads
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def timed_tiles(sizes: Sizes) -> list[Tile]:
     tiles = []
     for tile in short.TILES:
         most = -(-sizes.tokens // tile.queries)
-        parts = {min(most, max(1, n * multiprocessors // (2 * sizes.programs))) for n in (1, 2, 4)}
+        parts = {min(most, max(1, n * multiprocessors // (2 * sizes.all_heads))) for n in (1, 2, 4)}
         tiles += [tile._replace(parts=n) for n in sorted(parts)]
     return tiles
 
@@ -140,8 +140,8 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of `short.WINS`. A win holds from two thirds of the tokens and programs that were timed to half as many
-    again, and for its own number of programs alone where that would reach a shape that lost."""
+    """Lines of `short.WINS`. A win holds from two thirds of the tokens and heads that were timed to half as many again,
+    and for its own number of heads alone where that would reach a shape that lost."""
     capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
     lines = []
     for made, head_dim in itertools.product((True, False), sorted({row["sizes"][3] for row in rows})):
@@ -153,16 +153,16 @@ def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
                 continue
             today, fastest, tile = best
             if today >= LEAST_GAIN * fastest:
-                won.setdefault((sizes.tokens, sizes.programs), tile)
+                won.setdefault((sizes.tokens, sizes.all_heads), tile)
             else:
-                lost.add((sizes.tokens, sizes.programs))
+                lost.add((sizes.tokens, sizes.all_heads))
         wins = []
-        for (tokens, programs), tile in sorted(won.items()):
-            if (tokens, programs) in lost:
+        for (tokens, heads), tile in sorted(won.items()):
+            if (tokens, heads) in lost:
                 continue
-            least, most = programs * 2 // 3, programs * 3 // 2
+            least, most = heads * 2 // 3, heads * 3 // 2
             if any(t == tokens and least <= n <= most for t, n in lost):
-                least = most = programs
+                least = most = heads
             wins.append(f"Win({tokens * 2 // 3}, {tokens * 3 // 2}, {least}, {most}, Tile{tile})")
         if wins:
             lines.append(f"    ({capability}, {head_dim}, {made}): ({', '.join(wins)},),")

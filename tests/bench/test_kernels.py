@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 from inline_attention.bench import kernels
 from inline_attention.bench.op import Case
 from inline_attention.bench.timing import Effort
-from inline_attention.ops.kernels import backward, forward
+from inline_attention.ops.kernels import backward, forward, short
 
 
 def test_every_kernel_has_its_bytes() -> None:
-    launched = {name for module in (forward, backward) for name in vars(module) if name.endswith("_kernel")}
+    launched = {name for module in (forward, backward, short) for name in vars(module) if name.endswith("_kernel")}
     assert launched == kernels.UNITS.keys()
 
 

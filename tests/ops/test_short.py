@@ -143,6 +143,18 @@ def test_bit_identical_from_run_to_run():
     assert torch.equal(first, second)
 
 
+def test_compiles_without_a_break():
+    qkv, weight, _, options = make_inputs(1, (3, 4), 0, 2, 16, torch.float32)
+    q, k, v = qkv.unbind(2)
+
+    def attend(q, k, v):
+        return inline_attention(q, k, v, local_weight=weight, grid=options["grid"], backend="triton")
+
+    with configured(**ONE_LAUNCH), torch.no_grad():
+        compiled = torch.compile(attend, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(q, k, v), attend(q, k, v))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_cases(seed):
     case = random_short(seed)
@@ -161,15 +173,14 @@ def test_gradients_take_the_other_launches(launched):
 def test_only_measured_wins_are_chosen(monkeypatch):
     """By capability, channels of a head, tokens, and samples × heads."""
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu, "limits_of", lambda device: gpu.Limits(132, 1 << 20))
     tile = Tile(64, 32, 4, 2, 8)
     most = config.CONFIG.part
     options = Options("subtract", "relu", False, 1.0, (14, 14), 1)
 
-    def chosen(batch=1, tokens=most, heads=6, d=32, dtype=torch.bfloat16, made=False, **changes):
+    def chosen(batch=1, tokens=most, heads=6, d=32, dtype=torch.bfloat16, local=1, **changes):
         with FakeTensorMode():
             qkv = torch.empty(batch, tokens, 3, heads, d, dtype=dtype, device="cuda")
-            return short.winning_tile([qkv], None, None, options._replace(**changes), made=made)
+            return short.winning_tile([qkv], [qkv] * local, None, None, options._replace(**changes))
 
     assert short.WINS == {}  # nothing is measured
     assert chosen() is None
@@ -177,7 +188,7 @@ def test_only_measured_wins_are_chosen(monkeypatch):
     assert chosen() == chosen(batch=4) == tile
     for other in (
         dict(batch=5), dict(heads=2), dict(tokens=most // 2 - 1), dict(d=64), dict(dtype=torch.float32),
-        dict(made=True), dict(feature_map="exp"), dict(normalization="divide"), dict(anchored=True),
+        dict(local=0), dict(local=5), dict(feature_map="exp"), dict(normalization="divide"), dict(anchored=True),
     ):  # fmt: skip
         assert chosen(**other) is None, other
     assert chosen(tokens=most + 1) is None  # tensor cores would round a longer sum

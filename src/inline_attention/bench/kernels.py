@@ -20,6 +20,7 @@ from .timing import Call, Effort, Timing, measure, profiled
 # sums, local weights) do not grow with the tokens.
 UNITS = {
     "forward_kernel": 4,  # q, k, v → out
+    "short_kernel": 4,  # the same, in inference
     "state_kernel": 2,  # k, v →
     "finish_kernel": 0,
     "output_kernel": 3,  # q, v → out

@@ -76,7 +76,7 @@ def attention(
     options = Options(normalization, feature_map, anchored, scale, sizes, num_prefix_tokens)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
     if tile is None and not save:
-        tile = winning_tile(projections, sequences, shares, options, made=len(local) > 1)
+        tile = winning_tile(projections, local, sequences, shares, options)
     if tile is not None:
         assert not save, "one launch has no backward"
         return short_op(projections, local, *masks, sequences, shares, offset, *options, list(tile))

@@ -50,8 +50,8 @@ class Win(NamedTuple):
 
     least_tokens: int
     most_tokens: int
-    least_programs: int  # samples × blocks of heads
-    most_programs: int
+    least_heads: int  # samples × heads
+    most_heads: int
     tile: Tile
 
 
@@ -77,28 +77,30 @@ def choose_tile(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> Tile:
 
 
 def winning_tile(
-    projections: Sequence[Tensor], sequences: Tensor | None, shares: Tensor | None, options: Options, *, made: bool
+    projections: Sequence[Tensor],
+    local: Sequence[Tensor],
+    sequences: Tensor | None,
+    shares: Tensor | None,
+    options: Options,
 ) -> Tile | None:
-    """The measured tile, if the kernel is faster than several launches; otherwise None.
-
-    Args:
-        made: the kernel would make the local weight.
-    """
+    """The measured tile, if the kernel is faster than several launches; otherwise None. `local` as for `run`"""
     if not WINS and not config.CONFIG.one_launch:
         return None
     q, k, v = unstack(projections)
-    plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
     if config.CONFIG.one_launch:
+        plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
         return choose_tile(plan, q.dtype, gpu.limits_of(q.device).multiprocessors)
-    measured = q.is_cuda and q.dtype != torch.float32 and not plan.packed and plan.key_dim == plan.value_dim
+    # What was measured
+    if not q.is_cuda or q.dtype == torch.float32 or not local or sequences is not None or q.shape[3] != v.shape[3]:
+        return None
+    if options.effort(weighted=shares is not None or options.anchored) != "plain":
+        return None
+    tokens, heads = k.shape[1], q.shape[0] * q.shape[2]
     # Tensor cores sum all keys of a sample, and round towards zero. So there are no more than in a part elsewhere.
-    if not measured or options.effort(weighted=shares is not None or options.anchored) != "plain":
+    if tokens > config.CONFIG.part:
         return None
-    if plan.tokens > config.CONFIG.part:
-        return None
-    for win in WINS.get((gpu.capability(q.device), plan.key_dim, made), ()):
-        enough = win.least_tokens <= plan.tokens and win.least_programs <= plan.programs
-        if enough and plan.tokens <= win.most_tokens and plan.programs <= win.most_programs:
+    for win in WINS.get((gpu.capability(q.device), q.shape[3], len(local) > 1), ()):
+        if win.least_tokens <= tokens <= win.most_tokens and win.least_heads <= heads <= win.most_heads:
             return win.tile
     return None
 

@@ -1,5 +1,6 @@
-"""Classification as a task of the training engine: one label per image, mixup and cutmix, ranked by top-1."""
+"""Classification as a task of the training engine: mixup and cutmix, ranked by top-1, or by mAP for several labels."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,12 +15,14 @@ from inline_attention.data import Batch, Data, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.tables import SPLIT, with_split_of
 from inline_attention.models.registry import create_model
+from inline_attention.models.schema import MULTI_LABEL
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from inline_attention.tasks.classification.config import RECIPES, TrainConfig
 from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.tasks.classification.losses import ClassifierLoss
+from inline_attention.tasks.classification.multi_label import evaluate_multi_label
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
@@ -33,7 +36,7 @@ class Classification(Task):
     default_recipe = "quickstart"
     data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/…, or CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")
-    summary_figures = ("top1", "top5")
+    summary_figures: tuple[str, ...] = ("top1", "top5")
     fixed_shapes = True
 
     config: TrainConfig
@@ -56,7 +59,13 @@ class Classification(Task):
         data = with_split_of(self.resumed_run, config.data)
         self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
-        self.loss = ClassifierLoss(config.optim, class_counts=self.data.class_counts).to(ranks.device)
+        several = self.data.multi_label
+        if several:
+            self.headline, self.summary_figures = Headline("map", "mAP"), ("map", "f1_micro", "f1_macro")
+        loss = ClassifierLoss(
+            config.optim, class_counts=self.data.class_counts, images=self.data.train_images if several else None
+        )
+        self.loss = loss.to(ranks.device)
         return self.data.to(ranks.device)
 
     def start_files(self) -> dict[str, bytes]:
@@ -101,6 +110,7 @@ class Classification(Task):
             arguments=self.arguments,
             class_names=list(self.data.class_names),
             preprocessing=preprocessing(self.config.data),
+            **{MULTI_LABEL: json.dumps(self.data.multi_label)},
         )
 
     def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
@@ -109,6 +119,9 @@ class Classification(Task):
         return {"class": self.loss(logits.float(), targets)}
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
+        if self.data.multi_label:
+            found = evaluate_multi_label(model, self.data.val, device=device, amp_dtype=amp_dtype)
+            return Evaluation({key: getattr(found, key) for key in ("loss", *self.summary_figures, "images")})
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
         figures = {"loss": result.loss, "top1": result.top1, "top5": result.top5, "images": result.images}
         return Evaluation(figures, details=result.confusion)

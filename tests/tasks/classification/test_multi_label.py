@@ -2,11 +2,14 @@
 
 import csv
 import json
+import multiprocessing
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
 from torch import Tensor, nn
@@ -21,18 +24,18 @@ COLOURS = ("red", "green", "blue")  # a label is one channel of the image: brigh
 SMALL = (
     "model.kwargs={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4}", "model.name=inline_deit_tiny",
     "data.img_size=8", "data.in_chans=3", "data.batch_size=12", "data.workers=0", "data.in_memory=true",
-    "data.mixup_prob=0.5", "schedule.epochs=8", "schedule.warmup_epochs=1", "optim.lr=1e-2", "optim.rate_batch=null",
-    "log.tensorboard=false", "log.eval_epochs=4",
+    "data.mixup_prob=0.5", "schedule.epochs=20", "schedule.warmup_epochs=1", "optim.lr=1e-2", "optim.rate_batch=null",
+    "log.tensorboard=false", "log.eval_epochs=10",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 loose files and their labels.csv; every eighth image has no label."""
+    """61 loose files and their labels.csv; every eighth image has no label."""
     root = tmp_path_factory.mktemp("colours")
     rng = np.random.default_rng(0)
     lines = ["file,labels"]
-    for number in range(60):
+    for number in range(61):
         bright = [bool(number >> bit & 1) for bit in range(3)]
         pixels = rng.integers(0, 60, (8, 8, 3)) + 150 * np.array(bright)
         Image.fromarray(pixels.astype(np.uint8)).save(root / f"{number}.png")
@@ -78,10 +81,37 @@ def test_figures_are_scikit_learns(folder: Path) -> None:
     assert result.f1_micro == pytest.approx(100 * f1_score(truth, found, average="micro"), rel=1e-5)
     assert result.f1_macro == pytest.approx(100 * f1_score(truth, found, average="macro"), rel=1e-5)
     assert 0 < result.f1_micro < 100
-    assert (result.images, result.skipped) == (60, 0)
+    assert (result.images, result.skipped) == (61, 0)
     assert result.positives.tolist() == truth.sum(0).tolist()
     with pytest.raises(ValueError, match="accuracy needs one label for each image"):
         evaluate(Pixels(), loader, device="cpu")
+
+
+def evaluate_on_rank(rank: int, folder: Path, store: Path, results: "Queue[tuple[int, float, float, int]]") -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(store), 2))
+    config = DataConfig(path=str(folder), val_split="all", img_size=8, batch_size=10, workers=0)
+    result = evaluate_multi_label(Pixels(), open_eval_data(config, rank=rank, world_size=2), device="cpu")
+    results.put((rank, result.map, result.f1_macro, result.images))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_rank_all_images_together(folder: Path, tmp_path: Path) -> None:
+    """31 images on one rank, 30 on the other: four batches and three."""
+    context = multiprocessing.get_context("fork")  # importing torch anew in each would take longer than the test
+    results: Queue[tuple[int, float, float, int]] = context.Queue()  # type: ignore[assignment]
+    arguments = [(rank, folder, tmp_path / "store", results) for rank in range(2)]
+    ranks = [context.Process(target=evaluate_on_rank, args=given) for given in arguments]
+    for process in ranks:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    loader = open_eval_data(DataConfig(path=str(folder), val_split="all", img_size=8, batch_size=7, workers=0))
+    alone = evaluate_multi_label(Pixels(), loader, device="cpu")
+    for rank in range(2):
+        assert found[rank] == (rank, pytest.approx(alone.map), pytest.approx(alone.f1_macro), 61)
 
 
 def test_training_learns_and_is_ranked_by_map(run: Path, folder: Path) -> None:
@@ -106,6 +136,7 @@ def test_eval_and_predict(run: Path, folder: Path, tmp_path: Path, capsys: pytes
     assert main([*command, "--knn", "3"]) == 2
     assert "several labels: leave out --real and --knn" in capsys.readouterr().err
 
+    weights = str(run / "checkpoints" / "last.safetensors")
     command = ["predict", "--weights", weights, str(folder / "3.png"), str(folder / "8.png"), "--device", "cpu"]
     assert main([*command, "--json", str(tmp_path / "p.json")]) == 0
     predictions = json.loads((tmp_path / "p.json").read_text())["predictions"]

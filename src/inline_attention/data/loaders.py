@@ -1,18 +1,22 @@
 """Loaders of normalised batches on the training device, and the functions that open a data set."""
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
 import torch
+from PIL import Image
 
 from inline_attention.data.batch_augment import BatchAugment
 from inline_attention.data.collate import CollatedT, RawBatch
 from inline_attention.data.config import DataConfig
 from inline_attention.data.dataset import EvalDataset, TrainDataset
+from inline_attention.data.decode import UnreadableImage, open_image
 from inline_attention.data.memory import DecodedSource, EvalMemoryLoader, PixelStore, TrainMemoryLoader
 from inline_attention.data.prefetcher import Batch, BatchT, ImagePrefetcher, Prefetcher
 from inline_attention.data.sampler import EvalBatchSampler, TrainBatchSampler, rank_indices
@@ -29,7 +33,7 @@ from inline_attention.data.sources import (
     open_source,
 )
 from inline_attention.data.streams import Stream, StreamDataset, StreamLoader, is_stream
-from inline_attention.data.tables import ImageTable, TableSource, divide, open_table
+from inline_attention.data.tables import WHOLE, ImageTable, TableSource, divide, open_table
 from inline_attention.data.workers import BatchLoader, WorkerLoader
 
 _logger = logging.getLogger(__name__)
@@ -267,6 +271,27 @@ def open_eval_data(
         batch_size=config.batch_size,
         input_shape=(config.in_chans, *config.size),
     )
+
+
+def typical_side(config: DataConfig, *, images: int = 100) -> float | None:
+    """The median short side of some training images, from their headers. None for a stream.
+
+    A folder without splits is not divided yet: images of both splits are looked at.
+    """
+    if is_stream(config.path):
+        return None
+    config.validate()
+    table = open_table(config)
+    source: Source
+    if table is not None:
+        source = TableSource(Path(config.path), table, WHOLE)
+    else:
+        source = open_source(config, config.train_split)
+    sides = []
+    for index in range(0, len(source), -(-len(source) // images)):
+        with suppress(UnreadableImage), source.read(index)[0] as file:
+            sides.append(min((file if isinstance(file, Image.Image) else open_image(file)).size))
+    return statistics.median(sides) if sides else None
 
 
 def open_files(paths: Sequence[Path], *, config: DataConfig) -> EvalLoader[RawBatch, Batch]:

@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from inline_attention.data import Batch, Data, Mixup, open_data
+from inline_attention.data import Batch, Data, Mixup, open_data, typical_side
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.tables import SPLIT, with_split_of
 from inline_attention.models.registry import create_model
@@ -27,6 +27,8 @@ from inline_attention.training.distributed import Ranks
 from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
 
+SIZE = "data.img_size"
+PHOTO_SIDE = 96  # measured in docs/training.md
 CONFUSION = "confusion.png"
 MAX_DRAWN_CLASSES = 50  # the cells of larger matrices would be too small
 
@@ -51,6 +53,20 @@ class Classification(Task):
         if data.img_size is None:
             data = replace(data, img_size=own_size(config.model.name))
         super().__init__(replace(config, data=data))
+
+    def choose_from_data(self, world_size: int) -> dict[str, Any]:
+        for name in self.config.from_data:
+            if name != SIZE:
+                raise ValueError(f"from_data={name}: cannot be chosen from the data; expected {SIZE}")
+        return {SIZE: self._size_for_data()} if self.config.from_data else {}
+
+    def _size_for_data(self) -> int | list[int]:
+        """The model's own size. A model of smaller images than PHOTO_SIDE gets that size if the images have it."""
+        own = own_size(self.config.model.name)
+        if not isinstance(own, int) or own >= PHOTO_SIDE:
+            return own
+        side = typical_side(self.config.data)
+        return own if side is None or side < PHOTO_SIDE else PHOTO_SIDE
 
     def open_data(self, ranks: Ranks) -> Data:
         config = self.config

@@ -49,6 +49,23 @@ def write_masks(folder: Path) -> Path:
     return folder
 
 
+def write_boxes(folder: Path) -> Path:
+    """YOLO's layout: folder/{images,labels}/{train,val}/00.*, and data.yaml: pieces of the temple with a flower each"""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [flower]\n")
+    rng = np.random.default_rng(0)
+    for split, count in COUNTS.items():
+        for kind in ("images", "labels"):
+            (folder / kind / split).mkdir(parents=True, exist_ok=True)
+        for i in range(2 * count):
+            picture, (left, top, right, bottom) = pasted(rng)
+            box = (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
+            shares = " ".join(f"{value / picture.width:.4f}" for value in box)  # of a square picture
+            picture.save(folder / "images" / split / f"{i:02}.jpg", quality=95)
+            (folder / "labels" / split / f"{i:02}.txt").write_text(f"0 {shares}\n")
+    return folder
+
+
 def pasted(rng: np.random.Generator, *, size: int = 128) -> tuple[Image.Image, tuple[int, int, int, int]]:
     """A piece of the temple with the flower pasted on, and the flower's box (left, top, right, bottom)"""
     temple, flower = Image.open(PHOTOS["temple"]), Image.open(PHOTOS["flower"])

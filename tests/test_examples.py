@@ -94,10 +94,12 @@ def test_segment_masks(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("pycocotools") is None, reason="pycocotools is not installed")
 def test_detect_boxes(run: Run) -> None:
-    overlaps = [float(value) for value in run("detect_boxes").splitlines()[-1].split(": ")[1].split()]
-    assert sum(overlaps) / len(overlaps) > 0.3
-    assert Path("runs/boxes.jpg").exists()
+    text = run("detect_boxes")
+    assert percent(text, "AP50 of the validation images:") > 30
+    assert "flower 0." in text
+    assert Path("runs/detect/found/00.jpg").exists()
 
 
 @pytest.mark.slow

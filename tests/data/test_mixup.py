@@ -62,3 +62,20 @@ def test_without_mixing() -> None:
     images, targets = mixed(mixup, IMAGES[:3], TARGETS[:3], epoch=0, step=0)  # an odd batch will do
     assert torch.equal(images, IMAGES[:3])
     torch.testing.assert_close(targets, torch.eye(5)[TARGETS[:3]])
+
+
+def test_several_labels_are_mixed_as_their_images() -> None:
+    """With one label each, the result is that of class numbers."""
+    one_hot = torch.nn.functional.one_hot(TARGETS, 5).float()
+    mixup = Mixup(DataConfig(), num_classes=5, seed=3)
+    for step in range(4):  # mixup and cutmix
+        images, targets = mixed(mixup, epoch=0, step=step)
+        same_images, same = mixed(mixup, targets=one_hot, epoch=0, step=step)
+        assert torch.equal(images, same_images)
+        assert torch.allclose(targets, same, atol=1e-6)
+        mixup = Mixup(DataConfig(), num_classes=5, seed=3)
+    both = one_hot.clone()
+    both[:, 0] = 1
+    assert torch.allclose(mixed(mixup, targets=both, epoch=0, step=1)[1][:, 0], torch.ones(12))
+    unmixed = Mixup(DataConfig(mixup=0, cutmix=0), num_classes=5)
+    assert torch.equal(mixed(unmixed, targets=both, epoch=0, step=0)[1], both)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data
 from inline_attention.data.tables import ImageTable, divide, read_table
@@ -105,6 +107,15 @@ def test_evaluation_needs_to_know_the_split(flat: Path) -> None:
     ("text", "message"),
     [
         ("", r"begins with ''; expected the columns file,label or file,label,split"),
+        ("file,tags\n", r"expected the columns .*; if an image has several labels, file,labels or file,labels,split"),
+        ("file,label\na.png,cat\nb.png,dog\nc.png,dog|cat\n", r"line 4 has the label 'dog\|cat', .*column labels"),
+        (
+            "file,labels\na.png,cat\nb.png,dog\nc.png,dog cat\n",
+            r"line 4 .*'dog cat', .*labels by \|: dog\|cat",
+        ),
+        ("file,labels\na.png,\n", r"no image in .* has a label"),
+        ("file,labels,split\na.png,cat,train\na.png,dog,val\n", r"line 3 gives 'a\.png' a second split"),
+        ("file,labels,split\na.png,cat,\n", r"line 2 is 'a\.png,cat,'; expected file,labels,split"),
         ("name,class\n", r"begins with 'name,class'; expected the columns"),
         ("file,label\n", r"no images in .*: the table is empty"),
         ("file,label\na.png\n", r"line 2 is 'a\.png'; expected file,label"),
@@ -137,3 +148,56 @@ def test_folders_that_are_refused(flat: Path, make_folder: MakeFolder, tmp_path:
     other = make_folder("other", training={"cat": 2}, validation={"cat": 2})  # splits, not classes
     with pytest.raises(ValueError, match=r"no split 'train' in .*; there is training, validation\. Name the splits"):
         open_data(config(other))
+
+
+def several(root: Path, *lines: str) -> ImageTable:
+    """The table of these lines, whose files exist."""
+    root.mkdir(exist_ok=True)
+    for line in lines:
+        Image.new("RGB", (8, 8)).save(root / line.split(",")[0])
+    (root / "labels.csv").write_text("\n".join(["file,labels", *lines]) + "\n")
+    return read_table(root / "labels.csv", root)
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    """Labels are separated by | or ;, the lines of a file are united, and an image may have no label."""
+    table = several(tmp_path / "a", "1.png,dog|black cat", "2.png,dog; emu ;", "3.png,", "4.png,emu", "4.png,dog")
+    assert table.files == ["1.png", "2.png", "3.png", "4.png"]
+    assert table.label_sets() == [["dog", "black cat"], ["dog", "emu"], [], ["emu", "dog"]]
+    assert table.to_csv().startswith(b"file,labels,split\n1.png,dog|black cat,\n2.png,dog|emu,\n3.png,,\n")
+    loader = open_eval_data(config(tmp_path / "a", val_split="all"))
+    assert loader.class_names == ["black cat", "dog", "emu"]
+    assert loader.multi_label
+    expected = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0], [0, 1, 1]], dtype=torch.float32)
+    assert torch.equal(torch.cat([batch.targets for batch in loader]), expected)
+    in_memory = open_eval_data(config(tmp_path / "a", val_split="all", in_memory=True))
+    assert torch.equal(torch.cat([batch.targets for batch in in_memory]), expected)
+    more = open_eval_data(config(tmp_path / "a", val_split="all"), class_names=["emu", "fox", "dog", "black cat"])
+    matched = torch.stack([expected[:, 2], torch.zeros(4), expected[:, 1], expected[:, 0]], 1)
+    assert torch.equal(torch.cat([batch.targets for batch in more]), matched)
+
+
+def test_the_split_keeps_rare_labels_on_both_sides(tmp_path: Path) -> None:
+    common = [f"{number}.png,{'cat|dog' if number % 3 else 'cat'}" for number in range(30)]
+    rare = ["a.png,cat|emu", "b.png,dog|emu", "c.png,fox", "d.png,", "e.png,cat|gnu", "f.png,dog|gnu|emu"]
+    root = tmp_path / "a"
+    table = several(root, *common, *rare)
+    for seed in range(10):
+        divided = divide(table, config=DataConfig(), seed=seed)
+        sides: dict[str, set[str]] = {}
+        for labels, split in zip(divided.label_sets(), divided.splits, strict=True):
+            for label in labels:
+                sides.setdefault(label, set()).add(split)
+        assert sides.pop("fox") == {"train"}  # one image
+        assert set(map(frozenset, sides.values())) == {frozenset({"train", "val"})}
+        assert 5 <= sum(split == "val" for split in divided.splits) <= 10
+    assert divide(table, config=DataConfig(), seed=0) == divide(table, config=DataConfig(), seed=0)
+
+
+def test_labels_without_validation_images_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    several(tmp_path / "a", "1.png,cat", "2.png,cat", "3.png,cat|emu", "4.png,")
+    data = open_data(config(tmp_path / "a"))
+    assert "1 labels have no validation image and are not measured: 'emu'" in caplog.text
+    assert data.class_counts is not None
+    assert data.train_images == 4 - data.val.num_images
+    assert dict(zip(data.class_names, data.class_counts, strict=True))["emu"] == 1

@@ -146,6 +146,12 @@ def make_data(folder: Path, task: str, *, classes: tuple[str, ...] = ("cat", "do
     elif task == "detect":
         for split in ("train2017", "val2017", "train", "val"):
             draw_shapes(folder, split=split, images=2)
+    elif folder.name == "scenes":  # an image has several labels
+        names = ("", "cat", "dog", "cat|dog")
+        for number in range(8):
+            make_photograph(folder / f"{number}.png")
+        rows = (f"{number}.png,{names[number % 4]}\n" for number in range(8))
+        (folder / "labels.csv").write_text("file,labels\n" + "".join(rows))
     else:
         for split in ("train", "val"):
             for name in classes:

@@ -59,6 +59,7 @@ def open_subjects(
             # Labels are matched to the model's class names. An untrained model has none.
             class_names = classifier.class_names if file else None
             loader = open_eval_data(config, class_names=class_names, max_images=max_images)
+            loader.check_one_label("an analysis with --data")
         else:
             paths = find_images(images) if images else sample_photographs()
             config.workers, config.max_broken = config.workers or 0, len(paths)

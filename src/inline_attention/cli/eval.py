@@ -1,11 +1,13 @@
 """Accuracy of a trained model on a data set: top-1, top-5, by class, its calibration and its speed.
 
+If an image may have several labels: mean average precision and F1 at a probability of 0.5.
+
 Class folders are matched to the model's classes by name, so an ImageNet model can be evaluated on some of its classes.
 The same command runs under torchrun: torchrun --nproc-per-node 8 -m inline_attention eval …
 """
 
 import argparse
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +25,11 @@ from inline_attention.cli._output import autocast_dtype, check_writable, image_p
 from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
 
 if TYPE_CHECKING:
-    from inline_attention.data import DataConfig
+    from inline_attention.data import Batch, DataConfig, EvalLoader
+    from inline_attention.data.collate import RawBatch
     from inline_attention.tasks.classification.classifier import Classifier
+    from inline_attention.tasks.classification.evaluation import EvalResult
+    from inline_attention.tasks.classification.multi_label import MultiLabelResult
     from inline_attention.training.distributed import Ranks
 
 
@@ -73,7 +78,11 @@ def run(args: argparse.Namespace) -> int:
         if args.split != WHOLE:
             config = with_split_of(_run_of(args.weights), config)
         classifier.model.to(ranks.device)
-        measure = _measure if args.knn is None else _measure_neighbours
+        if classifier.multi_label and (args.real or args.knn is not None):
+            raise ValueError("the model gives an image several labels: leave out --real and --knn")
+        measure = _measure_labels if classifier.multi_label else _measure
+        if args.knn is not None:
+            measure = _measure_neighbours
         facts = _describe(args, classifier, config, ranks) | measure(args, classifier, config, ranks)
     if ranks.is_first and args.json:
         write_json(args.json, facts)
@@ -110,17 +119,10 @@ def _measure(
     args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
 ) -> dict[str, Any]:
     """The classifier's accuracy, printed and as facts for --json."""
-    from inline_attention.data import open_eval_data
     from inline_attention.tasks.classification.evaluation import evaluate
 
-    loader = open_eval_data(
-        config,
-        class_names=None if args.by_position else classifier.class_names,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
-    share = -(-loader.num_images // ranks.world_size)  # rank 0 shows its own progress
-    with image_progress("evaluating", total=share) if ranks.is_first else nullcontext() as on_images:
+    loader = _open(args, classifier, config, ranks)
+    with _progress(loader, ranks) as on_images:
         result = evaluate(
             classifier.model,
             loader,
@@ -129,12 +131,11 @@ def _measure(
             on_images=on_images,
             real_labels=args.real,
         )
-    skipped = [image._asdict() for images in ranks.gather(list(loader.skipped)) for image in images]
+    skipped = _skipped(loader, ranks)
     if ranks.is_first and args.json != STANDARD_OUTPUT:
         real = "" if result.real_top1 is None else f"  ReaL {result.real_top1:.3f}%"
         say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%{real}  loss {result.loss:.4f}  ECE {result.ece:.2f}%")
-        where = str(ranks.device) if ranks.world_size == 1 else f"{ranks.world_size} × {ranks.device.type}"
-        say(f"{result.images} images, {result.images_per_second:.1f} images/s on {where}, {result.skipped} unreadable")
+        _say_speed(result, ranks)
     if ranks.is_first and args.csv:
         names = classifier.class_names or loader.class_names
         rows = (
@@ -146,6 +147,58 @@ def _measure(
     keys = ("top1", "top5", "loss", "ece", "images", "skipped", "seconds", "images_per_second")
     facts = {key: getattr(result, key) for key in keys}
     return facts | ({"real_top1": result.real_top1} if args.real else {}) | {"skipped_images": skipped}
+
+
+def _measure_labels(
+    args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
+) -> dict[str, Any]:
+    """The precision of a classifier of several labels, printed and as facts for --json."""
+    from inline_attention.tasks.classification.multi_label import evaluate_multi_label
+
+    loader = _open(args, classifier, config, ranks)
+    with _progress(loader, ranks) as on_images:
+        result = evaluate_multi_label(
+            classifier.model,
+            loader,
+            device=ranks.device,
+            amp_dtype=autocast_dtype(args.precision),
+            on_images=on_images,
+        )
+    skipped = _skipped(loader, ranks)
+    if ranks.is_first and args.json != STANDARD_OUTPUT:
+        f1 = f"F1 {result.f1_micro:.3f}% micro, {result.f1_macro:.3f}% macro"
+        say(f"mAP {result.map:.3f}%  {f1}  loss {result.loss:.4f}")
+        _say_speed(result, ranks)
+    if ranks.is_first and args.csv:
+        names = classifier.class_names or loader.class_names
+        figures = zip(names, result.positives.tolist(), result.average_precision, result.f1, strict=True)
+        rows = ((name, count, f"{precision:.4f}", f"{f1:.4f}") for name, count, precision, f1 in figures if count)
+        write_csv(args.csv, ("class", "images", "average_precision", "f1"), rows)
+    keys = ("map", "f1_micro", "f1_macro", "loss", "images", "skipped", "seconds", "images_per_second")
+    return {key: getattr(result, key) for key in keys} | {"skipped_images": skipped}
+
+
+def _open(
+    args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
+) -> "EvalLoader[RawBatch, Batch]":
+    from inline_attention.data import open_eval_data
+
+    names = None if args.by_position else classifier.class_names
+    return open_eval_data(config, class_names=names, rank=ranks.rank, world_size=ranks.world_size)
+
+
+def _progress(loader: "EvalLoader", ranks: "Ranks") -> AbstractContextManager[Any]:
+    share = -(-loader.num_images // ranks.world_size)  # rank 0 shows its own progress
+    return image_progress("evaluating", total=share) if ranks.is_first else nullcontext()
+
+
+def _skipped(loader: "EvalLoader", ranks: "Ranks") -> list[dict[str, str]]:
+    return [image._asdict() for images in ranks.gather(list(loader.skipped)) for image in images]
+
+
+def _say_speed(result: "EvalResult | MultiLabelResult", ranks: "Ranks") -> None:
+    where = str(ranks.device) if ranks.world_size == 1 else f"{ranks.world_size} × {ranks.device.type}"
+    say(f"{result.images} images, {result.images_per_second:.1f} images/s on {where}, {result.skipped} unreadable")
 
 
 def _measure_neighbours(

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         dynamic_size=args.dynamic_size,
         class_names=classifier.readable_names(),
         preprocessing=classifier.preprocessing(),
+        multi_label=classifier.multi_label,
     )
     if not args.weights:
         say("weights: random; --weights exports trained ones")

@@ -1,4 +1,4 @@
-"""The most probable classes of images, by a trained model.
+"""The most probable classes of images, or all their labels, by a trained model.
 
 MODEL is a name that `inline models` lists. It is not needed for a weights file of this library, which names its model.
 Without model and weights, the InLine model that comes with the package is used.
@@ -32,7 +32,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="optionally a model's name; then files, or folders (searched to any depth)",
     )
     add_weights(parser, otherwise="those of the package")
-    parser.add_argument("--topk", type=int, default=5, help="classes to show for each image (default: 5)")
+    parser.add_argument("--topk", type=int, metavar="K", help="at most K classes for each image (default: 5)")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="only classes of at least this probability (default: 0.5 if the model gives an image several labels)",
+    )
     add_img_size(parser)
     add_eval_transform(parser)
     add_loading(parser, batch_size=32)
@@ -45,16 +51,24 @@ def run(args: argparse.Namespace) -> int:
     from inline_attention.data import open_files
     from inline_attention.data.sources import find_images
     from inline_attention.tasks.classification.classifier import load_classifier, model_name
+    from inline_attention.tasks.classification.multi_label import THRESHOLD
     from inline_attention.tasks.classification.prediction import Guess, predict
 
     name, images = split_model(args.arguments)
     paths = find_images(images)
     name, weights = choose_weights(name, args.weights)
-    if args.topk < 1:
+    if args.topk is not None and args.topk < 1:
         raise ValueError(f"--topk is {args.topk}; expected at least 1")
+    if args.threshold is not None and not 0 <= args.threshold <= 1:
+        raise ValueError(f"--threshold is {args.threshold:g}; expected a probability, 0 to 1")
     check_writable(args.csv, args.json)
     device = choose_device(args.device)
     classifier = load_classifier(name, weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform)
+    topk, threshold = args.topk, args.threshold
+    if classifier.multi_label:
+        threshold = THRESHOLD if threshold is None else threshold
+    else:
+        topk = topk or 5
     config = classifier.data
     config.batch_size, config.max_broken = args.batch_size, len(paths)
     config.workers = args.workers if args.workers is not None else (0 if len(paths) <= args.batch_size else None)
@@ -62,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     found = []
     with image_progress("predicting", total=len(paths)) as on_images:
         amp_dtype = autocast_dtype(args.precision)
-        for prediction in predict(classifier, loader, device=device, topk=args.topk, amp_dtype=amp_dtype):
+        options = dict(topk=topk, threshold=threshold, amp_dtype=amp_dtype)
+        for prediction in predict(classifier, loader, device=device, **options):
             found.append((str(paths[prediction.sample]), prediction.guesses))
             on_images(1)
 
@@ -70,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         say(path)
         for guess in guesses:
             say(f"  {guess.probability:7.2%}  {guess.description or guess.name}")
+        if not guesses:
+            say(f"  no class of {threshold:.0%} or more")
     if args.csv:
         header = ("image", "rank", *Guess._fields)
         rows = ((path, rank, *guess) for path, guesses in found for rank, guess in enumerate(guesses, start=1))
@@ -78,7 +95,13 @@ def run(args: argparse.Namespace) -> int:
         predictions = [{"image": path, "guesses": [guess._asdict() for guess in guesses]} for path, guesses in found]
         skipped = [image._asdict() for image in loader.skipped]
         write_json(
-            args.json, {"model": model_name(classifier.model), "predictions": predictions, "skipped_images": skipped}
+            args.json,
+            {
+                "model": model_name(classifier.model),
+                "multi_label": classifier.multi_label,
+                "predictions": predictions,
+                "skipped_images": skipped,
+            },
         )
     return 0 if found else 1
 

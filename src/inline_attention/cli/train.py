@@ -4,7 +4,8 @@ The same command runs under torchrun: torchrun --nproc-per-node 8 -m inline_atte
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli._training import configure_training, run_training
 
@@ -37,8 +38,7 @@ def _describe_outcome(outcome: "Outcome") -> str:
     best = folder / "checkpoints" / "best.safetensors"
     lines = [
         "",
-        f"accuracy  top-1 {summary['val_top1']:.2f}%, top-5 {summary['val_top5']:.2f}% on the validation split "
-        f"(best {summary['best_top1']:.2f}%, epoch {summary['best_epoch']})",
+        f"accuracy  {_figures(summary)}, epoch {summary['best_epoch']})",
         f"time      {summary['seconds']:.0f} s of training, {summary['images_per_second']:,.0f} images/s",
         f"curves    {folder / 'curves.png'}",
         f"weights   {best}",
@@ -56,3 +56,11 @@ def _describe_outcome(outcome: "Outcome") -> str:
         f"  inline eval --weights {best} --data FOLDER",
     ]
     return "\n".join(lines)
+
+
+def _figures(summary: Mapping[str, Any]) -> str:
+    if "val_map" in summary:  # an image may have several labels
+        figures = f"mAP {summary['val_map']:.2f}%, F1 {summary['val_f1_micro']:.2f}% (micro)"
+        return f"{figures} on the validation split (best {summary['best_map']:.2f}%"
+    figures = f"top-1 {summary['val_top1']:.2f}%, top-5 {summary['val_top5']:.2f}%"
+    return f"{figures} on the validation split (best {summary['best_top1']:.2f}%"

@@ -1,7 +1,15 @@
 """Data sets, augmentation and loaders: `open_data(DataConfig(path=…))`."""
 
 from inline_attention.data.config import DataConfig, LoaderConfig
-from inline_attention.data.loaders import Data, EvalLoader, TrainLoader, open_data, open_eval_data, open_files
+from inline_attention.data.loaders import (
+    Data,
+    EvalLoader,
+    TrainLoader,
+    open_data,
+    open_eval_data,
+    open_files,
+    typical_side,
+)
 from inline_attention.data.mixup import Mixup
 from inline_attention.data.prefetcher import Batch
 from inline_attention.data.skipped import SkippedImage, SkippedImages
@@ -12,6 +20,7 @@ __all__ = [
     "open_data",
     "open_eval_data",
     "open_files",
+    "typical_side",
     "Data",
     "TrainLoader",
     "EvalLoader",

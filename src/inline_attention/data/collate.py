@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inline_attention.data.skipped import SkippedImage
+from inline_attention.data.sources import Label
 from inline_attention.data.transforms import ErasedBox
 
 
@@ -30,7 +32,7 @@ CollatedT_co = TypeVar("CollatedT_co", bound=Collated, covariant=True)
 
 class Sample(NamedTuple):
     pixels: Tensor  # (C, H, W) uint8
-    target: int
+    target: Label
     sample_id: int
     erased: ErasedBox | None = None
 
@@ -71,7 +73,7 @@ def _pinned(value: Any) -> Any:
 class RawBatch(UnnormalisedBatch):
     """Images (B, C, H, W), and the boxes that random erasing will fill. Augmented on the device, they are float32."""
 
-    targets: Tensor  # (B,) int64
+    targets: Tensor  # (B,) int64, or (B, classes) float32 of zeros and ones
     boxes: Tensor | None = None  # (B, 4) int64: top, left, height, width; None if nothing is erased
     noise: Tensor | None = None  # float32, the values of all boxes one after the other
 
@@ -86,7 +88,7 @@ def collate(
     """Stack the samples. `shape` (C, H, W) is the shape of one image, for a batch without any."""
     batch = RawBatch(
         images=torch.stack([s.pixels for s in samples]) if samples else torch.empty((0, *shape), dtype=torch.uint8),
-        targets=torch.tensor([s.target for s in samples], dtype=torch.int64),
+        targets=as_targets(np.array([s.target for s in samples])),
         sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
         skipped=skipped,
         replaced=replaced,
@@ -96,3 +98,8 @@ def collate(
         batch.boxes = torch.tensor([(0, 0, 0, 0) if e is None else e.box for e in erased])
         batch.noise = torch.cat([e.noise.flatten() for e in erased if e is not None])
     return batch
+
+
+def as_targets(labels: np.ndarray) -> Tensor:
+    """The labels of a source as targets of a loss: (B,) int64, or (B, classes) float32 of zeros and ones"""
+    return torch.from_numpy(labels).to(torch.int64 if labels.ndim == 1 else torch.float32)

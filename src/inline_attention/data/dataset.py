@@ -14,7 +14,7 @@ from inline_attention.data.decode import UnreadableImage, decode_image, reason
 from inline_attention.data.sampler import SampleKey, replacement
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
 from inline_attention.data.skipped import SkippedImage
-from inline_attention.data.sources import Source
+from inline_attention.data.sources import Label, Source
 from inline_attention.data.transforms import BoxErasing, ErasedBox, Transform, eval_transform, train_transform
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Augment:
         return pixels, None if self._erasing is None else self._erasing(pixels)
 
 
-def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image.Image, int]:
+def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image.Image, Label]:
     """The decoded image and its label. Raises UnreadableImage with the reason on failure."""
     try:
         file, label = source.read(index)

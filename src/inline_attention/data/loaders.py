@@ -1,19 +1,22 @@
 """Loaders of normalised batches on the training device, and the functions that open a data set."""
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
-import numpy as np
 import torch
+from PIL import Image
 
 from inline_attention.data.batch_augment import BatchAugment
 from inline_attention.data.collate import CollatedT, RawBatch
 from inline_attention.data.config import DataConfig
 from inline_attention.data.dataset import EvalDataset, TrainDataset
+from inline_attention.data.decode import UnreadableImage, open_image
 from inline_attention.data.memory import DecodedSource, EvalMemoryLoader, PixelStore, TrainMemoryLoader
 from inline_attention.data.prefetcher import Batch, BatchT, ImagePrefetcher, Prefetcher
 from inline_attention.data.sampler import EvalBatchSampler, TrainBatchSampler, rank_indices
@@ -25,10 +28,12 @@ from inline_attention.data.sources import (
     SpreadSource,
     check_every_class_has_images,
     check_same_classes,
+    count_images,
+    list_some,
     open_source,
 )
 from inline_attention.data.streams import Stream, StreamDataset, StreamLoader, is_stream
-from inline_attention.data.tables import ImageTable, TableSource, divide, open_table
+from inline_attention.data.tables import WHOLE, ImageTable, TableSource, divide, open_table
 from inline_attention.data.workers import BatchLoader, WorkerLoader
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +100,7 @@ class EvalLoader(Generic[CollatedT, BatchT]):
     Ranks may have different numbers of batches. `max_batches` is the largest number; it is None for streams, whose
     length is unknown. Unreadable images are left out and listed in `skipped`, which every iteration refills.
     `input_shape` is (C, H, W), or empty if images differ in size. `path` returns the name of the image with a given
-    sample id. Streams have no names.
+    sample id. Streams have no names. If `multi_label`, targets are zeros and ones (B, classes).
     """
 
     def __init__(
@@ -110,8 +115,10 @@ class EvalLoader(Generic[CollatedT, BatchT]):
         input_shape: tuple[int, ...] = (),
         max_batches: int | None = None,
         path: Callable[[int], str] | None = None,
+        multi_label: bool = False,
     ) -> None:
         self.path = path
+        self.multi_label = multi_label
         self.class_names, self.num_images = class_names, num_images
         self.batch_size, self.input_shape, self.max_batches = batch_size, input_shape, max_batches
         self.skipped = skipped
@@ -123,6 +130,11 @@ class EvalLoader(Generic[CollatedT, BatchT]):
         self.skipped.clear()
         self.skipped.extend(self._skipped_before)
         return self._prefetcher(self._readable(self._loader.batches(0, 0)))
+
+    def check_one_label(self, what: str) -> None:
+        """ValueError if an image may have several labels."""
+        if self.multi_label:
+            raise ValueError(f"{what} needs one label for each image; the table of these data gives several (labels)")
 
     def _readable(self, batches: Iterator[CollatedT]) -> Iterator[CollatedT]:
         for raw in batches:
@@ -145,10 +157,16 @@ class Data:
     in_chans: int
     table: ImageTable | None = None  # splits made for a folder without any; None: the data have their own
     class_counts: list[int] | None = None  # number of training images per class; None for streams
+    train_images: int | None = None  # None for streams
 
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def multi_label(self) -> bool:
+        """True if an image may have several labels, or none."""
+        return self.val.multi_label
 
     def to(self, device: torch.device | str) -> "Data":
         self.train.to(torch.device(device))
@@ -192,6 +210,8 @@ def open_data(
         train_source, val_source = tables = [TableSource(Path(config.path), table, split) for split in splits]
         where = f"split {config.train_split!r} of {table.origin}"
         check_every_class_has_images(tables[0].labels, tables[0].class_names, where=where)
+        if table.multi_label and rank == 0:
+            _warn_of_unseen(tables[1])
     else:
         train_source, val_source = (open_source(config, split) for split in splits)
         check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
@@ -208,7 +228,8 @@ def open_data(
         names,
         in_chans=config.in_chans,
         table=table,
-        class_counts=np.bincount(train_source.labels, minlength=len(names)).tolist(),
+        class_counts=count_images(train_source.labels, len(names)).tolist(),
+        train_images=len(train_source),
     )
 
 
@@ -250,6 +271,27 @@ def open_eval_data(
         batch_size=config.batch_size,
         input_shape=(config.in_chans, *config.size),
     )
+
+
+def typical_side(config: DataConfig, *, images: int = 100) -> float | None:
+    """The median short side of some training images, from their headers. None for a stream.
+
+    A folder without splits is not divided yet: images of both splits are looked at.
+    """
+    if is_stream(config.path):
+        return None
+    config.validate()
+    table = open_table(config)
+    source: Source
+    if table is not None:
+        source = TableSource(Path(config.path), table, WHOLE)
+    else:
+        source = open_source(config, config.train_split)
+    sides = []
+    for index in range(0, len(source), -(-len(source) // images)):
+        with suppress(UnreadableImage), source.read(index)[0] as file:
+            sides.append(min((file if isinstance(file, Image.Image) else open_image(file)).size))
+    return statistics.median(sides) if sides else None
 
 
 def open_files(paths: Sequence[Path], *, config: DataConfig) -> EvalLoader[RawBatch, Batch]:
@@ -319,6 +361,13 @@ def _open_train_stream(
     return loader, class_names or stream.class_names
 
 
+def _warn_of_unseen(val: Source) -> None:
+    counts = count_images(val.labels, len(val.class_names))
+    unseen = [name for name, count in zip(val.class_names, counts, strict=True) if not count]
+    if unseen:
+        _logger.warning("%d labels have no validation image and are not measured: %s", len(unseen), list_some(unseen))
+
+
 def _check_even(batch_size: int, config: DataConfig) -> None:
     if config.mixes and batch_size % 2:
         raise ValueError(
@@ -351,6 +400,7 @@ def _eval_loader(source: Source, *, config: DataConfig, rank: int, world_size: i
         input_shape=(config.in_chans, *config.size),
         max_batches=-(-most // config.batch_size),
         path=source.path,
+        multi_label=source.labels.ndim == 2,
     )
 
 

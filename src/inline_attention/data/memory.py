@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.batch_augment import BatchAugment
-from inline_attention.data.collate import RawBatch
+from inline_attention.data.collate import RawBatch, as_targets
 from inline_attention.data.config import DataConfig
 from inline_attention.data.dataset import EvalDataset, load_image
 from inline_attention.data.decode import UnreadableImage
 from inline_attention.data.sampler import EvalBatchSampler, SampleKey, TrainBatchSampler, replacement
 from inline_attention.data.skipped import SkippedImage
-from inline_attention.data.sources import Source
+from inline_attention.data.sources import Label, Source, label_at
 from inline_attention.data.workers import WorkerLoader, identity
 
 _READ_BATCH = 64  # batch size of the workers that fill the memory
@@ -33,9 +33,9 @@ class DecodedSource:
             generator=torch.Generator(),
         )  # fmt: skip
         decoded = [item for batch in loader for item in batch]
-        arrays = [item[0] for item in decoded if not isinstance(item, str)]
-        self._shapes = np.array([(0, 0, 0) if isinstance(item, str) else item[0].shape for item in decoded])
-        self.labels = np.array([-1 if isinstance(item, str) else item[1] for item in decoded])
+        arrays = [item for item in decoded if not isinstance(item, str)]
+        self._shapes = np.array([(0, 0, 0) if isinstance(item, str) else item.shape for item in decoded])
+        self.labels = source.labels
         self._reasons = {index: item for index, item in enumerate(decoded) if isinstance(item, str)}
         self.skipped = [SkippedImage(source.path(index), reason) for index, reason in self._reasons.items()]
         self._starts = np.concatenate([[0], np.cumsum(self._shapes.prod(axis=1))])
@@ -44,18 +44,18 @@ class DecodedSource:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[Image.Image, Label]:
         if index in self._reasons:
             raise UnreadableImage(self._reasons[index])
         pixels = self._pixels[self._starts[index] : self._starts[index + 1]].reshape(self._shapes[index])
-        return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), int(self.labels[index])
+        return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), label_at(self.labels, index)
 
     def path(self, index: int) -> str:
         return self._source.path(index)
 
 
 class _DecodeDataset(Dataset[object]):
-    """Yields the pixels (H, W, C) uint8 and the label of each image, or the reason why it is unreadable."""
+    """Yields the pixels (H, W, C) uint8 of each image, or the reason why it is unreadable."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         self._source, self._config = source, config
@@ -63,13 +63,13 @@ class _DecodeDataset(Dataset[object]):
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int] | str:
+    def __getitem__(self, index: int) -> np.ndarray | str:
         try:
-            image, label = load_image(self._source, index, config=self._config)
+            image, _ = load_image(self._source, index, config=self._config)
         except UnreadableImage as error:
             return str(error)
         pixels = np.asarray(image)
-        return pixels.reshape(*pixels.shape[:2], -1), label
+        return pixels.reshape(*pixels.shape[:2], -1)
 
 
 class PixelStore:
@@ -87,10 +87,10 @@ class PixelStore:
         self.readable = np.zeros(len(samples), dtype=bool)
         self.skipped: list[SkippedImage] = []
         self._images = torch.zeros((len(samples), config.in_chans, *config.size), dtype=torch.uint8)
-        self._targets = torch.zeros(len(samples), dtype=torch.int64)
+        self._targets = as_targets(source.labels[self.samples])
         for batch in loader.batches(0, 0):
             rows = np.searchsorted(self.samples, batch.sample_ids.numpy())
-            self._images[rows], self._targets[rows] = batch.images, batch.targets
+            self._images[rows] = batch.images
             self.readable[rows] = True
             self.skipped.extend(batch.skipped)
 

@@ -20,7 +20,7 @@ class Batch:
     """A batch for the model, on the loader's device."""
 
     images: Tensor  # (B, C, H, W) float32, normalised
-    targets: Tensor  # (B,) int64
+    targets: Tensor  # (B,) int64, or (B, classes) float32 of zeros and ones
     sample_ids: Tensor  # (B,) int64, indices of the images in the data set
 
 

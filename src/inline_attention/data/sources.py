@@ -32,16 +32,19 @@ HELD_OUT = 10  # in a folder without splits and labels, one image in this many i
 _logger = logging.getLogger(__name__)
 
 
+Label = int | np.ndarray  # a class, or (classes,) bool: which of them an image has
+
+
 class Source(Protocol):
     """Random access to images. `named` is False if the class names are only the labels' numbers."""
 
     class_names: list[str]
     named: bool
-    labels: np.ndarray  # (images,) int64
+    labels: np.ndarray  # (images,) int64, or (images, classes) bool if an image may have several labels
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
+    def read(self, index: int) -> tuple[BinaryIO | Image.Image, Label]:
         """The encoded (or already decoded) image and its label."""
 
     def path(self, index: int) -> str:
@@ -188,8 +191,8 @@ class PathSource:
     def __len__(self) -> int:
         return len(self._paths)
 
-    def read(self, index: int) -> tuple[BinaryIO, int]:
-        return open_file(self.path(index)), int(self.labels[index])
+    def read(self, index: int) -> tuple[BinaryIO, Label]:
+        return open_file(self.path(index)), label_at(self.labels, index)
 
     def path(self, index: int) -> str:
         return os.path.join(self._root, self._paths[index])
@@ -442,7 +445,7 @@ class SpreadSource:
     def __len__(self) -> int:
         return len(self._indices)
 
-    def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
+    def read(self, index: int) -> tuple[BinaryIO | Image.Image, Label]:
         return self._source.read(int(self._indices[index]))
 
     def path(self, index: int) -> str:
@@ -457,14 +460,18 @@ class RelabelledSource:
     def __init__(self, source: Source, class_names: list[str]) -> None:
         self._source = source
         self._label_map = label_map(source.class_names, named=source.named, model_classes=class_names)
-        self.labels = self._label_map[source.labels]
+        if source.labels.ndim == 1:
+            self.labels = self._label_map[source.labels]
+        else:
+            self.labels = np.zeros((len(source), len(class_names)), dtype=bool)
+            self.labels[:, self._label_map] = source.labels
         self.class_names = class_names
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def read(self, index: int) -> tuple[BinaryIO | Image.Image, int]:
-        return self._source.read(index)[0], int(self.labels[index])
+    def read(self, index: int) -> tuple[BinaryIO | Image.Image, Label]:
+        return self._source.read(index)[0], label_at(self.labels, index)
 
     def path(self, index: int) -> str:
         return self._source.path(index)
@@ -522,8 +529,17 @@ def _folder_names(paths: list[str], labels: np.ndarray, *, count: int) -> tuple[
     return [str(label) for label in range(count)], False
 
 
+def label_at(labels: np.ndarray, index: int) -> Label:
+    return int(labels[index]) if labels.ndim == 1 else labels[index]
+
+
+def count_images(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """(classes,) int64: how many images have each label"""
+    return np.bincount(labels, minlength=num_classes) if labels.ndim == 1 else labels.sum(axis=0)
+
+
 def check_every_class_has_images(labels: np.ndarray, class_names: list[str], *, where: str) -> None:
-    counts = np.bincount(labels, minlength=len(class_names))
+    counts = count_images(labels, len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty:
         raise ValueError(f"{len(empty)} class(es) without images in {where}: {list_some(empty)}; remove or fill them")

@@ -100,7 +100,9 @@ class Maps:
             with torch.no_grad():
                 logits = subject.model(prepare(image, subject, device=self._device))
             names = subject.class_names or [f"class {label}" for label in range(logits.shape[1])]
-            (self._predictions[key],) = best_guesses(logits, names, class_descriptions(names), topk=GUESSES)
+            (self._predictions[key],) = best_guesses(
+                logits, names, class_descriptions(names), topk=GUESSES, multi_label=subject.multi_label
+            )
             if len(self._predictions) > CACHED_PREDICTIONS:
                 self._predictions.popitem(last=False)
         return self._predictions[key]

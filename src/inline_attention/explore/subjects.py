@@ -33,6 +33,7 @@ class Subject:
     weights: str | None  # the file's name; None: random
     class_names: list[str] | None = None  # None: the file does not name them
     title: str | None = None  # None: that of the attention
+    multi_label: bool = False  # an image may have several classes
 
 
 def load_subjects(weights: Sequence[str] = (), *, device: torch.device) -> list[Subject]:
@@ -130,4 +131,5 @@ def _random(kind: str, like: Subject | None) -> Subject:
 def _subject(classifier: Classifier, *, weights: str | None) -> Subject:
     model = classifier.model
     names = None if weights is None else classifier.class_names
-    return Subject(attention_kinds(model)[0], model_name(model), model, classifier.data, weights, names)
+    kind, several = attention_kinds(model)[0], classifier.multi_label
+    return Subject(kind, model_name(model), model, classifier.data, weights, names, multi_label=several)

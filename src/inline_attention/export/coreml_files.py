@@ -41,11 +41,16 @@ class _OnPixels(nn.Module):
         mean, std = _statistics(request)
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
-        self.is_classifier = "class_names" in request.about
+        self.is_classifier = _is_classifier(request)
 
     def forward(self, pixels: Tensor) -> Tensor:
         out = self.model((pixels - self.mean) / self.std)
         return out.softmax(-1) if self.is_classifier else out
+
+
+def _is_classifier(request: Request) -> bool:
+    """Core ML's classifiers name one class for each image. Others give logits."""
+    return request.about.get("multi_label") == "false"
 
 
 def _coremltools() -> Any:
@@ -63,7 +68,7 @@ def _write_coreml(request: Request, path: Path) -> None:
     pixels = _to_pixels(request.example, request)
     with torch.no_grad():
         program = torch.export.export(_OnPixels(request).eval(), (pixels,)).run_decompositions({})
-    names = json.loads(request.about.get("class_names", "null"))
+    names = json.loads(request.about["class_names"]) if _is_classifier(request) else None
     with quiet("coremltools"):
         converted = coremltools.convert(
             program,
@@ -81,7 +86,7 @@ def _write_coreml(request: Request, path: Path) -> None:
 
 def _load_coreml(path: Path, request: Request) -> Run:
     """Log probabilities, because probabilities of a thousand classes are all small; logits without class names"""
-    is_classifier = "class_names" in request.about
+    is_classifier = _is_classifier(request)
     run = _on_a_mac if sys.platform == "darwin" else _elsewhere
     return lambda x: _comparable(run(path, _to_pixels(x, request)), is_probability=is_classifier)
 

@@ -10,9 +10,13 @@ from inline_attention.models.weights import architecture
 
 
 def describe(
-    model: Any, *, class_names: Sequence[str] | None, preprocessing: Mapping[str, Any] | None
+    model: Any,
+    *,
+    class_names: Sequence[str] | None,
+    preprocessing: Mapping[str, Any] | None,
+    multi_label: bool = False,
 ) -> dict[str, str]:
-    """Names and texts, the same in every format. Lists are JSON.
+    """Names and texts, the same in every format. Lists and booleans are JSON.
 
     The images are prepared in timm's terms: resized with `interpolation`, by `crop_mode` to `input_size` divided by
     `crop_pct`, cropped at the centre, scaled to 0..1, less `mean`, divided by `std`.
@@ -23,6 +27,7 @@ def describe(
     about = {"library": f"inline_attention {__version__}", "architecture": architecture(model)}
     if class_names is not None:
         about["class_names"] = json.dumps(list(class_names), ensure_ascii=False)
+        about["multi_label"] = json.dumps(multi_label)
     for key in ("input_size", "mean", "std"):
         about[key] = json.dumps(list(prepared[key]))
     return about | {key: str(prepared[key]) for key in ("interpolation", "crop_pct", "crop_mode")}

@@ -17,7 +17,8 @@ def _write_hf(request: Request, path: Path) -> None:
     prepared |= {key: request.about[key] for key in ("interpolation", "crop_mode")}
     prepared["crop_pct"] = float(request.about["crop_pct"])
     assert isinstance(request.model, VisionModel)  # `export_model` refuses others
-    arguments = hf_arguments(request.model, class_names=names, preprocessing=prepared)
+    several = request.about.get("multi_label") == "true"
+    arguments = hf_arguments(request.model, class_names=names, preprocessing=prepared, multi_label=several)
     timm.models.save_for_hf(request.model, str(path), **arguments)
 
 

@@ -48,6 +48,7 @@ def export_model(
     dynamic_size: bool = False,
     class_names: Sequence[str] | None = None,
     preprocessing: Mapping[str, Any] | None = None,
+    multi_label: bool = False,
 ) -> Exported:
     """Writes a model to a file and compares the file's output with the model's.
 
@@ -63,6 +64,7 @@ def export_model(
         class_names: one name for each class, to be written into the file.
         preprocessing: replaces entries of the model's `pretrained_cfg` in the file: mean, std, interpolation, crop_pct
             and crop_mode, as timm defines them.
+        multi_label: an image may have several classes: their probabilities are sigmoids of the outputs.
 
     Returns:
         The path, the inputs it covers, and the largest difference from the model: at the exported size, and at another
@@ -78,7 +80,7 @@ def export_model(
         raise ValueError(f"format={format!r} takes no dynamic batch or size; {able} do")
     if format == "hf" and (hasattr(model, "linearization") or not isinstance(model, VisionModel)):
         raise ValueError("format='hf': timm and transformers cannot build a linearised model; choose another format")
-    about = describe(model, class_names=class_names, preprocessing=preprocessing)
+    about = describe(model, class_names=class_names, preprocessing=preprocessing, multi_label=multi_label)
     route.check_packages()
     path = Path(path)
     channels, *own_size = input_shape(model)

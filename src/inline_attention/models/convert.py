@@ -69,7 +69,7 @@ def average(sources: Sequence[Path], target: Path) -> Path:
         about, tensors = read_metadata(path), open_checkpoint(path).state_dict
         if number == 0:
             metadata, types = about, {name: tensor.dtype for name, tensor in tensors.items()}
-        for key in (schema.ARCHITECTURE, schema.ARGUMENTS, schema.CLASS_NAMES):
+        for key in (schema.ARCHITECTURE, schema.ARGUMENTS, schema.CLASS_NAMES, schema.MULTI_LABEL):
             if about.get(key) != metadata.get(key):
                 raise ValueError(f"{path} has another {key} than {sources[0]}: only files of one model have a mean")
         if number and {name: tensor.shape for name, tensor in tensors.items()} != {n: t.shape for n, t in sums.items()}:

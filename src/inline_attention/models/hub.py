@@ -38,6 +38,7 @@ def hf_arguments(
     *,
     class_names: Sequence[str] | None = None,
     preprocessing: Mapping[str, Any] | None = None,
+    multi_label: bool = False,
 ) -> dict[str, Any]:
     """Arguments of timm's `save_for_hf` and `push_to_hf_hub` for a model of this library.
 
@@ -48,6 +49,8 @@ def hf_arguments(
     Args:
         class_names: one name for each class. Pipelines print them.
         preprocessing: replaces entries of the model's `pretrained_cfg`, such as mean, std, interpolation or crop_pct.
+        multi_label: an image may have several classes. transformers then trains with binary cross-entropy, and its
+            pipeline gives a probability for each class.
     """
     if class_names is not None and len(class_names) != model.num_classes:
         raise ValueError(f"there are {len(class_names)} class names for the {model.num_classes} classes of the model")
@@ -69,4 +72,6 @@ def hf_arguments(
     config: dict[str, Any] = {"pretrained_cfg": cfg}
     if class_names is not None:
         config["label_names"] = list(class_names)
+    if multi_label:
+        config["problem_type"] = "multi_label_classification"
     return {"model_args": options, "model_config": config, "safe_serialization": True}

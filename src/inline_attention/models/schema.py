@@ -23,6 +23,7 @@ from .registry import find_family
 
 LIBRARY, ARCHITECTURE, ARGUMENTS, CHANGES = "library", "architecture", "config", "changes"
 TASK, CLASS_NAMES, PREPROCESSING = "task", "class_names", "preprocessing"
+MULTI_LABEL = "multi_label"
 CLASSIFICATION = "classification"  # the default task of a file
 
 _MAX_JSON = 16 << 20  # characters
@@ -51,6 +52,7 @@ class Description(NamedTuple):
     changes: dict[str, Any]  # of the model since it was built; see `VisionModel.changes`
     class_names: list[str] | None
     preprocessing: dict[str, Any]
+    multi_label: bool  # each output of the classifier is a decision of its own, by the sigmoid
     conversions: dict[str, dict[str, Any]]  # the arguments of each of CONVERSIONS that the model went through
 
 
@@ -63,6 +65,9 @@ def read_description(info: Mapping[str, Any]) -> Description | None:
         isinstance(class_names, list) and all(isinstance(name, str) for name in class_names)
     ):
         raise WeightsError(f"has class names that are not a list of strings: {_shown(class_names)}")
+    multi_label = _read_json(info, MULTI_LABEL, False)
+    if not isinstance(multi_label, bool):
+        raise WeightsError(f"has metadata {MULTI_LABEL!r} that is neither true nor false: {_shown(multi_label)}")
     return Description(
         task=str(info.get(TASK, CLASSIFICATION)),
         architecture=str(info[ARCHITECTURE]),
@@ -70,6 +75,7 @@ def read_description(info: Mapping[str, Any]) -> Description | None:
         changes=_read_mapping(info, CHANGES),
         class_names=class_names,
         preprocessing=_read_mapping(info, PREPROCESSING),
+        multi_label=multi_label,
         conversions={key: _read_mapping(info, key) for key in CONVERSIONS if key in info},
     )
 

@@ -94,6 +94,7 @@ class Trainer:
         self.task = plan.task(plan.config)
         self.task.resumed_run = plan.source
         self.data = self.task.open_data(ranks)
+        reporter.headline = self.task.headline
         batch_size = self.data.train.batch_size
         if batch_size != config.data.batch_size:
             reporter.note(f"data.batch_size={config.data.batch_size} lowered to {batch_size}: there are no more images")

@@ -38,7 +38,6 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def __init__(self, folder: Path, config: LoopConfig, *, headline: Headline, active: bool) -> None:
         self.folder, self.config, self.headline, self.active = folder, config, headline, active
-        self.formats = _formats(headline)
         self.console = Console(file=sys.stdout, soft_wrap=True, quiet=not active, highlight=False)
         self.latest: dict[str, Any] = {}
         self.bar: Progress | None = None
@@ -99,7 +98,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         if self.wandb is not None:
             self.wandb.log({f"{record['kind']}/{k}": v for k, v in numbers.items()}, step=record["update"])
         line = "  ".join(
-            form(self.latest[key]) for key, form in self.formats.items() if self.latest.get(key) is not None
+            form(self.latest[key]) for key, form in _formats(self.headline).items() if self.latest.get(key) is not None
         )
         if self.bar is not None:
             self.bar.update(self.task, figures=line)

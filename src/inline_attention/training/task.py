@@ -85,7 +85,7 @@ class Task(ABC):
     recipes: ClassVar[str]  # folder of its recipes in the package
     default_recipe: ClassVar[str | None]  # None: the user must name a recipe
     data_hint: ClassVar[str]  # error message for a run without data
-    headline: ClassVar[Headline]
+    headline: Headline  # may depend on the data: the loop reads it after `open_data`
     summary_figures: tuple[str, ...]  # figures of the last evaluation that summary.json contains
     fixed_shapes: ClassVar[bool]  # one input shape in training and one in evaluation, as CUDA graphs need
 

@@ -61,3 +61,17 @@ def test_weights_need_counts(tmp_path: Path) -> None:
             for number in range(count):
                 Image.new("RGB", (8, 8)).save(tmp_path / split / name / f"{number}.png")
     assert open_data(DataConfig(path=str(tmp_path), img_size=8, batch_size=2, workers=0)).class_counts == [6, 2]
+
+
+def test_several_labels() -> None:
+    targets = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
+    chosen = ClassifierLoss(ClassifierOptimConfig(label_smoothing=0.0), class_counts=None, images=4)
+    assert torch.allclose(chosen(LOGITS, targets), F.binary_cross_entropy_with_logits(LOGITS, targets))
+    weighted = ClassifierLoss(
+        ClassifierOptimConfig(label_smoothing=0.0, class_weights=True), class_counts=[1, 3, 1], images=4
+    )
+    weights = torch.tensor([3.0, 1 / 3, 3.0])  # images without the label to images with it
+    expected = F.binary_cross_entropy_with_logits(LOGITS, targets, pos_weight=weights)
+    assert torch.allclose(weighted(LOGITS, targets), expected)
+    with pytest.raises(ValueError, match=r"optim.loss=cross_entropy: softmax gives an image one label.*use bce"):
+        ClassifierLoss(ClassifierOptimConfig(loss="cross_entropy"), class_counts=None, images=4)

@@ -1,8 +1,10 @@
 """The recipes: the published curves and settings from the published numbers alone, and the rate of `finetune`."""
 
 import math
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from inline_attention.tasks.classification import Classification, load_config
 
@@ -106,3 +108,23 @@ def test_fine_tuning_has_one_rate_at_every_batch(batch: int) -> None:
     schedule = config.build_schedule(steps_per_epoch=10, world_size=4)
     assert schedule.peak == 3e-4
     assert schedule.rate(0) == config.schedule.warmup_lr
+
+
+@pytest.mark.parametrize(
+    ("side", "model", "size"),
+    [(128, "inline_deit_study", 96), (95, "inline_deit_study", 64), (128, "inline_swin_tiny", 224)],
+)
+def test_fine_tuning_enlarges_the_input_of_small_models_for_photographs(
+    side: int, model: str, size: int, tmp_path: Path
+) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number, more in enumerate((0, 0, 200)):  # the median counts
+            Image.new("RGB", (side + more, 2 * side)).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "cat" / "0.png").write_bytes(b"no image")
+    config = load_config("finetune", overrides=[f"data.path={tmp_path}", f"model.name={model}"])
+    assert Classification(config).choose_from_data(1) == {"data.img_size": size}
+    given = load_config("finetune", overrides=[f"data.path={tmp_path}", "data.img_size=80"])
+    assert Classification(given).choose_from_data(1) == {}
+    with pytest.raises(ValueError, match=r"from_data=optim.lr: cannot be chosen from the data; expected data.img_size"):
+        Classification(load_config("finetune", overrides=["from_data=[optim.lr]"])).choose_from_data(1)

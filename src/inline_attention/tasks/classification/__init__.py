@@ -3,6 +3,7 @@
 from inline_attention.tasks.classification.classifier import Classifier, load_classifier
 from inline_attention.tasks.classification.config import TrainConfig, load_config
 from inline_attention.tasks.classification.evaluation import EvalResult, evaluate
+from inline_attention.tasks.classification.multi_label import MultiLabelResult, evaluate_multi_label
 from inline_attention.tasks.classification.prediction import Guess, Prediction, predict
 from inline_attention.tasks.classification.task import Classification
 
@@ -14,6 +15,8 @@ __all__ = [
     "load_classifier",
     "EvalResult",
     "evaluate",
+    "MultiLabelResult",
+    "evaluate_multi_label",
     "Guess",
     "Prediction",
     "predict",

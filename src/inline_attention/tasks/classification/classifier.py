@@ -32,6 +32,7 @@ class Classifier:
     model: nn.Module
     class_names: list[str] | None  # None: the file does not name them, and they are not ImageNet's
     data: DataConfig  # img_size, channels, normalisation and evaluation transform
+    multi_label: bool = False  # an image may have several classes, or none: probabilities are sigmoids of the logits
 
     def readable_names(self) -> list[str] | None:
         """Class names as people know them: "goldfish, Carassius auratus" for the WordNet number n01443537.
@@ -100,7 +101,7 @@ def load_classifier(
         class_names = _class_names(model, description.class_names if description else None)
     if eval_transform is not None:
         data = replace(data, eval_transform=eval_transform)
-    return Classifier(model, class_names, data)
+    return Classifier(model, class_names, data, multi_label=description is not None and description.multi_label)
 
 
 def model_name(model: nn.Module) -> str:

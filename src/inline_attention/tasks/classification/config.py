@@ -29,7 +29,8 @@ class ClassifierOptimConfig(OptimConfig):
     """The optimizer, and the loss of a classifier."""
 
     label_smoothing: float = 0.1
-    loss: Literal["cross_entropy", "bce"] = "cross_entropy"  # bce: binary cross-entropy, each class against the rest
+    # bce: binary cross-entropy, each class against the rest. null: bce if an image may have several labels
+    loss: Literal["cross_entropy", "bce"] | None = None
     class_weights: bool = False  # weight classes equally, however many training images each has
 
     def __post_init__(self) -> None:

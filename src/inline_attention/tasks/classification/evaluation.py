@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
 
 from inline_attention.data import Batch, EvalLoader
+from inline_attention.data.collate import as_targets
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.training.distributed import is_distributed
 
@@ -55,6 +57,7 @@ def evaluate(
     result over all ranks. `on_images` is called with the number of images of each batch, for a progress bar.
     `real_labels` also counts by the reassessed labels of ImageNet's validation images (ReaL, arXiv:2006.07159).
     """
+    loader.check_one_label("accuracy")
     device = torch.device(device)
     loader.to(device)
     counts = _Counts(len(loader.class_names), device=device)
@@ -64,7 +67,7 @@ def evaluate(
         for images, batch in padded_batches(loader, device=device):
             with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
                 logits = model(images)
-            _check_classes(logits, loader)
+            check_classes(logits, loader)
             logits = logits[: len(batch.images)].float()
             counts.add(logits, batch.targets)
             if real is not None:
@@ -181,7 +184,7 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
         return
     empty = Batch(
         images=torch.empty((0, *loader.input_shape), device=device),
-        targets=torch.empty(0, dtype=torch.int64, device=device),
+        targets=as_targets(np.empty((0, len(loader.class_names)) if loader.multi_label else 0)).to(device),
         sample_ids=torch.empty(0, dtype=torch.int64, device=device),
     )
     if loader.max_batches is not None:
@@ -208,7 +211,8 @@ def _padded(images: Tensor, *, to: int) -> Tensor:
     return F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else images
 
 
-def _check_classes(logits: Tensor, loader: EvalLoader) -> None:
+def check_classes(logits: Tensor, loader: EvalLoader) -> None:
+    """ValueError unless the model has an output for each class of the data."""
     if logits.shape[-1] != len(loader.class_names):
         raise ValueError(
             f"the model has {logits.shape[-1]} outputs, the data {len(loader.class_names)} classes; "

@@ -28,6 +28,7 @@ def extract_features(
 ) -> tuple[Tensor, Tensor]:
     """Features (N, C) of unit length, float32 in main memory, and labels (N,) of this rank's images."""
     timm_model: Any = model  # timm's contract
+    loader.check_one_label("a vote of the nearest images")
     loader.to(device)
     # A rank may have no images.
     features = [torch.empty(0, timm_model.head_hidden_size)]

@@ -14,10 +14,20 @@ class ClassifierLoss:
 
     class_counts: training images of each class, for `class_weights`. Cross-entropy then weights an image of class c by
     images/(classes · images of c). Binary cross-entropy weights the positives of c by (other images)/(images of c).
+
+    images: number of training images, if they may have several labels. None: each has one.
     """
 
-    def __init__(self, config: ClassifierOptimConfig, *, class_counts: Sequence[int] | None) -> None:
-        self._config = config
+    def __init__(
+        self, config: ClassifierOptimConfig, *, class_counts: Sequence[int] | None, images: int | None = None
+    ) -> None:
+        if images is not None and config.loss == "cross_entropy":
+            raise ValueError(
+                "optim.loss=cross_entropy: softmax gives an image one label, and these data have several; "
+                "use bce, or null to have it chosen"
+            )
+        self._smoothing = config.label_smoothing
+        self._binary = config.loss == "bce" or images is not None
         self._weights: Tensor | None = None
         if config.class_weights:
             if class_counts is None:
@@ -25,17 +35,17 @@ class ClassifierLoss:
                     "optim.class_weights=true: a stream does not say how many images a class has; use false"
                 )
             counts = torch.tensor(class_counts, dtype=torch.float32).clamp(min=1)
-            total = counts.sum()
-            self._weights = (total - counts) / counts if config.loss == "bce" else total / (len(counts) * counts)
+            total = counts.sum() if images is None else images
+            self._weights = (total - counts) / counts if self._binary else total / (len(counts) * counts)
 
     def to(self, device: torch.device) -> "ClassifierLoss":
         self._weights = None if self._weights is None else self._weights.to(device)
         return self
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (B, classes), targets (B, classes) shares that add up to one → ()"""
-        smoothing = self._config.label_smoothing
-        if self._config.loss == "cross_entropy":
+        """logits (B, classes), targets (B, classes) in 0 … 1, which add up to one for cross-entropy → ()"""
+        smoothing = self._smoothing
+        if not self._binary:
             return F.cross_entropy(logits, targets, weight=self._weights, label_smoothing=smoothing)
         smoothed = targets * (1 - smoothing) + smoothing / targets.shape[1]
         return F.binary_cross_entropy_with_logits(logits, smoothed, pos_weight=self._weights)

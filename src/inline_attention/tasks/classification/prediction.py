@@ -1,4 +1,4 @@
-"""The most probable classes of images, by a trained classifier."""
+"""The most probable classes of images, or all their labels, by a trained classifier."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,10 +32,16 @@ def predict(
     loader: EvalLoader,
     *,
     device: torch.device,
-    topk: int,
+    topk: int | None = None,
+    threshold: float | None = None,
     amp_dtype: torch.dtype | None = None,
 ) -> Iterator[Prediction]:
-    """Yield the `topk` most probable classes of every readable image, or all classes if there are fewer."""
+    """Yield the most probable classes of every readable image.
+
+    Args:
+        topk: at most this many. None: all.
+        threshold: only those of at least this probability.
+    """
     loader.to(device)
     model: Any = classifier.model.to(device).eval()  # timm's contract
     names = classifier.class_names or [str(label) for label in range(model.num_classes)]
@@ -45,14 +51,22 @@ def predict(
             continue
         with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             logits = model(batch.images)
-        guesses = best_guesses(logits, names, descriptions, topk=topk)
+        guesses = best_guesses(logits, names, descriptions, topk=topk, multi_label=classifier.multi_label)
         for sample, ranked in zip(batch.sample_ids.tolist(), guesses, strict=True):
-            yield Prediction(sample, ranked)
+            yield Prediction(sample, [guess for guess in ranked if guess.probability >= (threshold or 0)])
 
 
-def best_guesses(logits: Tensor, names: Sequence[str], descriptions: Sequence[str], *, topk: int) -> list[list[Guess]]:
+def best_guesses(
+    logits: Tensor,
+    names: Sequence[str],
+    descriptions: Sequence[str],
+    *,
+    topk: int | None,
+    multi_label: bool = False,
+) -> list[list[Guess]]:
     """The classes of each image: logits (B, classes) → B lists, the most probable first"""
-    best = logits.float().softmax(dim=1).topk(min(topk, len(names)), dim=1)
+    probabilities = logits.float().sigmoid() if multi_label else logits.float().softmax(dim=1)
+    best = probabilities.topk(min(topk or len(names), len(names)), dim=1)
     return [
         [Guess(label, names[label], descriptions[label], p) for label, p in zip(labels, values, strict=True)]
         for labels, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)

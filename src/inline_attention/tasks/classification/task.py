@@ -1,5 +1,6 @@
-"""Classification as a task of the training engine: one label per image, mixup and cutmix, ranked by top-1."""
+"""Classification as a task of the training engine: mixup and cutmix, ranked by top-1, or by mAP for several labels."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,20 +11,24 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from inline_attention.data import Batch, Data, Mixup, open_data
+from inline_attention.data import Batch, Data, Mixup, open_data, typical_side
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.tables import SPLIT, with_split_of
 from inline_attention.models.registry import create_model
+from inline_attention.models.schema import MULTI_LABEL
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from inline_attention.tasks.classification.config import RECIPES, TrainConfig
 from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.tasks.classification.losses import ClassifierLoss
+from inline_attention.tasks.classification.multi_label import evaluate_multi_label
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
 
+SIZE = "data.img_size"
+PHOTO_SIDE = 96  # measured in docs/training.md
 CONFUSION = "confusion.png"
 MAX_DRAWN_CLASSES = 50  # the cells of larger matrices would be too small
 
@@ -33,7 +38,7 @@ class Classification(Task):
     default_recipe = "quickstart"
     data_hint = "give --data FOLDER with train/CLASS/… and val/CLASS/…, or CLASS/… (or --data digits, the embedded set)"
     headline = Headline("top1", "top-1")
-    summary_figures = ("top1", "top5")
+    summary_figures: tuple[str, ...] = ("top1", "top5")
     fixed_shapes = True
 
     config: TrainConfig
@@ -49,6 +54,20 @@ class Classification(Task):
             data = replace(data, img_size=own_size(config.model.name))
         super().__init__(replace(config, data=data))
 
+    def choose_from_data(self, world_size: int) -> dict[str, Any]:
+        for name in self.config.from_data:
+            if name != SIZE:
+                raise ValueError(f"from_data={name}: cannot be chosen from the data; expected {SIZE}")
+        return {SIZE: self._size_for_data()} if self.config.from_data else {}
+
+    def _size_for_data(self) -> int | list[int]:
+        """The model's own size. A model of smaller images than PHOTO_SIDE gets that size if the images have it."""
+        own = own_size(self.config.model.name)
+        if not isinstance(own, int) or own >= PHOTO_SIDE:
+            return own
+        side = typical_side(self.config.data)
+        return own if side is None or side < PHOTO_SIDE else PHOTO_SIDE
+
     def open_data(self, ranks: Ranks) -> Data:
         config = self.config
         if not config.data.labels:
@@ -56,7 +75,13 @@ class Classification(Task):
         data = with_split_of(self.resumed_run, config.data)
         self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
-        self.loss = ClassifierLoss(config.optim, class_counts=self.data.class_counts).to(ranks.device)
+        several = self.data.multi_label
+        if several:
+            self.headline, self.summary_figures = Headline("map", "mAP"), ("map", "f1_micro", "f1_macro")
+        loss = ClassifierLoss(
+            config.optim, class_counts=self.data.class_counts, images=self.data.train_images if several else None
+        )
+        self.loss = loss.to(ranks.device)
         return self.data.to(ranks.device)
 
     def start_files(self) -> dict[str, bytes]:
@@ -101,6 +126,7 @@ class Classification(Task):
             arguments=self.arguments,
             class_names=list(self.data.class_names),
             preprocessing=preprocessing(self.config.data),
+            **{MULTI_LABEL: json.dumps(self.data.multi_label)},
         )
 
     def losses(self, forward: Callable[..., Any], batch: Batch, *, epoch: int, step: int) -> dict[str, Tensor]:
@@ -109,6 +135,9 @@ class Classification(Task):
         return {"class": self.loss(logits.float(), targets)}
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
+        if self.data.multi_label:
+            found = evaluate_multi_label(model, self.data.val, device=device, amp_dtype=amp_dtype)
+            return Evaluation({key: getattr(found, key) for key in ("loss", *self.summary_figures, "images")})
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
         figures = {"loss": result.loss, "top1": result.top1, "top5": result.top5, "images": result.images}
         return Evaluation(figures, details=result.confusion)

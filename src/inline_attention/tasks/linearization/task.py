@@ -21,7 +21,7 @@ from inline_attention.data import Batch, Data, DataConfig, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
 from inline_attention.linearize import Report, linearize
 from inline_attention.linearize.convert import linearized_modules
-from inline_attention.models.schema import CLASS_NAMES, PREPROCESSING
+from inline_attention.models.schema import CLASS_NAMES, MULTI_LABEL, PREPROCESSING
 from inline_attention.models.weights import describe_model, load_weights
 from inline_attention.optimize import optimize
 from inline_attention.tasks.classification.classifier import Classifier, load_classifier, model_name, preprocessing
@@ -83,7 +83,12 @@ def student_metadata(teacher: Classifier, config: LinearizationConfig) -> dict[s
     names = teacher.class_names
     if names is None:  # the names that predictions use
         names = [str(label) for label in range(num_classes)]
-    return {CLASS_NAMES: json.dumps(names), PREPROCESSING: preprocessing(teacher.data), "recipe": config.recipe}
+    return {
+        CLASS_NAMES: json.dumps(names),
+        PREPROCESSING: preprocessing(teacher.data),
+        MULTI_LABEL: json.dumps(teacher.multi_label),
+        "recipe": config.recipe,
+    }
 
 
 class Linearization(Task):
@@ -126,6 +131,7 @@ class Linearization(Task):
             if config.data.labels and Path(config.data.path).is_dir():
                 raise ValueError(f"{error}. Any images will do with --no-labels") from error
             raise
+        self.data.val.check_one_label("linearising with labels (not --no-labels)")
         if config.data.labels and self.has_head and self.data.num_classes != self.teacher.num_classes:
             raise ValueError(
                 f"{config.data.path} has {self.data.num_classes} classes and the teacher {self.teacher.num_classes}, "

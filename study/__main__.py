@@ -248,10 +248,11 @@ def run_pretrained(args: argparse.Namespace) -> int:
         save()
 
     teacher = pretrained.build_teacher(state)
+    how = dict(sizes=args.img_sizes, forms=pretrained.FORMS, device=device)
     loading = dict(batch_size=args.batch_size, workers=args.workers)
-    pretrained.measure(teacher, *chosen, sizes=args.img_sizes, device=device, known=known, on_row=add, **loading)
+    pretrained.measure(teacher, *chosen, known=known, on_row=add, **how, **loading)
     if device.type == "cuda":
-        speed += pretrained.time_forms(teacher, sizes=args.img_sizes, device=device, dtype=torch.bfloat16)
+        speed += pretrained.time_forms(teacher, **how, dtype=torch.bfloat16)
         save()
     say("")
     say_text(pretrained.as_table(done, speed))

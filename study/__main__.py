@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli import CommandParser, run_parser
 from inline_attention.cli._options import add_device, add_loading, add_output
@@ -228,7 +228,7 @@ def run_pretrained(args: argparse.Namespace) -> int:
     _check_least("--calibration-images", args.calibration_images, 2)
     device = choose_device(args.device)
     state, digest = pretrained.read_backbone(args.weights)
-    chosen = pretrained.choose_files(args.data, calibration=args.calibration_images, images=args.max_images)
+    calibration, files = pretrained.choose_files(args.data, calibration=args.calibration_images, images=args.max_images)
     settings = dict(weights=digest, images=args.max_images, calibration_images=args.calibration_images)
     settings |= dict(calibration_size=args.img_sizes[0])
     known = pretrained.read_rows(args.json, **settings) if args.json else []
@@ -248,9 +248,9 @@ def run_pretrained(args: argparse.Namespace) -> int:
         save()
 
     teacher = pretrained.build_teacher(state)
-    how = dict(sizes=args.img_sizes, forms=pretrained.FORMS, device=device)
-    loading = dict(batch_size=args.batch_size, workers=args.workers)
-    pretrained.measure(teacher, *chosen, known=known, on_row=add, **how, **loading)
+    how: dict[str, Any] = dict(sizes=args.img_sizes, forms=pretrained.FORMS, device=device)
+    loading: dict[str, Any] = dict(batch_size=args.batch_size, workers=args.workers)
+    pretrained.measure(teacher, calibration, files, known=known, on_row=add, **how, **loading)
     if device.type == "cuda":
         speed += pretrained.time_forms(teacher, **how, dtype=torch.bfloat16)
         save()

@@ -141,7 +141,8 @@ class TeacherRun:
     def arguments(self, paths: Mapping[str, str], out: Path, *, extra: Sequence[str] = ()) -> list[str]:
         """`extra` holds settings of every run; those that a training does not have are left out."""
         own = [setting for setting in extra if not setting.startswith(("match.", "distill.", "model."))]
-        return TEACHERS[self.row].arguments(paths.get(self.transfer, self.transfer.upper()), out, extra=own)
+        path = paths.get(self.transfer, self.transfer.upper())
+        return TEACHERS[self.row].arguments(path, out, extra=own, recipe=grid.RECIPE)
 
 
 def build_runs(rows: Sequence[str] | None = None) -> list[Run | TeacherRun]:

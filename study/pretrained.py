@@ -326,5 +326,5 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
     panels[0].invert_yaxis()
-    panels[1].legend(loc="lower left", fontsize=8)
+    panels[1].legend(loc="upper right", fontsize=8)
     save_figure(figure, path)

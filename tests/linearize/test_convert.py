@@ -11,9 +11,11 @@ import timm.layers
 import torch
 import torchvision
 from linearize_cases import CASES, Case, shrink_logits, vit
+from small import create_small
 from torch import Tensor, nn
 
 from inline_attention import linear_attention, linearize, tangent_attention
+from inline_attention.layers import TangentAttention
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.linearize.convert import add_gains
 from inline_attention.ops import local_residual
@@ -205,6 +207,18 @@ def test_with_an_anchor_for_every_query_it_is_softmax(name: str) -> None:
         expected = model(case.images())
         linearize(model, anchors=256)  # the largest map has 16² tokens
         torch.testing.assert_close(model(case.images()), expected)
+
+
+def test_it_is_the_layer_with_as_many_anchors() -> None:
+    case = OF_NAME["softmax_deit_tiny"]
+    model, layers = case.model, create_small("softmax_deit_tiny", attention="tangent", local_residual=False).double()
+    layers.load_state_dict(model.state_dict())
+    for module in layers.modules():
+        if isinstance(module, TangentAttention):
+            module.anchors = 3
+    linearize(model, anchors=3, local_residual=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(case.images()), layers.eval()(case.images()))
 
 
 @pytest.mark.parametrize("name", [name for name in ANCHORED if "eva" not in name])

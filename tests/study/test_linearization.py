@@ -11,7 +11,7 @@ from inline_attention.cli._training import split_settings
 from inline_attention.cli.linearize import _flags
 from inline_attention.tasks.linearization import plan_linearization
 from study.__main__ import main
-from study.grid import SEEDS
+from study.grid import RECIPE, SEEDS
 from study.linearization import (
     ACCURACY,
     CARRIED,
@@ -30,7 +30,7 @@ def test_every_command_can_be_planned() -> None:
     for run in build_runs():
         words = run.arguments({}, Path("out"))
         if isinstance(run, TeacherRun):
-            assert words[:2] == ["train", "study/study.yaml"]
+            assert words[:2] == ["train", str(RECIPE)]
             continue
         args = parse(build_parser(words[0]), words[1:])
         model, overrides = split_settings(args.arguments)

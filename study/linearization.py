@@ -1,7 +1,7 @@
-"""Students of one teacher: `softmax_deit_study` linearised in several ways, and distilled for 0 to 40 epochs.
+"""Students of `softmax_deit_study`: linearised in several ways, and distilled for 0 to 40 epochs. Two are of a Swin.
 
-Each run is an ordinary `inline linearize` with the recipe of that name. A run is finished when its student exists. A
-stopped run continues in the next call.
+Each run is an ordinary `inline linearize` with the recipe of that name. The Swin is trained first, by `inline train`. A
+run is finished when its accuracy is written. A stopped run continues in the next call.
 """
 
 import json
@@ -17,17 +17,24 @@ from typing import Any
 import torch
 
 from inline_attention.data import open_eval_data
+from inline_attention.environment import describe_environment
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.printing import table
 from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.tasks.linearization.stages import STUDENT
-from inline_attention.training.run_folder import write_atomically
+from inline_attention.training.report import SUMMARY
+from inline_attention.training.run_folder import CHECKPOINTS, write_atomically
+from study import grid
 from study.expansion import TEACHER
 from study.grid import SEEDS, command_line
 
-EPOCHS = (0, 1, 5, 10, 20, 40)
-VARIANT_EPOCHS = (0, 20)
+CARRIED = -1  # in the place of epochs: no training at all. With 0 epochs, the layers are matched
+EPOCHS = (CARRIED, 0, 1, 5, 10, 20, 40)
+VARIANT_EPOCHS = (CARRIED, 0, 20)
+# What the better of the two main rows should reach on average: epochs → top-1
+GOALS = {5: 46.0, 20: 46.3}
+GOAL_SECONDS = 60.0  # of a run of 20 epochs on one H200
 LOG, ACCURACY, RESULTS, PICTURE = "log.txt", "accuracy.json", "linearization.json", "linearization.png"
 # Pixels stay on the GPU and are augmented there, as in study.yaml.
 SHARED = ("data.in_memory=true", "data.augment_on_device=true", "run.compile=true", "log.tensorboard=false")
@@ -43,12 +50,20 @@ class Student:
     seeds: tuple[int, ...] = SEEDS[:1]
     transfer: str = "tiny_imagenet"  # the images that it learns from; it is always judged on Tiny ImageNet
     img_size: int = 64
+    teacher: str = TEACHER  # of the package, or one of TEACHERS
 
 
+# Trained here: rows of the grid.
+TEACHERS = {"swin": grid.Run("tiny_imagenet", "softmax_swin_tiny", grid.MAIN_EPOCHS, seed=0, patch=4)}
 INLINE, LINEAR, PLAIN = "model.attention=inline", "model.attention=linear", "model.local_residual=false"
+# k-means and all anchors of all layers in one graph take minutes to compile.
+MANY, UNCOMPILED = "model.anchors={}", "run.compile=false"
+MAIN = ("tangent", "inline")
 STUDENTS = {
     "tangent": Student("tangent with residual", epochs=EPOCHS, seeds=SEEDS),
     "inline": Student("InLine with residual", (INLINE,), epochs=EPOCHS, seeds=SEEDS),
+    "tangent_4": Student("tangent, 4 anchors, with residual", (MANY.format(4), UNCOMPILED)),
+    "tangent_16": Student("tangent, 16 anchors, with residual", (MANY.format(16), UNCOMPILED)),
     "tangent_plain": Student("tangent without residual", (PLAIN,)),
     "inline_plain": Student("InLine without residual", (INLINE, PLAIN)),
     "inline_relu": Student("InLine with residual, φ = ReLU", (INLINE, "model.feature_map=relu")),
@@ -61,6 +76,8 @@ STUDENTS = {
     "no_labels": Student("tangent, without labels", ("distill.labels=0",)),
     "imagenette": Student("tangent, other images without labels", ("data.labels=false",), transfer="imagenette"),
     "larger": Student("tangent, at 128 px", ("data.img_size=128",), img_size=128),
+    "swin_tangent": Student("Swin-T: tangent with residual", teacher="swin"),
+    "swin_inline": Student("Swin-T: InLine with residual", (INLINE,), teacher="swin"),
 }
 
 
@@ -76,27 +93,87 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.row}-e{self.epochs}-s{self.seed}"
+        length = "carried" if self.epochs == CARRIED else f"e{self.epochs}"
+        return f"{self.row}-{length}-s{self.seed}"
+
+    @property
+    def transfer(self) -> str:
+        return self.student.transfer
+
+    @property
+    def img_size(self) -> int:
+        return self.student.img_size
+
+    @property
+    def teacher(self) -> "TeacherRun | None":
+        """None: it is in the package."""
+        return TeacherRun(self.student.teacher) if self.student.teacher in TEACHERS else None
+
+    def weights(self, out: Path) -> Path:
+        return out / self.name / STUDENT
 
     def arguments(self, paths: Mapping[str, str], out: Path, *, extra: Sequence[str] = ()) -> list[str]:
         """Arguments of `inline` that start or continue the run."""
-        transfer = self.student.transfer
-        where = ["--data", paths.get(transfer, transfer.upper()), "--output", str(out / self.name), "--resume", "auto"]
-        length = ["--epochs", str(self.epochs), "--seed", str(self.seed), "--no-report"]
-        return ["linearize", TEACHER, *where, *length, *SHARED, *self.student.settings, *extra]
+        student, path = self.student, paths.get(self.transfer, self.transfer.upper())
+        teacher = [TEACHER] if self.teacher is None else ["--weights", str(self.teacher.weights(out))]
+        where = ["--data", path, "--output", str(out / self.name), "--resume", "auto"]
+        length = ["--epochs", str(max(0, self.epochs)), "--seed", str(self.seed), "--no-report"]
+        settings = [*SHARED, *student.settings, *extra, *(["match.steps=0"] if self.epochs == CARRIED else [])]
+        return ["linearize", *teacher, *where, *length, *settings]
 
 
-def build_runs(rows: Sequence[str] | None = None) -> list[Run]:
-    """The first seed of all rows, the shortest runs first, then the other seeds."""
+@dataclass(frozen=True)
+class TeacherRun:
+    """The training of a teacher that is not in the package."""
+
+    row: str  # of TEACHERS
+    transfer = "tiny_imagenet"
+    img_size = 64
+    teacher = None
+
+    @property
+    def name(self) -> str:
+        return TEACHERS[self.row].name
+
+    def weights(self, out: Path) -> Path:
+        return out / self.name / CHECKPOINTS / "best.safetensors"
+
+    def arguments(self, paths: Mapping[str, str], out: Path, *, extra: Sequence[str] = ()) -> list[str]:
+        """`extra` holds settings of every run; those that a training does not have are left out."""
+        own = [setting for setting in extra if not setting.startswith(("match.", "distill.", "model."))]
+        path = paths.get(self.transfer, self.transfer.upper())
+        return TEACHERS[self.row].arguments(path, out, extra=own, recipe=grid.RECIPE)
+
+
+def build_runs(rows: Sequence[str] | None = None) -> list[Run | TeacherRun]:
+    """What decides first: the goals with all seeds, all rows without training, the first seed of all rows, the rest.
+
+    A teacher comes right before its first student.
+    """
     if unknown := sorted(set(rows or ()) - set(STUDENTS)):
         raise ValueError(f"there is no student {', '.join(unknown)}; expected some of {', '.join(STUDENTS)}")
     chosen = {name: student for name, student in STUDENTS.items() if rows is None or name in rows}
     runs = [Run(name, n, seed) for name, student in chosen.items() for seed in student.seeds for n in student.epochs]
-    return sorted(runs, key=lambda run: (run.seed, run.epochs))
+    ordered: list[Run | TeacherRun] = []
+    for run in sorted(runs, key=_urgency):
+        if run.teacher is not None and run.teacher not in ordered:
+            ordered.append(run.teacher)
+        ordered.append(run)
+    return ordered
+
+
+def _urgency(run: Run) -> tuple[int, ...]:
+    if run.row in MAIN and run.epochs in GOALS:
+        return 0, run.seed, run.epochs
+    if run.teacher is not None:
+        return 3, run.epochs
+    if run.seed == SEEDS[0]:
+        return (1, run.epochs) if run.epochs <= 0 or run.row not in MAIN else (2, run.epochs)
+    return 4, run.seed, run.epochs
 
 
 def make_runs(
-    runs: Sequence[Run],
+    runs: Sequence[Run | TeacherRun],
     *,
     paths: Mapping[str, str],
     out: Path,
@@ -109,7 +186,7 @@ def make_runs(
 
     minutes: starts no further run after this time.
     """
-    needed = {"tiny_imagenet", *(run.student.transfer for run in runs)}
+    needed = {"tiny_imagenet", *(run.transfer for run in runs)}
     if missing := sorted(needed - paths.keys()):
         raise ValueError(f"no data for {', '.join(missing)}: give --data {missing[0]}=FOLDER (several: with commas)")
     failed, start = [], time.monotonic()
@@ -120,6 +197,10 @@ def make_runs(
         if minutes is not None and time.monotonic() - start > 60 * minutes:
             log("the time is up: the next call continues")
             break
+        if run.teacher is not None and not (out / run.teacher.name / ACCURACY).exists():
+            failed.append(run.name)
+            log(f"{run.name} is left out: its teacher {run.teacher.name} is not trained")
+            continue
         arguments = run.arguments(paths, out, extra=extra)
         log(f"[{number}/{len(runs)}] {command_line(arguments)}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,17 +211,23 @@ def make_runs(
             failed.append(run.name)
             log(f"{run.name} failed: see {folder / LOG}")
             continue
-        result: dict[str, Any] = {"top1": judge(folder / STUDENT, paths["tiny_imagenet"], run.student, device=device)}
-        result["seconds"] = round(time.monotonic() - begun, 1)
+        result: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1)}  # with start and compilation
+        result["training_seconds"] = training_seconds(folder)
+        result["top1"] = judge(run.weights(out), paths["tiny_imagenet"], run.img_size, device=device)
         write_atomically(folder / ACCURACY, json.dumps(result).encode())
         log(f"{run.name}: top-1 {result['top1']:.2f}% in {result['seconds']:.0f} s")
     return failed
 
 
-def judge(weights: Path | str, data: str, student: Student | None = None, *, device: torch.device) -> float:
+def training_seconds(folder: Path) -> float:
+    """The time in the training loops of a run, of all its stages and calls."""
+    return sum(json.loads(path.read_text())["seconds"] for path in folder.glob(f"**/{SUMMARY}"))
+
+
+def judge(weights: Path | str, data: str, img_size: int | None = None, *, device: torch.device) -> float:
     """Top-1 on the validation images of Tiny ImageNet; `weights` is a file or the name of a model of the package."""
     name = None if isinstance(weights, Path) else weights
-    size = None if student is None else (student.img_size, student.img_size)
+    size = None if img_size is None else (img_size, img_size)
     classifier = load_classifier(name, str(weights) if name is None else "pretrained", img_size=size)
     config = classifier.data
     config.path, config.batch_size = data, 256
@@ -155,6 +242,7 @@ class Cell:
     row: str
     epochs: int
     top1: list[float]  # of each seed
+    seconds: list[float]  # of each seed, with start and compilation, without evaluation
 
     def __str__(self) -> str:
         mean = f"{statistics.mean(self.top1):.2f}"
@@ -166,9 +254,9 @@ def collect(out: Path) -> Iterator[Cell]:
     for row, student in STUDENTS.items():
         for epochs in student.epochs:
             files = [out / Run(row, epochs, seed).name / ACCURACY for seed in student.seeds]
-            found = [json.loads(path.read_text())["top1"] for path in files if path.exists()]
+            found = [json.loads(path.read_text()) for path in files if path.exists()]
             if found:
-                yield Cell(row, epochs, found)
+                yield Cell(row, epochs, [one["top1"] for one in found], [one["seconds"] for one in found])
 
 
 def write_results(out: Path, *, scratch: Mapping[str, float]) -> str:
@@ -177,14 +265,38 @@ def write_results(out: Path, *, scratch: Mapping[str, float]) -> str:
     scratch: top-1 of the package's models, which were trained from scratch.
     """
     cells = list(collect(out))
-    record = {"scratch": dict(scratch), "students": [vars(cell) for cell in cells]}
+    teachers = {name: out / run.name / ACCURACY for name, run in TEACHERS.items()}
+    trained = {name: json.loads(path.read_text()) for name, path in teachers.items() if path.exists()}
+    environment = {"environment": describe_environment(), "teachers": trained}
+    record = {**environment, "scratch": dict(scratch), "students": [vars(cell) for cell in cells]}
     write_atomically(out / RESULTS, json.dumps(record, indent=1).encode())
     draw(cells, scratch, out / PICTURE)
     rows = []
     for row in dict.fromkeys(cell.row for cell in cells):
         of_epochs = {cell.epochs: str(cell) for cell in cells if cell.row == row}
         rows.append([STUDENTS[row].title, *(of_epochs.get(epochs, "") for epochs in EPOCHS)])
-    return table(["top-1 %, after epochs of distillation", *map(str, EPOCHS)], rows)
+    text = table(["top-1 %, after epochs of distillation", *map(column, EPOCHS)], rows)
+    lines = [f"{name}, a teacher trained here: {result['top1']:.2f}" for name, result in trained.items()]
+    return "\n\n".join([text, *lines, *check_goals(cells)])
+
+
+def column(epochs: int) -> str:
+    return {CARRIED: "carried over", 0: "matched"}.get(epochs, str(epochs))
+
+
+def check_goals(cells: Sequence[Cell]) -> list[str]:
+    """What the better main row reaches, beside the goal."""
+    lines = []
+    for epochs, goal in GOALS.items():
+        found = [cell for cell in cells if cell.row in MAIN and cell.epochs == epochs]
+        if found:
+            best = max(found, key=lambda cell: statistics.mean(cell.top1))
+            lines.append(
+                f"After {epochs} epochs: {STUDENTS[best.row].title} {best}, {len(best.top1)} of {len(SEEDS)} seeds; "
+                f"goal {goal}. A run took {max(best.seconds):.0f} s; "
+                f"goal for 20 epochs on one H200: {GOAL_SECONDS:.0f} s."
+            )
+    return lines
 
 
 def draw(cells: Sequence[Cell], scratch: Mapping[str, float], path: Path) -> None:
@@ -195,14 +307,14 @@ def draw(cells: Sequence[Cell], scratch: Mapping[str, float], path: Path) -> Non
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
-    for row in dict.fromkeys(cell.row for cell in cells):
+    for row in dict.fromkeys(cell.row for cell in cells if STUDENTS[cell.row].teacher == TEACHER):
         shown = [(cell.epochs, statistics.mean(cell.top1)) for cell in cells if cell.row == row]
         axes.plot(*zip(*shown, strict=True), marker="o", label=STUDENTS[row].title)
     for number, (name, top1) in enumerate(scratch.items()):
         axes.axhline(top1, color="0.4", linestyle=("-", "--", ":")[number % 3], label=f"{name}, from scratch")
     axes.set(xlabel="epochs of distillation", ylabel="top-1 (%)", title=f"Students of {TEACHER}")
     axes.set_xscale("symlog", linthresh=1)
-    axes.set_xticks(EPOCHS, [str(epochs) for epochs in EPOCHS])
+    axes.set_xticks(EPOCHS, [column(epochs) for epochs in EPOCHS], fontsize=8)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, ncols=2)

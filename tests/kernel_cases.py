@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inline_attention.layers.attention import masked_mean
+from inline_attention.layers.tokens import masked_mean
 from inline_attention.ops import (  # needs Triton
     add_perceptron,
     fused,

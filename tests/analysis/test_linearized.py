@@ -58,6 +58,12 @@ def test_matrix_is_the_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("gains", [True, False], ids=["gains", "plain"])
+@pytest.mark.parametrize("name", [VIT, "vit_small_patch14_reg4_dinov2", DEIT])
+def test_several_anchors(name: str, gains: bool) -> None:
+    check(student(name, anchors=3, gains=gains), OF_NAME[name].images(1), kind="tangent")
+
+
+@pytest.mark.parametrize("gains", [True, False], ids=["gains", "plain"])
 @pytest.mark.parametrize("attention", FORMS)
 @pytest.mark.parametrize("name", [VIT, DEIT])
 def test_every_form(name: str, attention: str, gains: bool) -> None:
@@ -84,10 +90,10 @@ def test_weights_of_the_tangent_by_hand() -> None:
     assert (expected < 0).any()  # unlike softmax's
 
 
-@pytest.mark.parametrize("attention", FORMS)
-def test_unseen_tokens_are_as_if_absent(attention: str) -> None:
+@pytest.mark.parametrize(("attention", "anchors"), [*((form, 1) for form in FORMS), ("tangent", 3)])
+def test_unseen_tokens_are_as_if_absent(attention: str, anchors: int) -> None:
     """A row over some of the tokens is that of the attention among them."""
-    model = student(DEIT, attention=attention)
+    model = student(DEIT, attention=attention, anchors=anchors)
     record = capture(model, OF_NAME[DEIT].images(), layers=[1])[0]
     module = linearized_modules(model)[record.name]
     seen = torch.arange(record.q.shape[1]) % 3 != 1
@@ -99,9 +105,9 @@ def test_unseen_tokens_are_as_if_absent(attention: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["tangent", "linear"])
-def test_a_mask_of_tokens(attention: str) -> None:
-    model = student(DEIT, attention=attention)
+@pytest.mark.parametrize(("attention", "anchors"), [("tangent", 1), ("tangent", 3), ("linear", 1)])
+def test_a_mask_of_tokens(attention: str, anchors: int) -> None:
+    model = student(DEIT, attention=attention, anchors=anchors)
     attn = model.blocks[0].attn
     x = torch.randn(2, 17, attn.proj.in_features, dtype=torch.float64)
     mask = torch.rand(2, 17) < 0.7

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from inline_attention.bench.break_even import BreakEvenResult, break_even, describe_break_even, tangent
 from inline_attention.bench.op import Case, Inputs, tangent_textbook
 from inline_attention.cli import main
+from inline_attention.ops import local_residual
 
 
 def results(*faster: bool) -> list[BreakEvenResult]:
@@ -43,10 +45,25 @@ def test_what_is_timed_is_the_tangent_of_softmax() -> None:
     torch.testing.assert_close(tangent(inputs), tangent_textbook(inputs))
 
 
+def test_what_is_timed_with_several_anchors_nears_softmax() -> None:
+    torch.manual_seed(0)
+    inputs = Inputs.draw(Case(2, 3, 3, 0, 2, 4), device=torch.device("cpu"), dtype=torch.float64)
+    grid = (3, 3)
+    expected = softmax_with_residual(inputs, grid)
+    torch.testing.assert_close(tangent(inputs, anchors=9), expected)
+    assert not torch.allclose(tangent(inputs, anchors=2), expected)
+
+
+def softmax_with_residual(x: Inputs, grid: tuple[int, int]) -> torch.Tensor:
+    q, k, v = (rows.transpose(1, 2) for rows in x.qkv.unbind(2))
+    out = scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return out + local_residual(v.transpose(1, 2), x.local_weight, grid=grid)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "even.json"
     options = ["--quick", "--device", "cpu", "--json", str(path)]
-    assert main(["bench", "break-even", "--heads", "1x8", "2x4", "--sides", "2", "3", *options]) == 0
+    assert main(["bench", "break-even", "--heads", "1x8", "2x4", "--sides", "2", "3", "--anchors", "2", *options]) == 0
     assert "1×8: " in capsys.readouterr().out
     assert [(r["heads"], r["tokens"]) for r in json.loads(path.read_text())["results"]] == [
         (1, 4),
@@ -56,5 +73,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert main(["bench", "table", str(path)]) == 0
     assert "| 2×4     | 9 " in capsys.readouterr().out
+    assert main(["bench", "break-even", "--anchors", "0"]) == 2
+    assert "--anchors 0: expected 1 or more" in capsys.readouterr().err
     assert main(["bench", "break-even", "--heads", "6"]) == 2
     assert "--heads 6: expected heads and their size, such as 6x64" in capsys.readouterr().err

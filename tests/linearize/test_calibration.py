@@ -16,12 +16,12 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", ["tangent", "inline", "linear"])
+@pytest.mark.parametrize(("attention", "anchors"), [("tangent", 1), ("tangent", 2), ("inline", 1), ("linear", 1)])
 @pytest.mark.parametrize("name", KINDS)
-def test_the_gain_is_the_one_of_least_error(name: str, attention: str) -> None:
+def test_the_gain_is_the_one_of_least_error(name: str, attention: str, anchors: int) -> None:
     case = OF_NAME[name]
     model = case.model
-    linearize(model, attention=attention)
+    linearize(model, attention=attention, anchors=anchors)
     errors = calibrate(model, case.images())
     assert all(after <= before for before, after in errors.values())
     assert any(after < 0.99 * before for before, after in errors.values())

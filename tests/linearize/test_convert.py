@@ -11,10 +11,13 @@ import timm.layers
 import torch
 import torchvision
 from linearize_cases import CASES, Case, shrink_logits, vit
+from small import create_small
 from torch import Tensor, nn
 
 from inline_attention import linear_attention, linearize, tangent_attention
+from inline_attention.layers import TangentAttention
 from inline_attention.linearize import LinearizedAttention, register, restore
+from inline_attention.linearize.convert import add_gains
 from inline_attention.ops import local_residual
 
 of_every_kind = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -22,8 +25,8 @@ OF_NAME = {case.name: case for case in CASES}
 
 
 @of_every_kind
-@pytest.mark.parametrize("attention", ["inline", "tangent"])
-def test_the_difference_shrinks_with_the_square_of_the_logits(case: Case, attention: str) -> None:
+@pytest.mark.parametrize(("attention", "anchors"), [("inline", 1), ("tangent", 1), ("tangent", 2)])
+def test_the_difference_shrinks_with_the_square_of_the_logits(case: Case, attention: str, anchors: int) -> None:
     differences = []
     for factor in (2**-7, 2**-8):
         model = case.model
@@ -31,7 +34,7 @@ def test_the_difference_shrinks_with_the_square_of_the_logits(case: Case, attent
         images = case.images(len(case.sizes) - 1)
         with torch.no_grad():
             expected = model(images)
-            linearize(model, attention=attention)
+            linearize(model, attention=attention, anchors=anchors)
             differences.append((model(images) - expected).norm().item())
     assert differences[1] > 1e-12  # the logits do matter
     assert math.log2(differences[0] / differences[1]) == pytest.approx(2, abs=0.08)
@@ -80,21 +83,29 @@ def test_gradients_reach_the_old_and_the_new_parameters(case: Case) -> None:
     assert not residuals or residuals[0].abs().max() > 0
 
 
-@of_every_kind
+# Only the kinds of calls: with prefix tokens, and with fewer keys than queries. Swin and CSwin take minutes.
+with_anchors = [(case, 1) for case in CASES]
+with_anchors += [(case, 2) for case in CASES if case.name in ("vit_small_patch14_reg4_dinov2", "pvt_v2_b0")]
+of_every_kind_with_anchors = pytest.mark.parametrize(
+    ("case", "anchors"), with_anchors, ids=[f"{case.name}-{anchors}" for case, anchors in with_anchors]
+)
+
+
+@of_every_kind_with_anchors
 @pytest.mark.slow
-def test_it_compiles_to_one_graph(case: Case) -> None:
+def test_it_compiles_to_one_graph(case: Case, anchors: int) -> None:
     torch._dynamo.reset()  # or the graphs of earlier cases count against the limit of recompilations
-    model = train_residual(case.model)
+    model = train_residual(case.model, anchors=anchors)
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         for size in range(len(case.sizes)):
             torch.testing.assert_close(compiled(case.images(size)), model(case.images(size)))
 
 
-@of_every_kind
+@of_every_kind_with_anchors
 @pytest.mark.slow
-def test_it_exports(case: Case) -> None:
-    model, images = train_residual(case.model), case.images()
+def test_it_exports(case: Case, anchors: int) -> None:
+    model, images = train_residual(case.model, anchors=anchors), case.images()
     with torch.no_grad():
         program = torch.export.export(model, (images,))
         torch.testing.assert_close(program.module()(images), model(images))
@@ -183,6 +194,81 @@ def test_regions_of_shifted_windows_do_not_mix() -> None:
     assert (difference[:-1] == 0).all()
     assert (difference[-1][~region] == 0).all()
     assert (difference[-1][region] > 0).all()
+
+
+ANCHORED = ["vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224", "pvt_v2_b0", "softmax_swin_tiny"]
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "pvt_v2_b0", "softmax_cswin_tiny"])
+def test_with_an_anchor_for_every_query_it_is_softmax(name: str) -> None:
+    case = OF_NAME[name]
+    model = case.model
+    with torch.no_grad():
+        expected = model(case.images())
+        linearize(model, anchors=256)  # the largest map has 16² tokens
+        torch.testing.assert_close(model(case.images()), expected)
+
+
+def test_it_is_the_layer_with_as_many_anchors() -> None:
+    case = OF_NAME["softmax_deit_tiny"]
+    model, layers = case.model, create_small("softmax_deit_tiny", attention="tangent", local_residual=False).double()
+    layers.load_state_dict(model.state_dict())
+    for module in layers.modules():
+        if isinstance(module, TangentAttention):
+            module.anchors = 3
+    linearize(model, anchors=3, local_residual=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(case.images()), layers.eval()(case.images()))
+
+
+@pytest.mark.parametrize("name", [name for name in ANCHORED if "eva" not in name])
+def test_the_residual_is_added_once_for_all_anchors(name: str) -> None:
+    """With equal queries all anchors are one, so their number does not matter. Rotary positions make them unequal."""
+    outputs = []
+    for anchors in (1, 3):
+        model = train_residual(OF_NAME[name].model, anchors=anchors)
+        for module in model.modules():
+            if isinstance(module, LinearizedAttention):
+                equal_queries(module)
+        with torch.no_grad():
+            outputs.append(model(OF_NAME[name].images()))
+    torch.testing.assert_close(*outputs)
+
+
+def equal_queries(module: Any) -> None:
+    for layer in (getattr(module, name, None) for name in ("qkv", "q", "q_proj")):
+        if layer is not None:
+            with torch.no_grad():
+                layer.weight[: module.proj.in_features] = 0
+
+
+@pytest.mark.parametrize("name", ANCHORED)
+def test_gradients_flow_with_several_anchors(name: str) -> None:
+    case = OF_NAME[name]
+    model = train_residual(case.model.train(), anchors=3)
+    model(case.images(1)).square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "qkv" in name or "local.fc2" in name}
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_half_precision_with_several_anchors_and_gains() -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model, images = train_residual(case.model, anchors=3).float(), case.images().float()
+    add_gains(model)
+    with torch.no_grad():
+        expected = model(images)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert (model(images).float() - expected).norm() < 0.1 * expected.norm()
+        assert (model.bfloat16()(images.bfloat16()).float() - expected).norm() < 0.1 * expected.norm()
+
+
+def test_the_report_counts_anchors() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=160, depth=2)  # 101 tokens, heads of 64 channels
+    assert "saves no products" not in str(linearize(model))
+    restore(model)
+    report = linearize(model, anchors=2)
+    assert report.layers[0].action == "→ tangent, 2 anchors, with residual"
+    assert "2 layers have no more tokens than anchors times channels in a head" in str(report)
 
 
 def test_deep_copies_have_grids_of_their_own() -> None:
@@ -326,6 +412,8 @@ def test_an_unknown_module_can_be_kept() -> None:
         (dict(attention="flash"), "tangent, inline, linear, mala"),
         (dict(feature_map="relu"), "tangent of softmax has none"),
         (dict(attention="inline", feature_map="cube"), "feature_map='cube' is unknown"),
+        (dict(anchors=0), "anchors=0; expected 1 or more"),
+        (dict(attention="inline", anchors=4), "anchors=4: attention='inline' has none"),
         (dict(keep_softmax="auto:2"), "pass images="),
         (dict(keep_softmax="auto:x"), "such as 'auto:2'"),
     ],

@@ -23,7 +23,7 @@ OF_NAME = {case.name: case for case in CASES}
 def test_load_model_builds_what_was_saved(case: Case, tmp_path: Path) -> None:
     model, arguments = case.model.float(), ARGUMENTS.get(case.name)
     images = case.images().float()
-    linearize(model, arguments=arguments, keep_softmax=[0])
+    linearize(model, anchors=2, arguments=arguments, keep_softmax=[0])
     calibrate(model, images)
     for name, parameter in model.named_parameters():
         if "local" in name:

@@ -11,28 +11,48 @@ from inline_attention.cli._training import split_settings
 from inline_attention.cli.linearize import _flags
 from inline_attention.tasks.linearization import plan_linearization
 from study.__main__ import main
-from study.linearization import ACCURACY, EPOCHS, STUDENTS, Run, build_runs, write_results
+from study.grid import RECIPE, SEEDS
+from study.linearization import (
+    ACCURACY,
+    CARRIED,
+    EPOCHS,
+    GOALS,
+    MAIN,
+    STUDENTS,
+    Run,
+    TeacherRun,
+    build_runs,
+    write_results,
+)
 
 
 def test_every_command_can_be_planned() -> None:
     for run in build_runs():
         words = run.arguments({}, Path("out"))
+        if isinstance(run, TeacherRun):
+            assert words[:2] == ["train", str(RECIPE)]
+            continue
         args = parse(build_parser(words[0]), words[1:])
         model, overrides = split_settings(args.arguments)
         config = plan_linearization(overrides=overrides, flags=_flags(args, model)).config
         assert config.distill.enabled == (run.epochs > 0)
-        assert run.epochs in (0, config.schedule.epochs)
+        assert run.epochs in (CARRIED, 0, config.schedule.epochs)
+        assert bool(config.match.steps) == (run.epochs != CARRIED)
         assert config.seed == run.seed
         assert config.optim.lr == 2e-3
 
 
 def test_the_runs() -> None:
-    runs = build_runs()
-    assert len({run.name for run in runs}) == len(runs)
+    made = build_runs()
+    runs = [run for run in made if isinstance(run, Run)]
+    assert len({run.name for run in made}) == len(made)
     assert {run.seed for run in runs if run.row == "tangent"} == {0, 1, 2}
     assert {run.epochs for run in runs if run.row == "inline"} == set(EPOCHS)
-    assert runs[0].epochs == 0
-    assert runs[0].seed == 0
+    goals = {(row, epochs, seed) for row in MAIN for epochs in GOALS for seed in SEEDS}
+    assert {(run.row, run.epochs, run.seed) for run in runs[: len(goals)]} == goals
+    teacher = made.index(TeacherRun("swin"))
+    assert made[teacher + 1].row.startswith("swin_")
+    assert not any(run.row.startswith("swin_") for run in made[:teacher])
     with pytest.raises(ValueError, match="there is no student softmax; expected some of tangent, inline"):
         build_runs(["softmax"])
 
@@ -40,10 +60,11 @@ def test_the_runs() -> None:
 def test_the_table(tmp_path: Path) -> None:
     for run, top1 in ((Run("tangent", 0, 0), 38.0), (Run("tangent", 20, 0), 46.0), (Run("tangent", 20, 1), 48.0)):
         (tmp_path / run.name).mkdir()
-        (tmp_path / run.name / ACCURACY).write_text(json.dumps({"top1": top1}))
+        (tmp_path / run.name / ACCURACY).write_text(json.dumps({"top1": top1, "seconds": 50.0}))
     text = write_results(tmp_path, scratch={"softmax_deit_study": 45.8})
-    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")]
-    assert cells == ["", STUDENTS["tangent"].title, "38.00", "", "", "", "47.00 ± 1.41", "", ""]
+    cells = [cell.strip() for cell in text.splitlines()[2].split("|")]
+    assert cells == ["", STUDENTS["tangent"].title, "", "38.00", "", "", "", "47.00 ± 1.41", "", ""]
+    assert "After 20 epochs: tangent with residual 47.00 ± 1.41, 2 of 3 seeds; goal 46.3. A run took 50 s" in text
     assert json.loads((tmp_path / "linearization.json").read_text())["scratch"] == {"softmax_deit_study": 45.8}
     assert (tmp_path / "linearization.png").exists()
 
@@ -64,6 +85,8 @@ def test_one_student_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     words += ["--rows", "tangent_plain", "--device", "cpu", "--set", *small, "schedule.epochs=1"]
     assert main(words) == 0
     assert (tmp_path / "out" / "tangent_plain-e20-s0" / "student.safetensors").exists()
-    assert capsys.readouterr().out.count(": top-1") == 2
+    accuracy = json.loads((tmp_path / "out" / "tangent_plain-e20-s0" / ACCURACY).read_text())
+    assert 0 < accuracy["training_seconds"] < accuracy["seconds"]
+    assert capsys.readouterr().out.count(": top-1") == 3
     assert main(words) == 0  # nothing is left to train
     assert ": top-1" not in capsys.readouterr().out

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from inline_attention.ops import tangent_attention_projected
+from inline_attention.layers.tangent import expand_at_anchors
+from inline_attention.ops import local_residual, tangent_attention_projected
 from inline_attention.printing import table
 
 from .op import Case, Contender, Inputs, bind, softmax
@@ -16,10 +18,14 @@ SIDES = (4, 7, 10, 14, 20, 28, 40, 56)  # of the token map
 TOKENS = {"cuda": 2**18, "cpu": 2**12}  # of a batch, at every size: it keeps the device busy
 
 
-def tangent(x: Inputs) -> Tensor:
+def tangent(x: Inputs, *, anchors: int = 1) -> Tensor:
     """As a converted layer computes it, with the residual, by the fastest backend of the device."""
     grid = (x.case.height, x.case.width)
-    return tangent_attention_projected(x.qkv, anchor=x.anchor, local_weight=x.local_weight, grid=grid)
+    if anchors == 1:
+        return tangent_attention_projected(x.qkv, anchor=x.anchor, local_weight=x.local_weight, grid=grid)
+    q, _, v = x.qkv.unbind(2)
+    out = expand_at_anchors(lambda a: tangent_attention_projected(x.qkv, anchor=a), q, None, count=anchors)
+    return out + local_residual(v, x.local_weight, grid=grid)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class BreakEvenResult:
     softmax: float | None
     linear: float | None
     error: str | None = None
+    anchors: int = 1
 
     @property
     def is_faster(self) -> bool:
@@ -48,6 +55,7 @@ def time_sizes(
     dtype: torch.dtype,
     effort: Effort,
     sides: Sequence[int] = SIDES,
+    anchors: int = 1,
 ) -> list[BreakEvenResult]:
     """Time softmax attention and its tangent on square maps of these sides, in turn."""
     results = []
@@ -56,13 +64,13 @@ def time_sizes(
         inputs = Inputs.draw(Case(batch, side, side, 0, heads, head_dim), device=device, dtype=dtype)
         calls = {
             name: bind(Contender(name, call, lambda x: ()), inputs, "forward")
-            for name, call in (("softmax", softmax), ("linear", tangent))
+            for name, call in (("softmax", softmax), ("linear", partial(tangent, anchors=anchors)))
         }
         outcome = measure(calls, device=device, effort=effort)
         seconds = {name: one.median for name, one in outcome.items() if isinstance(one, Timing)}
         error = next((one for one in outcome.values() if isinstance(one, str)), None)
         times = (seconds.get("softmax"), seconds.get("linear"))
-        results.append(BreakEvenResult(side**2, batch, heads, head_dim, *times, error))
+        results.append(BreakEvenResult(side**2, batch, heads, head_dim, *times, error, anchors))
     return results
 
 

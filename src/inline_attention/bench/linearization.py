@@ -229,13 +229,15 @@ def compare_tokens(
 ) -> list[BreakEven]:
     """The break-even of each head size of the student, and the layers below it."""
     keys = count_keys(student, torch.zeros(1, input_shape(student)[0], *size))
+    anchors = linearization_of(student).form.anchors
     of_size: dict[tuple[int, int], list[str]] = {}
     for name, module in linearized_modules(student).items():
         of_size.setdefault(module.heads(module), []).append(name)
     found = []
     for (heads, head_dim), names in of_size.items():
         log(f"timing: attention with {heads} heads of {head_dim} channels")
-        timed = time_sizes(heads, head_dim, device=device, dtype=dtype, effort=Effort.choose(quick=True))
+        effort = Effort.choose(quick=True)
+        timed = time_sizes(heads, head_dim, device=device, dtype=dtype, effort=effort, anchors=anchors)
         tokens, tried = break_even(timed), max(one.tokens for one in timed)
         below = [name for name in names if keys[name] < (tried if tokens is None else tokens)]
         found.append(BreakEven(heads, head_dim, tokens, tried, below))

@@ -55,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     even.add_argument(
         "--sides", nargs="+", type=int, metavar="N", help="sides of the map (default: 4 7 10 14 20 28 40 56)"
     )
+    even.add_argument("--anchors", type=int, default=1, metavar="M", help="anchors of the tangent (1)")
 
     model = kinds.add_parser("model", parents=[timed, tasks], help="whole models")
     sweep = kinds.add_parser("sweep", parents=[timed, tasks], help="InLine-DeiT-T over resolutions")
@@ -180,12 +181,14 @@ def _run_break_even(args: argparse.Namespace, facts: dict[str, str], options: di
     sides = args.sides or break_even.SIDES
     if min(sides) < 1:
         raise ValueError(f"--sides {' '.join(map(str, sides))}: expected 1 or more")
+    if args.anchors < 1:
+        raise ValueError(f"--anchors {args.anchors}: expected 1 or more")
     sizes = [_parse_heads(text) for text in args.heads]
     facts["compile modes"] = "eager"
     _print_facts(facts)
     record = Record("break-even", facts, args.json)
     for heads, head_dim in sizes:
-        results = break_even.time_sizes(heads, head_dim, sides=sides, **options)
+        results = break_even.time_sizes(heads, head_dim, sides=sides, anchors=args.anchors, **options)
         say_text(break_even.break_even_table(record.add(results)))
         say("", f"{heads}×{head_dim}: {break_even.describe_break_even(results)}")
     return record

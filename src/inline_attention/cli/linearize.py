@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="F", help="a .yaml file of your own (default: the recipe linearize)")
     parser.add_argument("--epochs", type=int, metavar="N", help="epochs of distillation (default: 20); 0 skips it")
     parser.add_argument("--attention", metavar="A", help="tangent (default), inline, linear or mala")
+    parser.add_argument("--anchors", type=int, metavar="M", help="queries around which tangent expands softmax (1)")
     parser.add_argument(
         "--keep-softmax",
         metavar="X",
@@ -60,7 +61,8 @@ def _flags(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
     if args.epochs is not None and args.epochs < 0:
         raise ValueError(f"--epochs {args.epochs}: expected 0 or more")
     flags = run_flags(args)
-    chosen: dict[str, Any] = {"name": model, "weights": args.weights, "attention": args.attention}
+    chosen: dict[str, Any] = {"name": model, "weights": args.weights}
+    chosen |= {"attention": args.attention, "anchors": args.anchors}
     if args.keep_softmax is not None:
         chosen["keep_softmax"] = args.keep_softmax.split(",")
     flags["model"] = {name: value for name, value in chosen.items() if value is not None}

@@ -98,8 +98,8 @@ def _open(file: str) -> Subject:
         observe(model, torch.zeros(1, data.in_chans, *data.size), lambda record: None)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    kind = model.linearization.form.attention
-    return replace(subject, kind=kind, title=f"Linearised: {kind}")
+    form = model.linearization.form
+    return replace(subject, kind=form.attention, title=f"Linearised: {form}")
 
 
 def _softmax_put_back(file: str) -> Subject | None:

@@ -1,6 +1,6 @@
 """The tangent of softmax attention: its first-order expansion around means of the queries."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,34 +83,50 @@ class TangentAttention(FusedAttention):
         )
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        """All anchors, one after the other"""
-        dtype = accumulation_dtype(q.dtype)
-        mask = None if token_mask is None else token_mask[:, None]
-        with without_autocast(q.device):
-            anchors, nearest = find_anchors(q.to(dtype).transpose(1, 2), mask, count=self.anchors)
         rows = [x.unsqueeze(2) for x in (q, k, v)]
         options: dict[str, Any] = dict(scale=self.scale, token_mask=token_mask, query_mask=token_mask)
-        out = None
-        for m in range(self.anchors):
-            anchor = anchors[:, None, :, m]  # (B, 1, heads, d)
-            here = tangent_attention_projected(*rows, anchor=anchor, backend=self.backend, **options)
-            out = here if out is None else torch.where((nearest == m).transpose(1, 2)[..., None], here, out)
-        assert out is not None
-        return out
+
+        def expand(anchor: Tensor) -> Tensor:
+            return tangent_attention_projected(*rows, anchor=anchor, backend=self.backend, **options)
+
+        return expand_at_anchors(expand, q, token_mask, count=self.anchors)
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
         q, k = (x.to(accumulation_dtype(x.dtype)) for x in (q, k))
         by_head = q.transpose(1, 2)  # (B, heads, N, d)
-        own = by_head[:, :, rows]
-        if self.anchors == 1:
-            anchors = mean_of_seen(by_head, mask)
-        elif mask is None:
-            found, nearest = find_anchors(by_head, None, count=self.anchors)
-            anchors = take_rows(found, nearest[..., rows])
-        else:  # each query has the anchors of the queries that it sees
-            found, _ = find_anchors(by_head[:, :, None], mask, count=self.anchors)  # (B, heads, rows or 1, M, d)
-            anchors = take_rows(found, nearest_rows(own.unsqueeze(3), found)).squeeze(3)
-        return tangent_rows(own, k, anchors, mask=mask, scale=self.scale)
+        anchors = anchors_of_rows(by_head, rows, mask, count=self.anchors)
+        return tangent_rows(by_head[:, :, rows], k, anchors, mask=mask, scale=self.scale)
+
+
+def expand_at_anchors(
+    expand: Callable[[Tensor], Tensor], q: Tensor, query_mask: Tensor | None, *, count: int
+) -> Tensor:
+    """Expands all queries around M anchors, one after the other, and keeps each query's result of its nearest anchor.
+
+    Args:
+        expand: an anchor (B, 1, heads, d), in at least float32 → all queries expanded around it (B, N, heads, e)
+        q: (B, N, heads, d)
+        query_mask: (B, N) bool, False for queries that are absent. No anchor depends on them.
+        count: M.
+    """
+    mask = None if query_mask is None else query_mask[:, None]
+    with without_autocast(q.device):
+        anchors, nearest = find_anchors(q.to(accumulation_dtype(q.dtype)).transpose(1, 2), mask, count=count)
+    out = expand(anchors[:, None, :, 0])
+    for m in range(1, count):
+        out = torch.where((nearest == m).transpose(1, 2)[..., None], expand(anchors[:, None, :, m]), out)
+    return out
+
+
+def anchors_of_rows(q: Tensor, rows: slice, mask: Tensor | None, *, count: int) -> Tensor:
+    """The anchor of each chosen query, among the queries that it sees: q (B, heads, N, d) → (B, heads, rows or 1, d)"""
+    if count == 1:
+        return mean_of_seen(q, mask)
+    if mask is None:
+        found, nearest = find_anchors(q, None, count=count)
+        return take_rows(found, nearest[..., rows])
+    found, _ = find_anchors(q[:, :, None], mask, count=count)  # (B, heads, rows or 1, M, d)
+    return take_rows(found, nearest_rows(q[:, :, rows].unsqueeze(3), found)).squeeze(3)
 
 
 def nearest_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -33,6 +33,12 @@ class Layer:
     tokens: int | None = None  # keys of one call at the model's own input size, if known
     head_dim: int | None = None
     is_linear: bool = False
+    anchors: int = 1  # expansions that are computed; each has the cost of one
+
+    @property
+    def saves_products(self) -> bool:
+        """Whether the linear form needs fewer products than softmax, as far as the sizes are known."""
+        return self.tokens is None or self.head_dim is None or self.tokens > self.anchors * self.head_dim
 
 
 @dataclass
@@ -52,10 +58,11 @@ class Report:
             rows.append((layer.name, layer.kind, tokens, head_dim, layer.action))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-        short = [layer.name for layer in self.linear() if layer.tokens and layer.tokens <= (layer.head_dim or 0)]
+        short = [layer for layer in self.linear() if not layer.saves_products]
         if short:
+            channels = "channels in a head" if short[0].anchors == 1 else "anchors times channels in a head"
             lines.append(
-                f"{len(short)} layers have no more tokens than channels in a head. "
+                f"{len(short)} layers have no more tokens than {channels}. "
                 "In these layers the linear form saves no products."
             )
         return "\n".join(lines)
@@ -82,12 +89,8 @@ class _Found(NamedTuple):
     local_residual: bool
 
     def as_linear(self, form: LinearForm) -> Layer:
-        words = [f"→ {form.attention}"]
-        if form.feature_map != "identity":
-            words.append(f"φ {form.feature_map}")
-        if self.local_residual:
-            words.append("with residual")
-        return replace(self.as_softmax(", ".join(words)), is_linear=True)
+        action = f"→ {form}, with residual" if self.local_residual else f"→ {form}"
+        return replace(self.as_softmax(action), is_linear=True, anchors=form.anchors)
 
     def as_softmax(self, action: str) -> Layer:
         tokens = self.adapter.num_tokens(self.module)
@@ -100,6 +103,7 @@ def linearize(
     model: nn.Module,
     *,
     attention: str = "tangent",
+    anchors: int = 1,
     feature_map: str | None = None,
     local_residual: bool = True,
     keep_softmax: KeepSoftmax = None,
@@ -116,6 +120,8 @@ def linearize(
         model: a model of timm, torchvision, transformers or this library, or one with a registered attention module.
         attention: what takes the place of softmax: "tangent", its expansion around the mean query; "inline", its
             expansion around zero; "linear" or "mala", which are not expansions and need training.
+        anchors: of "tangent". With M > 1, each image's queries are grouped around M means in every call, and each query
+            uses the expansion around its own. The cost of the attention is M times that of one anchor.
         feature_map: φ of "inline", "linear" or "mala". Default: the published one.
         local_residual: add the input-dependent 3×3 residual on the token map, where queries and keys are one map.
         keep_softmax: attentions that stay as they are: names such as "blocks.0.attn", with the wildcards of a shell, or
@@ -128,7 +134,7 @@ def linearize(
     Returns:
         What was done, layer by layer.
     """
-    form = LinearForm.parse(attention, feature_map)
+    form = LinearForm.parse(attention, feature_map, anchors)
     names, automatic = _parse_keep(keep_softmax)
     if automatic and images is None:
         raise ValueError(f"keep_softmax={keep_softmax!r} measures what each layer costs: pass images=, a batch of them")

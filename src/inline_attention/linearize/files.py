@@ -28,6 +28,7 @@ def describe(model: nn.Module) -> dict[str, str]:
     present = {name for name, _ in model.named_modules()}  # layers may have been pruned since
     arguments = dict(
         attention=record.form.attention,
+        anchors=record.form.anchors,
         feature_map=record.form.feature_map,
         local_residual=record.local_residual,
         keep_softmax=[layer.name for layer in record.report.layers if not layer.is_linear and layer.name in present],
@@ -50,11 +51,13 @@ def apply(
     local_residual: bool,
     keep_softmax: list[str],
     gains: bool,
+    anchors: int = 1,
 ) -> None:
     """Repeats a conversion on a new model."""
     linearize(
         model,
         attention=attention,
+        anchors=anchors,
         feature_map=feature_map,
         local_residual=local_residual,
         keep_softmax=keep_softmax,

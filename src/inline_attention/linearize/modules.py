@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from inline_attention.layers import LocalWeight
 from inline_attention.layers.local import LocalTerm
-from inline_attention.layers.tangent import tangent_rows
+from inline_attention.layers.tangent import anchors_of_rows, expand_at_anchors, tangent_rows
 from inline_attention.layers.token_grid import GridSource, TokenGrid
-from inline_attention.layers.tokens import masked_mean, mean_of_seen
+from inline_attention.layers.tokens import masked_mean
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import (
     FEATURE_MAPS,
@@ -49,21 +49,34 @@ class LinearForm(NamedTuple):
 
     attention: str  # one of FORMS
     feature_map: str = "identity"
+    anchors: int = 1  # queries around which "tangent" expands; all other forms have one
 
     @classmethod
-    def parse(cls, attention: str, feature_map: str | None) -> "LinearForm":
+    def parse(cls, attention: str, feature_map: str | None, anchors: int = 1) -> "LinearForm":
         if attention not in FORMS:
             raise ValueError(f"attention={attention!r} is unknown; expected one of {', '.join(FORMS)}")
+        if anchors < 1:
+            raise ValueError(f"anchors={anchors}; expected 1 or more")
+        if anchors > 1 and attention != TANGENT:
+            raise ValueError(f"anchors={anchors}: attention={attention!r} has none. Choose attention='tangent'")
         if attention == TANGENT:
             if feature_map not in (None, "identity"):
                 raise ValueError(
                     f"feature_map={feature_map!r}: the tangent of softmax has none. "
                     "Leave it out, or choose attention='inline'"
                 )
-            return cls(attention)
+            return cls(attention, anchors=anchors)
         if feature_map is not None and feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map={feature_map!r} is unknown; expected one of {', '.join(FEATURE_MAPS)}")
         return cls(attention, feature_map or _FORMS[attention][1])
+
+    def __str__(self) -> str:
+        words = [self.attention]
+        if self.feature_map != "identity":
+            words.append(f"φ {self.feature_map}")
+        if self.anchors > 1:
+            words.append(f"{self.anchors} anchors")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -210,6 +223,26 @@ class LinearizedAttention(nn.Module):
         if call.regions is not None:
             parts = [self.linear_form(call.in_region(region), gain) for region in range(MAX_REGIONS)]
             return torch.stack(parts).sum(0)  # each is zero outside its region
+        if self.form.anchors > 1:
+            return self.piecewise_form(call, gain)
+        return self.one_expansion(call, gain)
+
+    def piecewise_form(self, call: Call, gain: Tensor | None) -> Tensor:
+        """The tangent around several anchors. The local residual is added once for all of them."""
+        q, _, v = unstack(call.projections)
+        apart = replace(call, local_weight=None, grid=None, num_prefix_tokens=0)
+        out = expand_at_anchors(
+            lambda anchor: self.one_expansion(apart, gain, anchor), q, call.query_mask, count=self.form.anchors
+        )
+        if call.local_weight is None:
+            return out
+        assert call.grid is not None
+        layout: dict[str, Any] = dict(grid=call.grid, num_prefix_tokens=call.num_prefix_tokens)
+        local = local_residual(v, call.local_weight, token_mask=call.token_mask, **layout)
+        return zero_absent(out + local, call.query_mask)
+
+    def one_expansion(self, call: Call, gain: Tensor | None, anchor: Tensor | None = None) -> Tensor:
+        """A call without regions, of all queries around one anchor (B, 1, heads, d); None: the form's own."""
         projections = tuple(call.projections)
         options: dict[str, Any] = dict(
             scale=call.scale,
@@ -221,11 +254,11 @@ class LinearizedAttention(nn.Module):
         )
         shares = None
         if self.form.attention == TANGENT:
-            if gain is not None or call.bias is not None:
+            if anchor is not None or gain is not None or call.bias is not None:
                 q, k, v = unstack(projections)
-                options["anchor"] = anchor = mean_of_rows(q, call.query_mask)
+                options["anchor"] = anchor = mean_of_rows(q, call.query_mask) if anchor is None else anchor
                 if gain is not None:
-                    q = anchor + gain.to(q.dtype)[:, None] * (q - anchor)
+                    q = (anchor + gain.to(q.dtype)[:, None] * (q - anchor)).to(q.dtype)
                     projections = tuple(rows.unsqueeze(2) for rows in (q, k, v))
                 if call.bias is not None:
                     shares = anchor_weight(anchor, k, call.token_mask, call.scale)
@@ -342,7 +375,7 @@ class LinearizedAttention(nn.Module):
         if self.form.attention == TANGENT:
             q, k = (x.to(accumulation_dtype(x.dtype)) for x in (q, k))
             by_head = q.transpose(1, 2)
-            anchors, own = mean_of_seen(by_head, mask), by_head[:, :, rows]
+            anchors, own = anchors_of_rows(by_head, rows, mask, count=self.form.anchors), by_head[:, :, rows]
             if gain is not None:
                 own = anchors + gain.to(q.dtype)[:, None, None] * (own - anchors)
             return tangent_rows(own, k, anchors, mask=mask, scale=scale)

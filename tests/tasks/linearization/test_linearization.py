@@ -246,11 +246,13 @@ def test_without_labels_any_images_will_do(teacher: Path, tmp_path: Path, monkey
         plan_linearization(flags={"model": {"keep_softmax": ["auto:2"]}}, resume=str(folder))
 
 
-def test_without_training(teacher: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("anchors", [1, 4])
+def test_without_training(anchors: int, teacher: Path, tmp_path: Path) -> None:
     """The file is the model that `linearize` makes."""
-    assert main(words(teacher, tmp_path / "run", "--epochs", "0", "match.steps=0", "--no-report")) == 0
+    options = ["--epochs", "0", "match.steps=0", "--no-report", "--anchors", str(anchors)]
+    assert main(words(teacher, tmp_path / "run", *options)) == 0
     expected = load_model(teacher)
-    inline_attention.linearize(expected)
+    inline_attention.linearize(expected, anchors=anchors)
     images = torch.randn(2, 1, 8, 8)
     assert torch.equal(load_model(tmp_path / "run" / "student.safetensors").eval()(images), expected.eval()(images))
     assert not (tmp_path / "run" / "match").exists()
@@ -303,6 +305,7 @@ def test_two_ranks(teacher: Path, finished: Path, tmp_path: Path) -> None:
         (["softmax_deit_tiny", "model.kwargs.depht=3"], "depht"),
         (["model.weights=null"], 'model.weights=None: expected "pretrained" or a file'),
         (["--attention", "flash"], "attention='flash' is unknown"),
+        (["--anchors", "0"], "anchors=0; expected 1 or more"),
         (["--keep-softmax", "auto:9"], "the model has 2 attentions to convert"),
         (["--keep-softmax", "auto:1,blocks.0.attn"], "expected names, or auto:K alone"),
         (["--keep-softmax", "stem"], "matches none of blocks.0.attn, blocks.1.attn"),

@@ -17,6 +17,7 @@ class StudentConfig(BackboneConfig):
     name: str = ""  # of the teacher; not needed if its weights file names it
     weights: str | None = "pretrained"  # of the teacher: "pretrained", or a file
     attention: str = "tangent"  # or "inline", "linear", "mala"
+    anchors: int = 1  # of "tangent": queries around which it expands
     feature_map: str | None = None  # φ of all attentions but "tangent"; null: the published one
     local_residual: bool = True
     keep_softmax: list[str] = field(default_factory=list)  # names of attentions that stay softmax, or auto:K
@@ -26,7 +27,7 @@ class StudentConfig(BackboneConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_setting("model.weights", self.weights, self.weights is not None, '"pretrained" or a file of the teacher')
-        LinearForm.parse(self.attention, self.feature_map)
+        LinearForm.parse(self.attention, self.feature_map, self.anchors)
         if self.chooses_layers and len(self.keep_softmax) > 1:
             raise ValueError(f"model.keep_softmax={self.keep_softmax}: expected names, or {AUTOMATIC}K alone")
 

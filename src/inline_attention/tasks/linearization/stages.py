@@ -40,7 +40,7 @@ MATCH, DISTILL = "match", "distill"  # folders of the stages
 STUDENT = "student.safetensors"
 CALIBRATION_IMAGES = 256  # images on which auto:K chooses the layers to keep
 # Settings of the student, which a run cannot change once it has begun.
-FIXED = ("name", "weights", "kwargs", "attention", "feature_map", "local_residual", "keep_softmax")
+FIXED = ("name", "weights", "kwargs", "attention", "anchors", "feature_map", "local_residual", "keep_softmax")
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def choose_layers(config: LinearizationConfig, *, device: torch.device) -> list[
     report = linearize(
         teacher.model.to(device),
         attention=wanted.attention,
+        anchors=wanted.anchors,
         feature_map=wanted.feature_map,
         local_residual=False,
         keep_softmax=wanted.keep_softmax[0],

@@ -69,6 +69,7 @@ def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tup
     report = linearize(
         student,
         attention=wanted.attention,
+        anchors=wanted.anchors,
         feature_map=wanted.feature_map,
         local_residual=wanted.local_residual,
         keep_softmax=wanted.keep_softmax if wanted.kept is None else wanted.kept,

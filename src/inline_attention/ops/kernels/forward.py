@@ -7,7 +7,6 @@ from ..feature_maps import add_map_at_zero, feature_map
 from .blocks import (
     SIZES,
     accumulate,
-    add_local,
     channels,
     covariance,
     divisor_of,
@@ -29,6 +28,7 @@ from .blocks import (
     tile_tokens,
     tokens_of,
 )
+from .local import add_local
 
 # Added to the row sums of vanilla linear attention. As reference.LINEAR_EPS.
 EPS = tl.constexpr(1e-6)

@@ -15,7 +15,6 @@ from .blocks import (
     divisor_of,
     full_mean,
     gelu,
-    load_local_weight,
     load_offset,
     load_rows,
     locate,
@@ -23,9 +22,9 @@ from .blocks import (
     present,
     same_head,
     store_rows,
-    weigh,
 )
 from .forward import EPS, base_of, outputs_of, sum_state
+from .local import load_local_weight, weigh
 
 
 @triton.jit
@@ -68,13 +67,13 @@ def linear(p_w, p_b, b_x, o_r, m_r, o_x, m_head, D: tl.constexpr):
 
 @triton.jit
 def make_tap(p_w, p_b, b_x, tap, o_c, m_c, m_head, D: tl.constexpr):
-    """One tap of each channel's 3×3 kernel, as `blocks.load_tap` loads it: (1, BC) float32"""
+    """One tap of each channel's 3×3 kernel, as `local.load_tap` loads it: (1, BC) float32"""
     return linear(p_w, p_b, b_x, o_c * 9 + tap, m_c, o_c, m_head, D)[None, :]
 
 
 @triton.jit
 def make_local_weight(p_w1, p_b1, p_w2, p_b2, b_x, h, o_c, m_c, D: tl.constexpr, PRECISION: tl.constexpr):
-    """W2·gelu(W1·x + b1) + b2 of each head, x the mean token: nine taps, as `blocks.load_local_weight` loads them"""
+    """W2·gelu(W1·x + b1) + b2 of each head, x the mean token: nine taps, as `local.load_local_weight` loads them"""
     m_head = same_head(o_c, m_c, o_c, m_c, D, D)
     b_x = linear(p_w1 + h * D * D, p_b1 + h * D, b_x, o_c, m_c, o_c, m_head, D)
     b_x = tl.where(m_c, gelu(b_x, PRECISION), 0.0)
@@ -120,7 +119,7 @@ def local_sums(
 ):  # fmt: skip
     """The 3×3 sums at tokens t + o_t where m_t; zeros for prefix tokens: (BN, BC) float32
 
-    Nine loads, all in flight at once. `blocks.add_local` loads a row of the map once for three rows of outputs, but
+    Nine loads, all in flight at once. `local.add_local` loads a row of the map once for three rows of outputs, but
     one row after the other.
     """
     o = t + o_t - prefix

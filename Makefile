@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all test-timm test-versions soak bench docs dist lint clean
@@ -34,6 +34,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # One thread per worker: the tests' tensors are small, and more threads than cores slow each other down.
+# Three workers for two cores, because some tests wait for processes and sockets.
 # Work stealing keeps the tests of a file on one worker, where they share fixtures.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu"

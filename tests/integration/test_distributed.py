@@ -51,6 +51,7 @@ def test_every_image_is_evaluated_once(runs: Path, name: str) -> None:
     assert record["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluated_average_leaves_sharded_training_alone(tmp_path: Path) -> None:
     """The second epoch starts from the weights, not from their average, which was swapped in for the evaluation."""
     settings = ("ema.decay=0.999", "schedule.epochs=2", "data.batch_size=16", "log.every_steps=1")
@@ -74,7 +75,11 @@ def test_sharded_weights_are_saved_whole(runs: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "settings", "ranks"),
-    [("sharded", SHARDED, 2), ("sharded", SETTINGS, 1), ("two", SHARDED, 2)],
+    [
+        ("sharded", SHARDED, 2),
+        ("sharded", SETTINGS, 1),
+        pytest.param("two", SHARDED, 2, marks=pytest.mark.slow),
+    ],
     ids=["sharded goes on sharded", "sharded goes on alone", "replicated goes on sharded"],
 )
 def test_a_checkpoint_serves_any_number_of_ranks(
@@ -108,6 +113,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_update(tmp_path: Path) -
     assert len(list((output / "checkpoints").glob("step-*"))) == 1
 
 
+@pytest.mark.slow
 def test_sharded_ranks_agree_that_a_folder_cannot_be_written(tmp_path: Path) -> None:
     """The run continues without checkpoints, as on one rank, and ends with an error."""
     output, log = tmp_path / "run", tmp_path / "log.txt"
@@ -120,6 +126,7 @@ def test_sharded_ranks_agree_that_a_folder_cannot_be_written(tmp_path: Path) -> 
     assert [record["update"] for record in _runs.metrics(output)] == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_gathered_in_bf16(tmp_path: Path) -> None:
     """This holds for bf16 runs. The weights themselves, and the sum of their gradients, stay float32."""
     settings = (*TWO, "run.precision=bf16", "optim.accumulate=2")

@@ -15,6 +15,7 @@ from torch import nn
 
 import inline_attention
 from inline_attention.bench.linearization import SCALES
+from inline_attention.bench.timing import Effort
 from inline_attention.cli import main
 from inline_attention.data import DataConfig
 from inline_attention.models import create_model
@@ -62,7 +63,9 @@ def words(teacher: Path, output: Path, *more: str, data: str | None = None, name
 def finished(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of both stages, with its report."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    assert main(words(teacher, folder)) == 0
+    with pytest.MonkeyPatch.context() as patch:  # the times do not matter here
+        patch.setattr(Effort, "choose", lambda quick: Effort(rounds=2, seconds=0))
+        assert main(words(teacher, folder)) == 0
     return folder
 
 

@@ -311,7 +311,7 @@ def hostile(path):
     pickles = {name: pickle.dumps(value, protocol=4) for name, value in objects.items()}
     pickles["protocol_2"] = pickle.dumps(objects["os.system"], protocol=2)
     pickles["protocol_0"] = pickle.dumps(objects["os.system"], protocol=0)
-    pickles["dotted_name"] = b"\x80\x04" + text("pathlib") + text("os.system") + b"\x93" + text(shell) + b"\x85R."
+    pickles["dotted_name"] = b"\x80\x04" + text("shutil") + text("os.system") + b"\x93" + text(shell) + b"\x85R."
     pickles["inst"] = b"\x80\x02(" + text(shell) + b"ios\nsystem\n."
     pickles["obj"] = b"\x80\x02(cos\nsystem\n" + text(shell) + b"o."
     pickles["extension"] = b"\x80\x02\x82\xf7" + text(shell) + b"\x85R."

@@ -528,13 +528,17 @@ def test_refuses_forward_mode_differentiation():
             torch.func.jvp(attend, (x,), (x,))
 
 
-@pytest.fixture
-def cuda_tensor():
-    """A fake tensor on a GPU, for any machine."""
+def on_a_gpu(channels):
+    """A fake tensor, for any machine."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        return torch.empty(1, 4, 1, 128, device="cuda")
+        return torch.empty(1, 4, 1, channels, device="cuda")
+
+
+@pytest.fixture
+def cuda_tensor():
+    return on_a_gpu(128)
 
 
 @pytest.mark.parametrize(
@@ -568,7 +572,7 @@ def test_wide_heads_need_more_shared_memory_than_some_gpus_have(cuda_tensor, mon
     for memory, expected in [(99 * 1024, "reference"), (163 * 1024, "triton")]:
         monkeypatch.setattr(gpu, "limits_of", lambda _, memory=memory: gpu.Limits(84, memory))
         assert backends.choose("auto", cuda_tensor) == expected
-        assert backends.choose("auto", cuda_tensor[..., :64]) == "triton"
+        assert backends.choose("auto", on_a_gpu(64)) == "triton"
     monkeypatch.setattr(gpu, "limits_of", lambda _: gpu.Limits(84, 99 * 1024))
     with pytest.raises(ValueError, match="128 channels a program takes 160 KiB of shared memory, and cuda:0 has 99"):
         backends.choose("triton", cuda_tensor)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from inline_attention.layers import Attention
 from inline_attention.ops import Grid
@@ -71,6 +71,11 @@ def count_module_macs(module: nn.Module, *inputs: Any) -> int:
     return counts.macs
 
 
+_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# torch 2.9 has no formula for it.
+_FORMULAS = {_ON_CPU: lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)}
+
+
 class _FusedSoftmax(TorchFunctionMode):
     """Runs softmax attention as devices do. On the meta device PyTorch decomposes it and would keep the N×N weights."""
 
@@ -81,7 +86,7 @@ class _FusedSoftmax(TorchFunctionMode):
         options = {key: kwargs[key] for key in ("attn_mask", "scale") if kwargs.get(key) is not None}
         if "attn_mask" in options:  # Swin's mask is learned, but this operator has no gradient for it
             options["attn_mask"] = options["attn_mask"].detach()
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], **options)[0]
+        return _ON_CPU(*args[:3], **options)[0]
 
 
 class _Counts:
@@ -110,7 +115,7 @@ def _counted(model: nn.Module) -> Iterator[_Counts]:
     try:
         with (
             _FusedSoftmax(),
-            FlopCounterMode(display=False) as flops,
+            FlopCounterMode(display=False, custom_mapping=_FORMULAS) as flops,
             torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         ):
             yield counts

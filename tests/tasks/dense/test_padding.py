@@ -164,16 +164,16 @@ def objects(size: tuple[int, int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_detections_in_padded_images_are_those_in_cropped_ones(name: str) -> None:
-    model = small_detector(name, "mask_rcnn").eval()
-    x, sizes = images(dtype=torch.float32)[1:3], SIZES[1:3]
+    model = small_detector(name, "mask_rcnn").double().eval()
+    x, sizes = images()[1:3], SIZES[1:3]
     with torch.no_grad():
         for image, (size, padded) in enumerate(zip(sizes, model(x, sizes), strict=True)):
             (alone,) = model(cropped(x, image, size))
             assert len(padded.scores) == len(alone.scores) > 0
             # Rounding may change the order of two that are equally sure, so each is compared with its nearest.
             distances = torch.cdist(rows(padded), rows(alone), p=torch.inf)
-            assert distances.amin(0).max() < 5e-5  # float32, and 1e-2 with padding that leaks
-            assert distances.amin(1).max() < 5e-5
+            assert distances.amin(0).max() < 1e-9  # 1e-2 with padding that leaks
+            assert distances.amin(1).max() < 1e-9
 
 
 def rows(found: Detections) -> Tensor:

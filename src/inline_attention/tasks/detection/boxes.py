@@ -14,6 +14,11 @@ from inline_attention.tasks.dense.backbone import STRIDES
 Size = tuple[int, int]  # (height, width)
 
 
+def in_full_precision(x: Tensor) -> Tensor:
+    """At least float32: coordinates up to a thousand do not fit into half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class PyramidAlign(nn.Module):
     """RoIAlign on the level that fits each box's size (FPN's equation 1).
 

@@ -18,6 +18,7 @@ from inline_attention.tasks.detection.boxes import (
     PyramidAlign,
     Size,
     image_numbers,
+    in_full_precision,
     mask_targets,
     mean_over_images,
 )
@@ -103,7 +104,7 @@ class Stage(nn.Module):
     def predict_boxes(self, regions: Tensor) -> tuple[Tensor, Tensor]:
         """(n, C, 7, 7) → logits (n, classes + 1), deltas (n, classes + 1, 4), in full precision"""
         logits, deltas = self.box_predictor(self.box_head(regions))
-        return logits.float(), deltas.float().unflatten(1, (-1, 4))
+        return in_full_precision(logits), in_full_precision(deltas).unflatten(1, (-1, 4))
 
     def refine(self, boxes: Tensor, deltas: Tensor, labels: Tensor) -> Tensor:
         """Move boxes (n, 4) by the deltas (n, classes + 1, 4) of their labels (n,)"""
@@ -150,7 +151,7 @@ class Stage(nn.Module):
             mask_targets(t["masks"], s.boxes[: len(s.matched)], s.matched, side=logits.shape[-1])
             for s, t in zip(samples, targets, strict=True)
         ]
-        own = _of_label(logits, labels).float()
+        own = in_full_precision(_of_label(logits, labels))
         errors = F.binary_cross_entropy_with_logits(own, torch.cat(wanted), reduction="none")
         counts = torch.tensor([len(s.matched) for s in samples], device=labels.device)
         return mean_over_images(errors.mean((1, 2)), image_numbers([s.matched for s in samples]), counts)
@@ -240,7 +241,7 @@ class RoIHeads(nn.Module):
         if not heads:
             return [None] * len(boxes)
         regions, flat = self.mask_pool(maps, boxes), torch.cat(list(labels))
-        of_stages = [_of_label(head(regions), flat).float().sigmoid() for head in heads]
+        of_stages = [in_full_precision(_of_label(head(regions), flat)).sigmoid() for head in heads]
         return torch.stack(of_stages).mean(0).split([len(part) for part in labels])
 
 

@@ -11,7 +11,7 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead, con
 
 from inline_attention.layers.windows import ceil_div
 from inline_attention.tasks.dense.backbone import STRIDES
-from inline_attention.tasks.detection.boxes import KeyedSampler, Size
+from inline_attention.tasks.detection.boxes import KeyedSampler, Size, in_full_precision
 
 # For each image: boxes (n, 4), labels (n,) from 1 on and, for mask heads, masks (n, height, width) uint8
 Targets = Sequence[dict[str, Tensor]]
@@ -50,9 +50,9 @@ class RegionProposals(RegionProposalNetwork):
         Anchors beyond the border of an image's own map are ignored.
         """
         scores, deltas = concat_box_prediction_layers(*self.head(list(maps)))
-        # Coordinates up to a thousand do not fit into half precision.
-        scores, deltas = scores.float().view(len(sizes), -1), deltas.float().view(len(sizes), -1, 4)
-        anchors = self._anchors(maps)
+        scores, deltas = (in_full_precision(x) for x in (scores, deltas))
+        scores, deltas = scores.view(len(sizes), -1), deltas.view(len(sizes), -1, 4)
+        anchors = self._anchors(maps, scores.dtype)
         boxes, losses = [], []
         for image, size in enumerate(sizes):
             chosen, counts = self._own_anchors(maps, size)
@@ -66,8 +66,8 @@ class RegionProposals(RegionProposalNetwork):
             name: torch.stack([part[name] for part in losses]).mean() for name in losses[0]
         } if losses else {}
 
-    def _anchors(self, maps: Sequence[Tensor]) -> Tensor:
-        self.anchor_generator.set_cell_anchors(torch.float32, maps[0].device)
+    def _anchors(self, maps: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        self.anchor_generator.set_cell_anchors(dtype, maps[0].device)
         grids = [list(features.shape[-2:]) for features in maps]
         strides: list[list[Any]] = [[stride, stride] for stride in _STRIDES]
         return torch.cat(self.anchor_generator.grid_anchors(grids, strides))

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules live until the end. Looking through them for garbage took a tenth of the tests' time."""
+    """Modules live until the end. Not looking through them for garbage saves 7% of the tests' CPU time."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # extension modules report what outlives them
 

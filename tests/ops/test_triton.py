@@ -77,6 +77,7 @@ def on_both_paths(names, cases):
             for j, path in enumerate(PATHS)
         ],
         indirect=["path"],
+        ids=str,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .contenders import CONTENDERS
+from .contenders import CONTENDERS, COUNTERPARTS
 from .model import best_of, describe_size, fastest_peers, row_of
 
 COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "peer_math": "C5",
@@ -37,16 +37,18 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
             speeds.setdefault(r["contender"], {})[r["img_size"]] = r["images_per_second"]
         for contender, speed in speeds.items():
             style = dict(color=COLOURS[contender], linestyle="--" if contender == "free" else "-", marker="o")
-            axes.loglog(list(speed), list(speed.values()), label=CONTENDERS[contender].title, **style)
+            label = CONTENDERS[contender].title.replace("counterpart", COUNTERPARTS.get(model, "counterpart"))
+            axes.loglog(list(speed), list(speed.values()), label=label, **style)
         for r in shown:
             if r["contender"] == "fused" and (peer := peers.get(row_of(r))):
                 ours = r["images_per_second"]
                 axes.annotate(f"{ours / peer['images_per_second']:.2f}×", (r["img_size"], ours), xytext=(0, 9),
-                              textcoords="offset points", ha="center", fontsize=8, color=COLOURS["fused"])  # fmt: skip
+                              textcoords="offset points", ha="center", fontsize=9, color=COLOURS["fused"])  # fmt: skip
         sizes = sorted({size for speed in speeds.values() for size in speed})
         axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.minorticks_off()
-        axes.margins(y=0.1)  # room for the ratio above the highest point
+        axes.margins(x=0.09, y=0.1)  # room for the ratios
         axes.set(title=f"{model}: {'training' if task == 'train' else 'inference'}", xlabel="side of the image, pixels")
         axes.set_ylabel("images a second")
         axes.grid(alpha=0.3)

@@ -28,7 +28,7 @@ from inline_attention.training.optim import freeze_layers
 from inline_attention.training.task import Evaluation, Headline, Task, Writer, describe, weights_source
 
 SIZE = "data.img_size"
-PHOTO_SIDE = 96  # measured in docs/training.md
+PHOTO_SIDE = 96  # measured in docs/results/finetuning.md
 CONFUSION = "confusion.png"
 MAX_DRAWN_CLASSES = 50  # the cells of larger matrices would be too small
 

@@ -29,7 +29,7 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
     panels = list(dict.fromkeys((r["model"], r["task"]) for r in best if r["batch"] > 1))
     if not panels:
         raise ValueError("nothing to draw: no measurement of more than one image at a time succeeded")
-    figure = Figure(figsize=(5.6 * len(panels), 4.4), layout="constrained")
+    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
     for axes, (model, task) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         speeds: dict[str, dict[int, float]] = {}
         shown = [r for r in best if (r["model"], r["task"]) == (model, task) and r["batch"] > 1]
@@ -52,8 +52,8 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
         axes.set(title=f"{model}: {'training' if task == 'train' else 'inference'}", xlabel="side of the image, pixels")
         axes.set_ylabel("images a second")
         axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=150)
+        axes.legend(fontsize=9)
+    figure.savefig(path, dpi=180)
 
 
 def draw_bars(results: Sequence[dict[str, Any]], path: Path) -> None:

@@ -36,18 +36,18 @@ def main() -> None:
         result = attention_maps(model, transform(photo), query=tuple(args.query), layers=args.layers)
         row[0].imshow(photo.resize((256, 256)))
         row[0].plot(256 * args.query[1], 256 * args.query[0], "o", color="white", markeredgecolor="black")
-        row[0].set_title(name, fontsize=8)
-        for axis, layer in zip(row[1:], result.layers, strict=True):
+        row[0].set_title(name, fontsize=9)
+        for axis, number, layer in zip(row[1:], args.layers, result.layers, strict=True):
             weights = layer.weights.mean(0)  # over the heads; InLine's may be negative
             limit = np.abs(weights).max()
             axis.imshow(weights, cmap="RdBu_r", vmin=-limit, vmax=limit)
-            axis.set_title(f"{layer.name}, up to {limit:.3f}", fontsize=8)
+            axis.set_title(f"layer {number + 1}, up to {limit:.3f}", fontsize=9)
         sums = ", ".join(f"{layer.weights.mean(0).sum():.2f}" for layer in result.layers)
         print(f"{name}: attention to the map, by layer (the rest is the class token's): {sums}")
     for axis in axes.flat:
         axis.set_axis_off()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.output, dpi=80)
+    figure.savefig(args.output, dpi=120)
     print(args.output)
 
 

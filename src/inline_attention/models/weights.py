@@ -261,12 +261,16 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
-    path = Path(path).expanduser()
+    return write_safetensors(tensors, Path(path).expanduser(), metadata=entries)
+
+
+def write_safetensors(tensors: StateDict, path: Path, *, metadata: dict[str, str]) -> Path:
+    """Write a file with the permissions of any new file. safetensors would make it readable only for its owner."""
     with atomic_path(path) as temporary:
         temporary.touch()
         permissions = temporary.stat().st_mode
-        save_file(tensors, temporary, metadata=entries)
-        temporary.chmod(permissions)  # files of safetensors are readable only for their owner
+        save_file(tensors, temporary, metadata=metadata)
+        temporary.chmod(permissions)
     return path
 
 

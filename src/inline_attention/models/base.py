@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -44,20 +45,24 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
     return [[next(rates) for _ in range(depth)] for depth in depths]
 
 
-def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """Reshape a parameter of an official attention module for our own module. `name` is its name there.
+def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    """Adapts a parameter of an official attention module to ours; any other is returned as it is.
 
-    The official kernel generator is a grouped 1×1 convolution, with parameters (out, in, 1) and (out,). Learned
-    positions are resized to the model's map.
+    The official kernel generator is a sequence of grouped 1×1 convolutions, with parameters (out, in, 1) and (out,).
+    Learned positions are resized to the model's map.
+
+    Args:
+        name: its name in our model, up to the kernel generator.
+        own: the parameters of our model, by name.
     """
+    name = re.sub(r"\.attns?\.(?:\d+\.)?residual\.0\.", ".attn.local.fc1.", name)
+    name = re.sub(r"\.attns?\.(?:\d+\.)?residual\.2\.", ".attn.local.fc2.", name)
     parameter = own.get(name)
-    if parameter is None:
-        return value
-    if ".local." in name and value.numel() == parameter.numel():
-        return value.reshape(parameter.shape)
-    if name.endswith(".position_map") and value.ndim == 4:
-        return resize_map(value, (parameter.shape[1], parameter.shape[2]), mode="bicubic")
-    return value
+    if parameter is not None and ".attn.local." in name and value.numel() == parameter.numel():
+        value = value.reshape(parameter.shape)
+    elif parameter is not None and name.endswith(".position_map") and value.ndim == 4:
+        value = resize_map(value, (parameter.shape[1], parameter.shape[2]), mode="bicubic")
+    return name, value
 
 
 def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:
@@ -87,6 +92,8 @@ class VisionModel(nn.Module):
 
     checkpoint_names: ClassVar[str]  # a pattern that only names of this family's weights match, official or own
     layers_name: ClassVar[str]  # the attribute with the layers that `prune_intermediate_layers` removes
+    pools: ClassVar[tuple[str, ...]]  # values of `global_pool`
+    out_indices: ClassVar[int | None] = None  # features of `features_only=True`: the last n, or None for all
     num_classes: int
     in_chans: int
     img_size: Grid
@@ -235,7 +242,8 @@ class VisionModel(nn.Module):
             self.reset_classifier(num_classes, global_pool)
 
     def check_global_pool(self, global_pool: str) -> None:
-        raise NotImplementedError
+        if global_pool not in self.pools:
+            raise ValueError(f"global_pool={global_pool!r}; expected {' or '.join(map(repr, self.pools))}")
 
     def forward_features(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -290,6 +298,7 @@ class PyramidModel(VisionModel):
 
     output_fmt = "NHWC"
     layers_name = "stages"
+    pools = ("avg", "")
     stages: nn.ModuleList
 
     def __init__(self, dims: Sequence[int], **kwargs: Any) -> None:
@@ -313,10 +322,6 @@ class PyramidModel(VisionModel):
         self.img_size = to_pair(img_size)
         for stage, block in self.modules_by_stage(Block):
             block.attn.set_grid(self.stage_grid(stage))
-
-    def check_global_pool(self, global_pool: str) -> None:
-        if global_pool not in ("", "avg"):
-            raise ValueError(f"global_pool={global_pool!r}; expected 'avg' or '' (none)")
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         blocks = [(r"^stages\.(\d+)\.(?:downsample|pos_embed)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]

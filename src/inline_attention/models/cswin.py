@@ -27,9 +27,9 @@ from inline_attention.ops import Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
-from . import registry
 from .base import PyramidModel, Stage, StateDict, adapt_attention, drop_path_rates
 from .published import PUBLISHED, Published, share_link
+from .registry import build, register_family
 
 
 class StripeAttention(SoftmaxAttention):
@@ -240,14 +240,11 @@ class CSwin(PyramidModel):
             name = re.sub(r"^merge(\d)\.", lambda m: f"stages.{m[1]}.downsample.", name)
             name = re.sub(r"^stage(\d)\.(\d+)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}.", name)
             name = re.sub(r"(blocks\.\d+\.)(qkv|proj)\.", r"\1attn.\2.", name)
-            name = re.sub(r"\.attns\.\d+\.residual\.0\.", ".attn.local.fc1.", name)
-            name = re.sub(r"\.attns\.\d+\.residual\.2\.", ".attn.local.fc2.", name)
             if match := re.search(r"\.attns\.(\d+)\.get_v\.(weight|bias)$", name):
                 block = name[: match.start()]
                 linear = f"{block}.attn.position.{match[2]}"
                 name = linear if linear in own else f"{block}.attn.positions.{match[1]}.{match[2]}"
-            if ".attn." in name:
-                value = adapt_attention(name, value, own)
+            name, value = adapt_attention(name, value, own)
             out[name] = value
         return out
 
@@ -264,7 +261,7 @@ PUBLISHED.update(
     }
 )
 
-default_cfgs = registry.default_cfgs(
+default_cfgs = register_family(
     CSwin,
     *(f"{kind}_cswin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_cswin_base_384",
@@ -275,52 +272,45 @@ _TINY = dict(embed_dim=64, num_heads=(2, 4, 8, 16))
 _BASE = dict(embed_dim=96, num_heads=(4, 8, 16, 32))
 
 
-def _cswin(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> CSwin:
-    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
-    return registry.build(CSwin, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
-
-
 @register_model
 def inline_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-T."""
-    return _cswin("inline_cswin_tiny", pretrained, kwargs, depths=(2, 4, 18, 1), **_TINY)
+    return build(CSwin, "inline_cswin_tiny", pretrained, kwargs, depths=(2, 4, 18, 1), **_TINY)
 
 
 @register_model
 def inline_cswin_small(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-S."""
-    return _cswin("inline_cswin_small", pretrained, kwargs, depths=(3, 6, 29, 2), **_TINY)
+    return build(CSwin, "inline_cswin_small", pretrained, kwargs, depths=(3, 6, 29, 2), **_TINY)
 
 
 @register_model
 def inline_cswin_base(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-B."""
-    return _cswin("inline_cswin_base", pretrained, kwargs, depths=(3, 6, 29, 2), **_BASE)
+    return build(CSwin, "inline_cswin_base", pretrained, kwargs, depths=(3, 6, 29, 2), **_BASE)
 
 
 @register_model
 def inline_cswin_base_384(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-B at 384, stripes of 12."""
-    architecture = dict(depths=(3, 6, 29, 2), stripes=(1, 2, 12, 12), **_BASE)
-    return _cswin("inline_cswin_base_384", pretrained, kwargs, **architecture)
+    return build(
+        CSwin, "inline_cswin_base_384", pretrained, kwargs, depths=(3, 6, 29, 2), stripes=(1, 2, 12, 12), **_BASE
+    )
 
 
 @register_model
 def softmax_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """CSwin-T, the softmax baseline."""
-    architecture = dict(attention="softmax", depths=(1, 2, 21, 1), **_TINY)
-    return _cswin("softmax_cswin_tiny", pretrained, kwargs, **architecture)
+    return build(CSwin, "softmax_cswin_tiny", pretrained, kwargs, attention="softmax", depths=(1, 2, 21, 1), **_TINY)
 
 
 @register_model
 def softmax_cswin_small(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """CSwin-S, the softmax baseline."""
-    architecture = dict(attention="softmax", depths=(2, 4, 32, 2), **_TINY)
-    return _cswin("softmax_cswin_small", pretrained, kwargs, **architecture)
+    return build(CSwin, "softmax_cswin_small", pretrained, kwargs, attention="softmax", depths=(2, 4, 32, 2), **_TINY)
 
 
 @register_model
 def softmax_cswin_base(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """CSwin-B, the softmax baseline."""
-    architecture = dict(attention="softmax", depths=(2, 4, 32, 2), **_BASE)
-    return _cswin("softmax_cswin_base", pretrained, kwargs, **architecture)
+    return build(CSwin, "softmax_cswin_base", pretrained, kwargs, attention="softmax", depths=(2, 4, 32, 2), **_BASE)

@@ -49,7 +49,7 @@ def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_em
     }
 
 
-def default_cfgs(family: type[VisionModel], *names: str, tag: str = "in1k", **kwargs: Any) -> Any:
+def register_family(family: type[VisionModel], *names: str, tag: str = "in1k", **kwargs: Any) -> Any:
     """Registers the names of a family, and returns timm's table of their configurations.
 
     Models take images of 224 pixels, or of the size that their name ends in. `tag` names the training data.
@@ -69,8 +69,8 @@ def families() -> list[type[VisionModel]]:
     return list(dict.fromkeys(_FAMILIES.values()))
 
 
-def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any, **kwargs: Any) -> ModelT:
-    """Build a registered variant for timm's `create_model`.
+def build(cls: type[ModelT], variant: str, pretrained: bool, kwargs: Mapping[str, Any], **architecture: Any) -> ModelT:
+    """Build a registered variant for timm's `create_model`. `kwargs` are the user's arguments and take precedence.
 
     Published weights are pickles behind links without a file name. They are downloaded and read here, and handed to
     timm's builder, which adapts class count and input channels as its users expect. Weights in the package are the
@@ -87,6 +87,8 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
         model.config = options
         return model if dtype is None else model.to(dtype)
 
+    kwargs = {**architecture, **kwargs}
+    out_indices = kwargs.pop("out_indices", cls.out_indices)
     overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
     if pretrained and not (cfg.source or cfg.hf_hub_id or cfg.state_dict or overlay.get("file")):

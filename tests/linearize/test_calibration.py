@@ -78,6 +78,16 @@ def test_the_table_and_the_picture_name_every_layer(tmp_path: Path) -> None:
     assert "<svg" in drawn
 
 
+def test_images_get_the_precision_of_the_model() -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = case.model.bfloat16()
+    linearize(model)
+    errors = calibrate(model, case.images())
+    assert all(after <= before for before, after in errors.values())
+    with pytest.raises(ValueError, match="expected floats"):  # pixels that were not preprocessed
+        calibrate(model, torch.zeros(1, 3, 48, 48, dtype=torch.uint8))
+
+
 def test_auto_keeps_the_layers_that_cost_most() -> None:
     case = vit("vit_tiny_patch16_224", depth=3)
     model, images = case.model, case.images()

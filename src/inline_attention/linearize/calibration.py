@@ -186,8 +186,9 @@ def _fit(model: nn.Module, images: Images) -> dict[str, LayerFit]:
 
 def _batches(images: Images) -> list[Tensor]:
     batches = [images] if isinstance(images, Tensor) else list(images)
-    if not batches or not all(isinstance(batch, Tensor) and batch.ndim == 4 and len(batch) for batch in batches):
-        raise ValueError("images: expected a tensor (B, C, H, W), or batches of such tensors, with at least one image")
+    for batch in batches or [None]:
+        if not isinstance(batch, Tensor) or batch.ndim != 4 or len(batch) == 0 or not batch.is_floating_point():
+            raise ValueError("images: expected floats (B, C, H, W), or batches of them, with at least one image")
     return batches
 
 
@@ -210,7 +211,7 @@ def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str
     """The model's outputs for all images as rows in float64, with some of its attentions observed."""
     with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
         like = next(model.parameters())
-        outputs = [model(batch.to(like.device)) for batch in batches]
+        outputs = [model(batch.to(like)) for batch in batches]
     if not all(isinstance(output, Tensor) for output in outputs):
         raise ValueError(f"the model returns {type(outputs[0]).__name__}; expected one tensor for a batch of images")
     return torch.cat([output.flatten(1).double() for output in outputs])

@@ -55,8 +55,8 @@ class LinearForm(NamedTuple):
     def parse(cls, attention: str, feature_map: str | None, anchors: int = 1) -> "LinearForm":
         if attention not in FORMS:
             raise ValueError(f"attention={attention!r} is unknown; expected one of {', '.join(FORMS)}")
-        if anchors < 1:
-            raise ValueError(f"anchors={anchors}; expected 1 or more")
+        if not isinstance(anchors, int) or anchors < 1:
+            raise ValueError(f"anchors={anchors}; expected 1 or more, an integer")
         if anchors > 1 and attention != TANGENT:
             raise ValueError(f"anchors={anchors}: attention={attention!r} has none. Choose attention='tangent'")
         if attention == TANGENT:

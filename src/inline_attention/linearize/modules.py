@@ -323,7 +323,7 @@ class LinearizedAttention(nn.Module):
             grid, num_prefix_tokens = token_map
 
         local: tuple[LocalTerm, ...] = ()
-        of_mean: Tensor | float = 0.0  # what the residual makes of the part of v that the gain leaves out
+        of_mean: Tensor | float = 0.0  # the residual of the part of v that the gain removes
         if call.local_weight is not None:
             taps = call.local_weight
             if gain is not None and self.form.attention != TANGENT:
@@ -396,7 +396,7 @@ class LinearizedAttention(nn.Module):
     def _observed_by(
         self, observer: "Callable[[LinearizedAttention, Call], Tensor]", *args: Any, **kwargs: Any
     ) -> Tensor:
-        """`forward` with another observer; what the module returns first."""
+        """The output of `forward` with another observer. Modules that also return weights have it first."""
         before, self.observer = self.observer, observer
         try:
             out = self.forward(*args, **kwargs)

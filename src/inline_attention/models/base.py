@@ -90,7 +90,7 @@ class VisionModel(nn.Module):
     raise NotImplementedError. Weights, export, profile and the commands need nothing else from it.
     """
 
-    checkpoint_names: ClassVar[str]  # a pattern that only names of this family's weights match, official or own
+    checkpoint_names: ClassVar[str]  # regular expression of names that only this family's weights have, official or own
     layers_name: ClassVar[str]  # the attribute with the layers that `prune_intermediate_layers` removes
     pools: ClassVar[tuple[str, ...]]  # values of `global_pool`
     out_indices: ClassVar[int | None] = None  # features of `features_only=True`: the last n, or None for all
@@ -163,7 +163,7 @@ class VisionModel(nn.Module):
     def minimum_size(self) -> int:
         """The smallest side of an image that one exported graph with dynamic sizes serves.
 
-        A graph has one path. If the blocks of a family take another path on small maps, this is the size above them.
+        A graph has one path. A family whose blocks take another path on small maps returns the first size above those.
         """
         return 32
 

@@ -59,8 +59,8 @@ def average(sources: Sequence[Path], target: Path) -> Path:
     Integers, such as the counters of batch norm, are those of the last file. Raises ValueError if the files are of
     different models.
     """
-    compared = (schema.ARCHITECTURE, schema.ARGUMENTS, schema.CHANGES, schema.CLASS_NAMES, schema.MULTI_LABEL)
-    compared += (schema.TASK, *schema.CONVERSIONS)
+    compared = [schema.ARCHITECTURE, schema.ARGUMENTS, schema.CHANGES, schema.CLASS_NAMES, schema.MULTI_LABEL]
+    compared += [schema.TASK, *schema.CONVERSIONS]
     metadata: dict[str, str] = {}
     sums: dict[str, Tensor] = {}
     types: dict[str, torch.dtype] = {}

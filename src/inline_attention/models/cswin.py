@@ -54,14 +54,12 @@ class StripeAttention(SoftmaxAttention):
         self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
     ) -> Tensor:
         assert local_weight is None
-        windows: list[Grid | None] = [None]
-        if self.stripe is not None:
-            windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
         q, k, v = unstack(projections)
         v = zero_absent(v, token_mask)  # the positional convolution reads beyond the border
-        if len(windows) == 1:  # some converters cannot read a split into one part
+        if self.stripe is None:
             return self.attend_branch(q, k, v, None, self.positions[0], grid=grid, token_mask=token_mask)
-        branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
+        windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
+        branches = zip(*(x.chunk(2, dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
         out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]
         return torch.cat(out, dim=2)
 

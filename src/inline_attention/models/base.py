@@ -27,10 +27,19 @@ Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
 
 def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
     """(height, width) of a side or a pair. `name` is used in errors."""
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
         raise ValueError(f"{name}={size!r}; expected a positive integer or a pair (height, width) of them")
     return pair[0], pair[1]
+
+
+def check_stages(depths: Sequence[int], **by_stage: Sequence[Any]) -> None:
+    """ValueError for an argument that lacks the value of a stage."""
+    for name, values in by_stage.items():
+        if len(values) < len(depths):
+            raise ValueError(
+                f"{name}={values!r} has {len(values)} values; expected one for each stage, depths={depths!r}"
+            )
 
 
 def ceil_grid(size: Grid, stride: int) -> Grid:

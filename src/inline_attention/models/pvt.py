@@ -27,6 +27,7 @@ from .base import (
     StateDict,
     adapt_attention,
     ceil_grid,
+    check_stages,
     drop_path_rates,
     unflatten_positions,
 )
@@ -162,6 +163,8 @@ class PVT(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        check_stages(depths, embed_dims=embed_dims, num_heads=num_heads, mlp_ratios=mlp_ratios, reductions=reductions)
+        embed_dims = embed_dims[: len(depths)]
         super().__init__(embed_dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         choices: dict[str, Any] = dict(
             feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX

@@ -332,7 +332,7 @@ def source_size(checkpoint: Checkpoint) -> Grid | None:
         elif args.get("input_size") is not None:
             size = args["input_size"][1:]  # (channels, height, width)
         return None if size is None else to_pair(size)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise WeightsError(f"has no usable image size in its configuration: {one_line(size)}") from error
 
 

@@ -362,6 +362,19 @@ def test_unknown_attention_is_refused_before_anything_changes(name: str, message
     assert not hasattr(model, "linearization")
 
 
+def test_softmax_attention_of_another_class_is_refused_and_linear_attention_left_alone() -> None:
+    with torch.device("meta"):
+        model = create_small("inline_swin_tiny", attention=["local_softmax", "softmax", "inline", "softmax"])
+    with pytest.raises(
+        ValueError, match=r"stages\.0\.blocks\.0\.attn .*LocalSoftmaxAttention\): this module is not known"
+    ):
+        linearize(model)
+    report = linearize(model, keep_softmax="stages.0.*")
+    actions = {layer.kind: layer.action for layer in report.layers}
+    assert actions["LocalSoftmaxAttention"] == "kept"
+    assert actions["InLineAttention"] == "left alone: it is not softmax attention"
+
+
 def test_attention_between_other_tokens_is_refused() -> None:
     for model in (nn.Transformer(8, 2, 1, 1), nn.TransformerEncoderLayer(8, 2)):
         with pytest.raises(ValueError, match="may be masked or attend to other tokens"):

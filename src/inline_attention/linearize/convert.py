@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from inline_attention.layers import LocalWeight
+from inline_attention.layers import Attention, LocalWeight
 from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
 
 from .modules import LEFT_ALONE, REGISTRY, LinearForm, LinearizedAttention
@@ -25,7 +25,7 @@ KeepSoftmax = str | int | Sequence[str | int] | None
 
 @dataclass
 class Layer:
-    """What was done to one attention module."""
+    """One attention module in the report of `linearize`."""
 
     name: str
     kind: str  # the class that it had
@@ -193,7 +193,7 @@ def linearized_modules(model: nn.Module) -> dict[str, LinearizedAttention]:
 
 
 def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
-    """The names and positions, and the K of "auto:K" """
+    """The names and positions to keep, and K of "auto:K" (0 without it)."""
     if keep_softmax is None:
         return [], 0
     if isinstance(keep_softmax, str) and keep_softmax.startswith("auto"):
@@ -234,7 +234,7 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
             if reason is not None:
                 problems[name] = reason
             return True
-        if (why := next((why for cls, why in LEFT_ALONE.items() if isinstance(module, cls)), None)) is not None:
+        if (why := next((LEFT_ALONE[cls] for cls in type(module).__mro__ if cls in LEFT_ALONE), None)) is not None:
             attentions[name] = Layer(name, type(module).__name__, why)
             return True
         if isinstance(module, LinearizedAttention):
@@ -288,7 +288,8 @@ def _looks_like_attention(module: nn.Module) -> bool:
     """Whether the class is named so, or drops attention weights: a block may compute attention by itself."""
     if isinstance(module, nn.Identity | nn.Dropout):
         return False
-    return bool(re.search("attention|attn", type(module).__name__, re.IGNORECASE)) or hasattr(module, "attn_drop")
+    is_named_so = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
+    return is_named_so or hasattr(module, "attn_drop") or isinstance(module, Attention)
 
 
 def _why_no_grid(source: GridSource | None, ancestors: list[nn.Module]) -> str | None:

@@ -435,7 +435,8 @@ def bias_term(bias: Tensor, v: Tensor, shares: Tensor | None, call: Call) -> Ten
 # The modules that are known.
 
 REGISTRY: dict[type[nn.Module], type[LinearizedAttention]] = {}
-LEFT_ALONE: dict[type[nn.Module], str] = {}  # attentions that are not replaced, their subclasses too, and why
+# Why attentions of a class and its subclasses are not replaced. None: subclasses that are not registered are unknown.
+LEFT_ALONE: dict[type[nn.Module], str | None] = {}
 
 LinearizedT = TypeVar("LinearizedT", bound=type[LinearizedAttention])
 

@@ -89,7 +89,7 @@ def check_image(x: Tensor, in_chans: int) -> None:
         raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {in_chans}, H, W)")
 
 
-torch.fx.wrap("check_image")  # a node of its own for torch.fx, which cannot look at shapes
+torch.fx.wrap("check_image")  # torch.fx records a call: it cannot branch on shapes
 
 
 class VisionModel(nn.Module):

@@ -32,7 +32,7 @@ from .published import PUBLISHED, Published, share_link
 from .registry import build, register_family
 from .shipped import SHIPPED
 
-torch.fx.wrap("resize_map")  # a node of its own for torch.fx: what it does depends on sizes
+torch.fx.wrap("resize_map")  # torch.fx records a call: what it computes depends on sizes
 
 
 class DeiT(VisionModel):

@@ -100,7 +100,7 @@ class PatchDownsample(nn.Module):
         return self.embed(x.permute(0, 3, 1, 2))
 
 
-torch.fx.wrap("resize_map")  # a node of its own for torch.fx: what it does depends on sizes
+torch.fx.wrap("resize_map")  # torch.fx records a call: what it computes depends on sizes
 
 
 class PVTStage(Stage):

@@ -1,10 +1,11 @@
 """Gains by least squares, the cost of each layer, and hybrids."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from linearize_cases import CASES, vit
+from linearize_cases import CASES, own, shrink_logits, vit
 
 from inline_attention.linearize import calibrate, layer_costs, linearize, restore
 from inline_attention.linearize.convert import linearized_modules
@@ -46,6 +47,26 @@ def test_softmax_mode_is_the_original_model() -> None:
             module.observer = lambda module, call: module.softmax_form(call)
         with torch.no_grad():
             torch.testing.assert_close(model(case.images()), expected)
+
+
+def test_a_residual_that_the_model_had_before_is_kept() -> None:
+    case = own("deit", 3, attention="local_softmax")
+    differences = []
+    for factor in (2**-7, 2**-8):
+        model, images = case.model, case.images()
+        shrink_logits(model, factor)
+        with torch.no_grad():
+            expected = model(images)
+            linearize(model)
+            differences.append((model(images) - expected).norm().item())
+    assert math.log2(differences[0] / differences[1]) == pytest.approx(2, abs=0.08)
+    measured = []
+    model.head.register_forward_hook(lambda module, args, output: measured.append(output))
+    calibrate(model, images)  # with the outputs of softmax
+    torch.testing.assert_close(measured[0], expected)
+    restore(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), expected)
 
 
 def test_costs_are_those_of_each_layer_alone() -> None:

@@ -15,7 +15,7 @@ from small import create_small
 from torch import Tensor, nn
 
 from inline_attention import linear_attention, linearize, tangent_attention
-from inline_attention.layers import TangentAttention
+from inline_attention.layers import InLineAttention, SoftmaxAttention, TangentAttention
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.linearize.convert import add_gains
 from inline_attention.ops import local_residual
@@ -363,16 +363,15 @@ def test_unknown_attention_is_refused_before_anything_changes(name: str, message
 
 
 def test_softmax_attention_of_another_class_is_refused_and_linear_attention_left_alone() -> None:
-    with torch.device("meta"):
-        model = create_small("inline_swin_tiny", attention=["local_softmax", "softmax", "inline", "softmax"])
-    with pytest.raises(
-        ValueError, match=r"stages\.0\.blocks\.0\.attn .*LocalSoftmaxAttention\): this module is not known"
-    ):
+    class Other(SoftmaxAttention):
+        """Not registered, and not called attention."""
+
+    model = nn.ModuleList([SoftmaxAttention(24, 2), InLineAttention(24, 2), Other(24, 2)])
+    with pytest.raises(ValueError, match=r"2 \(.*Other\): this module is not known"):
         linearize(model)
-    report = linearize(model, keep_softmax="stages.0.*")
-    actions = {layer.kind: layer.action for layer in report.layers}
-    assert actions["LocalSoftmaxAttention"] == "kept"
-    assert actions["InLineAttention"] == "left alone: it is not softmax attention"
+    report = linearize(model, keep_softmax="2")
+    actions = ["→ tangent, with residual", "left alone: it is not softmax attention", "kept"]
+    assert [layer.action for layer in report.layers] == actions
 
 
 def test_attention_between_other_tokens_is_refused() -> None:

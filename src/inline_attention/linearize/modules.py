@@ -100,6 +100,18 @@ class Call:
         queries = inside if self.query_mask is None else inside & self.query_mask
         return replace(self, regions=None, token_mask=tokens, query_mask=queries)
 
+    def without_residual(self) -> "Call":
+        return replace(self, local_weight=None, grid=None, num_prefix_tokens=0)
+
+    def add_residual(self, out: Tensor) -> Tensor:
+        """An output (B, Nq, heads, d) with the local residual of this call, if there is one."""
+        if self.local_weight is None:
+            return out
+        assert self.grid is not None
+        options: dict[str, Any] = dict(grid=self.grid, num_prefix_tokens=self.num_prefix_tokens)
+        local = local_residual(unstack(self.projections)[2], self.local_weight, token_mask=self.token_mask, **options)
+        return zero_absent(out + local, self.query_mask)
+
 
 class LinearizedAttention(nn.Module):
     """The base of all converted modules. A subclass projects, calls `attend_linearly`, and projects back.
@@ -229,17 +241,11 @@ class LinearizedAttention(nn.Module):
 
     def piecewise_form(self, call: Call, gain: Tensor | None) -> Tensor:
         """The tangent around several anchors. The local residual is added once for all of them."""
-        q, _, v = unstack(call.projections)
-        apart = replace(call, local_weight=None, grid=None, num_prefix_tokens=0)
+        bare, q = call.without_residual(), unstack(call.projections)[0]
         out = expand_at_anchors(
-            lambda anchor: self.one_expansion(apart, gain, anchor), q, call.query_mask, count=self.form.anchors
+            lambda anchor: self.one_expansion(bare, gain, anchor), q, call.query_mask, count=self.form.anchors
         )
-        if call.local_weight is None:
-            return out
-        assert call.grid is not None
-        layout: dict[str, Any] = dict(grid=call.grid, num_prefix_tokens=call.num_prefix_tokens)
-        local = local_residual(v, call.local_weight, token_mask=call.token_mask, **layout)
-        return zero_absent(out + local, call.query_mask)
+        return call.add_residual(out)
 
     def one_expansion(self, call: Call, gain: Tensor | None, anchor: Tensor | None = None) -> Tensor:
         """A call without regions, of all queries around one anchor (B, 1, heads, d); None: the form's own."""
@@ -277,7 +283,7 @@ class LinearizedAttention(nn.Module):
         return out
 
     def softmax_form(self, call: Call) -> Tensor:
-        """The same call as the module computed it before it was converted, without a local residual."""
+        """The same call as the module computed it before it was converted. It may have had a local residual then."""
         q, k, v = (rows.transpose(1, 2) for rows in unstack(call.projections))
         mask: Tensor | None = None
         if call.token_mask is not None:
@@ -289,7 +295,8 @@ class LinearizedAttention(nn.Module):
             bias = call.bias[None].to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(q.dtype).min)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale).transpose(1, 2)
-        return zero_absent(out, call.query_mask)
+        out = zero_absent(out, call.query_mask)
+        return call.add_residual(out) if self.local_before == "present" else out
 
     # The linear form written out as a matrix, O(N²). Analyses and tests use it; models do not.
 

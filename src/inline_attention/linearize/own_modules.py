@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inline_attention.layers import Attention, MappedSoftmaxAttention, SoftmaxAttention
+from inline_attention.layers import Attention, LocalSoftmaxAttention, MappedSoftmaxAttention, SoftmaxAttention
 from inline_attention.models import cswin, pvt, swin
 from inline_attention.ops import Grid
 from inline_attention.ops.feature_maps import get_feature_map
@@ -64,6 +64,11 @@ class LinearizedSoftmaxAttention(PlainAttention, SoftmaxAttention):
 @register(MappedSoftmaxAttention)
 class LinearizedMappedSoftmaxAttention(PlainAttention, MappedSoftmaxAttention):
     """DeiT's softmax attention with φ."""
+
+
+@register(LocalSoftmaxAttention)
+class LinearizedLocalSoftmaxAttention(PlainAttention, LocalSoftmaxAttention):
+    """Softmax attention with a local residual, which is kept as it is."""
 
 
 class ReducedAttention(OwnAttention):

@@ -248,17 +248,15 @@ class CSwin(PyramidModel):
         return out
 
 
-PUBLISHED.update(
-    {
-        "inline_cswin_tiny": Published(83.2, share_link("49fa2ecc543647c4b970")),
-        "inline_cswin_small": Published(83.8, share_link("59f4e65f776f4052b93c")),
-        "inline_cswin_base": Published(84.5, share_link("91e17121df284ae38521")),
-        "inline_cswin_base_384": Published(85.7),
-        "softmax_cswin_tiny": Published(82.7),
-        "softmax_cswin_small": Published(83.6),
-        "softmax_cswin_base": Published(84.2),
-    }
-)
+PUBLISHED |= {
+    "inline_cswin_tiny": Published(83.2, share_link("49fa2ecc543647c4b970")),
+    "inline_cswin_small": Published(83.8, share_link("59f4e65f776f4052b93c")),
+    "inline_cswin_base": Published(84.5, share_link("91e17121df284ae38521")),
+    "inline_cswin_base_384": Published(85.7),
+    "softmax_cswin_tiny": Published(82.7),
+    "softmax_cswin_small": Published(83.6),
+    "softmax_cswin_base": Published(84.2),
+}
 
 default_cfgs = register_family(
     CSwin,

@@ -235,16 +235,14 @@ class DeiT(VisionModel):
         return out
 
 
-PUBLISHED.update(
-    {
-        "inline_deit_tiny": Published(74.5, share_link("1d6b8191ad6d4114b291")),
-        "inline_deit_small": Published(80.2, share_link("2f3898b07e9247f3beb3")),
-        "inline_deit_base": Published(82.3, share_link("10bdd726d4b0435eb34e")),
-        "softmax_deit_tiny": Published(72.2),
-        "softmax_deit_small": Published(79.8),
-        "softmax_deit_base": Published(81.8),
-    }
-)
+PUBLISHED |= {
+    "inline_deit_tiny": Published(74.5, share_link("1d6b8191ad6d4114b291")),
+    "inline_deit_small": Published(80.2, share_link("2f3898b07e9247f3beb3")),
+    "inline_deit_base": Published(82.3, share_link("10bdd726d4b0435eb34e")),
+    "softmax_deit_tiny": Published(72.2),
+    "softmax_deit_small": Published(79.8),
+    "softmax_deit_base": Published(81.8),
+}
 
 default_cfgs = register_family(DeiT, "inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base")
 default_cfgs |= register_family(DeiT, "inline_deit_small", input_size=288)

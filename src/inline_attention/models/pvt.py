@@ -226,18 +226,16 @@ class PVT(PyramidModel):
         return out
 
 
-PUBLISHED.update(
-    {
-        "inline_pvt_tiny": Published(78.2, share_link("90ac52b1555b401eb5e6")),
-        "inline_pvt_small": Published(82.0, share_link("1ab953b2479d433080a3")),
-        "inline_pvt_medium": Published(83.2, share_link("a72aec31e6084bc0a280")),
-        "inline_pvt_large": Published(83.6, share_link("efd91318ba964f01b288")),
-        "softmax_pvt_tiny": Published(75.1),
-        "softmax_pvt_small": Published(79.8),
-        "softmax_pvt_medium": Published(81.2),
-        "softmax_pvt_large": Published(81.7),
-    }
-)
+PUBLISHED |= {
+    "inline_pvt_tiny": Published(78.2, share_link("90ac52b1555b401eb5e6")),
+    "inline_pvt_small": Published(82.0, share_link("1ab953b2479d433080a3")),
+    "inline_pvt_medium": Published(83.2, share_link("a72aec31e6084bc0a280")),
+    "inline_pvt_large": Published(83.6, share_link("efd91318ba964f01b288")),
+    "softmax_pvt_tiny": Published(75.1),
+    "softmax_pvt_small": Published(79.8),
+    "softmax_pvt_medium": Published(81.2),
+    "softmax_pvt_large": Published(81.7),
+}
 
 default_cfgs = register_family(
     PVT, *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))

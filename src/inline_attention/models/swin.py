@@ -319,17 +319,15 @@ def square_window(name: str, table: Tensor) -> Grid:
     )
 
 
-PUBLISHED.update(
-    {
-        "inline_swin_tiny": Published(82.4, share_link("32810869fcc34410966b")),
-        "inline_swin_small": Published(83.6, share_link("e9657fd247c04c7cb1a1")),
-        "inline_swin_base": Published(84.1, share_link("bf23564bb64c420aafe1")),
-        "inline_swin_base_384": Published(),
-        "softmax_swin_tiny": Published(81.3),
-        "softmax_swin_small": Published(83.0),
-        "softmax_swin_base": Published(83.5),
-    }
-)
+PUBLISHED |= {
+    "inline_swin_tiny": Published(82.4, share_link("32810869fcc34410966b")),
+    "inline_swin_small": Published(83.6, share_link("e9657fd247c04c7cb1a1")),
+    "inline_swin_base": Published(84.1, share_link("bf23564bb64c420aafe1")),
+    "inline_swin_base_384": Published(),
+    "softmax_swin_tiny": Published(81.3),
+    "softmax_swin_small": Published(83.0),
+    "softmax_swin_base": Published(83.5),
+}
 
 default_cfgs = register_family(
     Swin,

@@ -2,6 +2,7 @@
 
 import json
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import timm
@@ -9,6 +10,7 @@ import torch
 
 from inline_attention import create_model, list_models
 from inline_attention.cli import main
+from inline_attention.linearize import calibrate, linearize
 from inline_attention.models._checkpoint import Checkpoint
 from inline_attention.models.convert import convert
 from inline_attention.models.weights import identify, load_model, load_weights, read_metadata, save_weights
@@ -166,9 +168,15 @@ def test_mean_of_several_files(tmp_path, capsys):
     assert read_metadata(out)["class_names"] == names
     assert json.loads(read_metadata(out)["averaged_from"]) == ["0.safetensors", "1.safetensors", "2.safetensors"]
     assert "epoch" not in read_metadata(out)
+    assert out.stat().st_mode == Path(files[0]).stat().st_mode  # not readable for its owner alone
     other = str(save_weights(create_model("inline_deit_tiny", depth=2, img_size=32), tmp_path / "other.safetensors"))
+    linearize(softmax := create_model("softmax_deit_tiny", depth=1, img_size=32))
+    linear = [str(save_weights(softmax, tmp_path / "tangent.safetensors"))]
+    calibrate(softmax, torch.randn(2, 3, 32, 32))
+    linear.append(str(save_weights(softmax, tmp_path / "calibrated.safetensors")))
     for arguments, message in (
         ((files[0], "--average", other), "has another config than"),
+        ((linear[0], "--average", linear[1]), "has another linearize than"),
         ((files[0], "--average", "ckpt.pth"), "ckpt.pth: expected a .safetensors file"),
         ((files[0], "--average", files[1], "--ema"), "leave out --model and --ema"),
     ):

@@ -54,6 +54,16 @@ def test_fixed_size(format: Format, tmp_path: Path) -> None:
     assert exported.checks[0].passed
 
 
+def test_one_number_is_a_square(tmp_path: Path) -> None:
+    exported = export_model(create_shallow("inline_deit_tiny"), tmp_path / "m.pt", format="torchscript", img_size=48)
+    assert exported.covers == "1 × 3 × 48 × 48"
+
+
+def test_hf_folder_of_half_precision(tmp_path: Path) -> None:
+    exported = export_model(create_shallow("inline_deit_tiny").bfloat16(), tmp_path / "folder", format="hf")
+    assert [check.difference for check in exported.checks] == [0]
+
+
 def test_smallest_sizes() -> None:
     """Of the published models: DeiT and PVT any, Swin above its window in the last stage, CSwin above its stripes."""
     expected = {"inline_deit_tiny": 32, "inline_pvt_tiny": 32, "inline_swin_tiny": 7 * 32 + 1}
@@ -96,6 +106,12 @@ def test_errors(tmp_path: Path) -> None:
         export_model(model, tmp_path / "m", preprocessing={"size": 224})
     with pytest.raises(ValueError, match="with dynamic sizes begins at 65"):
         export_model(model, tmp_path / "m", dynamic_size=True, img_size=(64, 64))
+    with pytest.raises(ValueError, match=r"img_size=\(0, 5\); expected a positive integer or a pair"):
+        export_model(model, tmp_path / "m", img_size=(0, 5))
+    with pytest.raises(ValueError, match=r"in torch\.bfloat16; .*: call model\.float\(\)"):
+        export_model(create_small("inline_swin_tiny").bfloat16(), tmp_path / "m")
+    with pytest.raises(ValueError, match="on the meta device"):
+        export_model(create_small("inline_swin_tiny").to("meta"), tmp_path / "m")
     with pytest.raises(ValueError, match=r"call model\.eval"):
         export_model(model.train(), tmp_path / "m")
     assert not Check((1,), float("nan")).passed

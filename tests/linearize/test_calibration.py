@@ -1,10 +1,11 @@
 """Gains by least squares, the cost of each layer, and hybrids."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from linearize_cases import CASES, vit
+from linearize_cases import CASES, own, shrink_logits, vit
 
 from inline_attention.linearize import calibrate, layer_costs, linearize, restore
 from inline_attention.linearize.convert import linearized_modules
@@ -48,6 +49,26 @@ def test_softmax_mode_is_the_original_model() -> None:
             torch.testing.assert_close(model(case.images()), expected)
 
 
+def test_a_residual_that_the_model_had_before_is_kept() -> None:
+    case = own("deit", 3, attention="local_softmax")
+    differences = []
+    for factor in (2**-7, 2**-8):
+        model, images = case.model, case.images()
+        shrink_logits(model, factor)
+        with torch.no_grad():
+            expected = model(images)
+            linearize(model)
+            differences.append((model(images) - expected).norm().item())
+    assert math.log2(differences[0] / differences[1]) == pytest.approx(2, abs=0.08)
+    measured = []
+    model.head.register_forward_hook(lambda module, args, output: measured.append(output))
+    calibrate(model, images)  # with the outputs of softmax
+    torch.testing.assert_close(measured[0], expected)
+    restore(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), expected)
+
+
 def test_costs_are_those_of_each_layer_alone() -> None:
     case = vit("vit_tiny_patch16_224", depth=3)
     model, images = case.model, case.images()
@@ -76,6 +97,16 @@ def test_the_table_and_the_picture_name_every_layer(tmp_path: Path) -> None:
     assert all(layer.name in str(costs) for layer in costs.layers)
     drawn = costs.draw(tmp_path / "costs.svg").read_text()
     assert "<svg" in drawn
+
+
+def test_images_get_the_precision_of_the_model() -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = case.model.bfloat16()
+    linearize(model)
+    errors = calibrate(model, case.images())
+    assert all(after <= before for before, after in errors.values())
+    with pytest.raises(ValueError, match="expected floats"):  # pixels that were not preprocessed
+        calibrate(model, torch.zeros(1, 3, 48, 48, dtype=torch.uint8))
 
 
 def test_auto_keeps_the_layers_that_cost_most() -> None:

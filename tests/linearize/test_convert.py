@@ -15,7 +15,7 @@ from small import create_small
 from torch import Tensor, nn
 
 from inline_attention import linear_attention, linearize, tangent_attention
-from inline_attention.layers import TangentAttention
+from inline_attention.layers import InLineAttention, SoftmaxAttention, TangentAttention
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.linearize.convert import add_gains
 from inline_attention.ops import local_residual
@@ -343,12 +343,12 @@ def test_a_mask_over_keys_is_kept_and_others_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("beit_base_patch16_224", r"blocks\.0\.attn and 11 more \(Attention\): this module is not known"),
-        ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\(DiffAttention\)"),
-        ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\(DiffParallelScalingBlock\)"),
+        ("beit_base_patch16_224", r"blocks\.0\.attn and 11 more \(timm\.models\.beit\.Attention\): this module"),
+        ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\.DiffAttention\)"),
+        ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\.DiffParallelScalingBlock\)"),
         ("swinv2_tiny_window8_256", "WindowAttention"),
-        ("xcit_nano_12_p16_224", r"\(XCA\).*; cls_attn_blocks\.0\.attn and 1 more \(ClassAttn\)"),
-        ("vit_base_patch16_xp_224", r"blocks\.0 .*\(ParallelScalingBlock\)"),
+        ("xcit_nano_12_p16_224", r"\.XCA\).*; cls_attn_blocks\.0\.attn and 1 more \(timm\.models\.cait\.ClassAttn\)"),
+        ("vit_base_patch16_xp_224", r"blocks\.0 .*\.ParallelScalingBlock\)"),
         ("resnet18", "has no softmax attention that is known"),
     ],
 )
@@ -360,6 +360,18 @@ def test_unknown_attention_is_refused_before_anything_changes(name: str, message
         linearize(model)
     assert [type(module) for module in model.modules()] == kinds
     assert not hasattr(model, "linearization")
+
+
+def test_softmax_attention_of_another_class_is_refused_and_linear_attention_left_alone() -> None:
+    class Other(SoftmaxAttention):
+        """Not registered, and not called attention."""
+
+    model = nn.ModuleList([SoftmaxAttention(24, 2), InLineAttention(24, 2), Other(24, 2)])
+    with pytest.raises(ValueError, match=r"2 \(.*Other\): this module is not known"):
+        linearize(model)
+    report = linearize(model, keep_softmax="2")
+    actions = ["→ tangent, with residual", "left alone: it is not softmax attention", "kept"]
+    assert [layer.action for layer in report.layers] == actions
 
 
 def test_attention_between_other_tokens_is_refused() -> None:
@@ -413,9 +425,11 @@ def test_an_unknown_module_can_be_kept() -> None:
         (dict(feature_map="relu"), "tangent of softmax has none"),
         (dict(attention="inline", feature_map="cube"), "feature_map='cube' is unknown"),
         (dict(anchors=0), "anchors=0; expected 1 or more"),
+        (dict(anchors=2.0), "anchors=2.0; expected 1 or more, an integer"),
         (dict(attention="inline", anchors=4), "anchors=4: attention='inline' has none"),
         (dict(keep_softmax="auto:2"), "pass images="),
         (dict(keep_softmax="auto:x"), "such as 'auto:2'"),
+        (dict(keep_softmax=True), "keep_softmax=True; expected names, such as 'blocks.0.attn', or positions"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
@@ -430,6 +444,8 @@ def test_a_model_is_converted_once() -> None:
     linearize(model)
     with pytest.raises(ValueError, match="already linearised"):
         linearize(model)
+    with pytest.raises(ValueError, match=r"0\.blocks\.0\.attn .*a part of the model is linearised already: restore"):
+        linearize(nn.Sequential(model))
 
 
 class MyAttention(nn.Module):
@@ -448,7 +464,7 @@ class MyAttention(nn.Module):
 
 def test_a_module_of_ones_own_is_registered_by_one_function() -> None:
     model = nn.Sequential(MyAttention())
-    with pytest.raises(ValueError, match=r"0 \(MyAttention\): this module is not known"):
+    with pytest.raises(ValueError, match=r"0 \(.*MyAttention\): this module is not known"):
         linearize(model)
 
     @register(MyAttention)

@@ -108,6 +108,24 @@ def test_arguments_of_timm_with_one_value(name: str) -> None:
             timm.create_model(name, **shrunk(name), **{argument: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "inline_pvt_tiny",
+            dict(embed_dims=(8, 16)),
+            r"embed_dims=\(8, 16\) has 2 values; expected one for each stage",
+        ),
+        ("inline_swin_tiny", dict(num_heads=(3, 6)), r"num_heads=\(3, 6\) has 2 values; expected one for each stage"),
+        ("inline_cswin_tiny", dict(stripes=(1, 2)), r"stripes=\(1, 2\) has 2 values; expected one for each stage"),
+        ("inline_deit_tiny", dict(img_size=32.0), r"img_size=32\.0; expected a positive integer or a pair"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, options: dict, message: str) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        inline_attention.create_model(name, **options)
+
+
 # Running
 
 
@@ -166,6 +184,12 @@ def test_features_only(name: str) -> None:
         assert y.shape == (2, channels, math.ceil(65 / reduction), math.ceil(91 / reduction))
     chosen = timm.create_model(name, out_indices=(1,), **options)
     assert [y.shape for y in chosen(image(65, 91))] == [maps[1].shape]
+
+
+def test_features_of_a_pyramid_with_two_stages() -> None:
+    options = dict(depths=(1, 1), num_heads=(2, 4), attention="II", embed_dim=16, img_size=64)
+    model = timm.create_model("inline_swin_tiny", features_only=True, **options)
+    assert [y.shape[1:] for y in model(image())] == [(16, 16, 16), (32, 8, 8)]
 
 
 @every_distinct_model

@@ -221,6 +221,9 @@ def test_models_and_files_without_a_head(tmp_path):
 
     with pytest.raises(ValueError, match="has 0 classes and the model has 10"):
         load_weights(small(), features.state_dict())
+    wrapped = {f"model.{name}": tensor for name, tensor in other_state().items()}
+    with pytest.raises(ValueError, match=r"missing: cls_token, .* unexpected: model\.cls_token"):  # not about classes
+        load_weights(small(), wrapped)
     model = load_weights(small(), features.state_dict(), reset_head=True)
     assert torch.equal(model.head.weight, small().head.weight)
     assert torch.equal(model.pos_embed, other_state()["pos_embed"])

@@ -16,7 +16,7 @@ def describe(
     preprocessing: Mapping[str, Any] | None,
     multi_label: bool = False,
 ) -> dict[str, str]:
-    """Names and texts, the same in every format. Lists and booleans are JSON.
+    """The entries of the description, the same in every format. Lists and booleans are JSON.
 
     The images are prepared in timm's terms: resized with `interpolation`, by `crop_mode` to `input_size` divided by
     `crop_pct`, cropped at the centre, scaled to 0..1, less `mean`, divided by `std`.

@@ -23,7 +23,7 @@ def _write_hf(request: Request, path: Path) -> None:
 
 
 def _load_hf(path: Path, request: Request) -> Run:
-    return timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+    return timm.create_model(f"local-dir:{path}", pretrained=True).to(request.example.dtype).eval()
 
 
 HF = Route(

@@ -42,9 +42,8 @@ def evaluate(program: Any, image: Tensor) -> Tensor:
 
 def _constant(value: Any) -> Any:
     """Weights as tensors, everything else (axes, shapes, flags) as Python's numbers"""
-    array = torch.from_numpy(value.copy()) if hasattr(value, "ndim") and value.ndim > 0 else None
-    if array is not None:
-        return array
+    if getattr(value, "ndim", 0) > 0:
+        return torch.from_numpy(value.copy())
     return value.item() if hasattr(value, "item") else value
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from inline_attention.models.base import VisionModel, input_shape
+from inline_attention.models.base import VisionModel, input_shape, to_pair
 
 from .coreml_files import COREML
 from .describe import describe
@@ -43,7 +43,7 @@ def export_model(
     path: str | Path,
     *,
     format: Format = "onnx",
-    img_size: tuple[int, int] | None = None,
+    img_size: int | Sequence[int] | None = None,
     dynamic_batch: bool = False,
     dynamic_size: bool = False,
     class_names: Sequence[str] | None = None,
@@ -57,8 +57,8 @@ def export_model(
         path: of the file to write. "hf" and "coreml" write a folder, "openvino" a second file with the weights.
         format: one of `FORMATS`; docs/export.md says what each is for. "onnx", "openvino", "coreml", "litert" and
             "pt2-int8" need packages, which the error names.
-        img_size: (height, width) of the input. Default: the model's. With `dynamic_size` it is the size that the graph
-            is traced at, and no side may be smaller than the model's `minimum_size()`.
+        img_size: input size, an int or (height, width). Default: the model's. With `dynamic_size` it is the size that
+            the graph is traced at, and no side may be smaller than the model's `minimum_size()`.
         dynamic_batch: any number of images.
         dynamic_size: any height and width, from the model's `minimum_size()` on. Models of timm have one size.
         class_names: one name for each class, to be written into the file.
@@ -74,6 +74,8 @@ def export_model(
         raise ValueError(f"format={format!r}; expected one of {', '.join(FORMATS)}")
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before exporting it")
+    if next(model.parameters()).is_meta:
+        raise ValueError("the model is on the meta device, which holds no values: load its weights on the CPU first")
     route = ROUTES[format]
     if (dynamic_batch or dynamic_size) and not route.is_dynamic:
         able = ", ".join(name for name in FORMATS if ROUTES[name].is_dynamic)
@@ -84,13 +86,13 @@ def export_model(
     route.check_packages()
     path = Path(path)
     channels, *own_size = input_shape(model)
-    height, width = img_size or own_size
+    height, width = to_pair(own_size if img_size is None else img_size)
     covers = f"{'any number of' if dynamic_batch else '1'} × {channels} × "
     if dynamic_size:
         if not isinstance(model, VisionModel):
             raise ValueError(f"{type(model).__name__} is a model of timm, which is exported at one size")
         smallest = model.minimum_size()
-        if img_size is not None and min(img_size) < smallest:
+        if img_size is not None and min(height, width) < smallest:
             raise ValueError(
                 f"img_size={img_size}: a graph of this model with dynamic sizes begins at {smallest}, where every map "
                 "has more than one window; export smaller sizes one by one, without dynamic sizes"

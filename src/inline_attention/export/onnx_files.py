@@ -12,6 +12,8 @@ OPSET = 20
 
 
 def _write_onnx(request: Request, path: Path) -> None:
+    if request.example.dtype != torch.float32:  # onnxruntime lacks operations in the other types
+        raise ValueError(f"the model is in {request.example.dtype}; ONNX is written in float32: call model.float()")
     program = torch.onnx.export(
         request.program(),
         dynamo=True,

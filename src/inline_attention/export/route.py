@@ -1,4 +1,4 @@
-"""What every format has in common: the request, the route from a model to a file and back, the comparison."""
+"""What all formats share: the request, the route from a model to a file and back, and the comparison."""
 
 import contextlib
 import importlib.util
@@ -37,7 +37,7 @@ def _model(request: Request) -> Run:
 
 
 class Route(NamedTuple):
-    """One format. Its packages are looked for before anything is computed."""
+    """A format. Missing packages are an error before anything is computed."""
 
     write: Callable[[Request, Path], None]
     load: Callable[[Path, Request], Run]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from inline_attention.ops import Backend, linear_attention_projected
 
-# This factor cancels in the quotient, and turns the operation's 1e-6 into 1e-15. As a power of two, it loses no digit.
+# This factor cancels in the quotient, and turns the operation's 1e-6 into 1e-15. A power of two is exact.
 MAGNIFICATION = 2.0**30
 
 
@@ -57,7 +57,7 @@ def use_fused_attention(model: nn.Module, *, backend: Backend = "auto") -> int:
     ]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no SanaLinearAttnProcessor2_0; expected a SanaTransformer2DModel")
-    processor: Any = SanaLinearAttnProcessor(backend)  # any callable will do, whatever diffusers' annotation says
+    processor: Any = SanaLinearAttnProcessor(backend)  # diffusers calls any callable, but annotates its own classes
     for module in layers:
         module.set_processor(processor)
     return len(layers)

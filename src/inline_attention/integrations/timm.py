@@ -1,6 +1,6 @@
 """Linear attention as the `attn_layer` of timm's vision transformers, with options and by name.
 
-timm.create_model("vit_small_patch16_224", attn_layer=InLineAttention)  # needs nothing from here
+timm.create_model("vit_small_patch16_224", attn_layer=InLineAttention)  # a class works without this module
 timm.create_model("vit_small_patch16_224", attn_layer=partial(InLineAttention, feature_map="relu"))
 
 register()

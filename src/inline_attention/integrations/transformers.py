@@ -43,7 +43,7 @@ def inline_forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
 
 
 def tangent_forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The same around the mean query of each image and head"""
+    """As `inline_forward`, but expanded around the mean query of each image and head"""
     rows, options = _prepare("tangent", module, query, key, value, *args, **kwargs)
     return tangent_attention_projected(*rows, **options), None
 

@@ -2,7 +2,7 @@
 
 from inline_attention.layers.token_grid import GridSource
 
-from . import files, own_modules, timm_modules, torchvision_modules
+from . import files, own_modules, timm_modules, torchvision_modules  # noqa: F401 (they register themselves)
 from .calibration import Costs, LayerCost, calibrate, layer_costs
 from .convert import Layer, Linearization, Report, linearize, restore
 from .modules import FORMS, LinearizedAttention, register
@@ -17,12 +17,8 @@ __all__ = [
     "LinearizedAttention",
     "Report",
     "calibrate",
-    "files",
     "layer_costs",
     "linearize",
-    "own_modules",
     "register",
     "restore",
-    "timm_modules",
-    "torchvision_modules",
 ]

@@ -6,7 +6,7 @@ original model. So the layers do not depend on each other, and one pass measures
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,16 @@ class LayerFit:
     sums: Tensor  # (4, heads): Σ slope², Σ slope·rest, Σ rest² and Σ (softmax − its mean over the tokens)²
 
     def __call__(self, module: LinearizedAttention, call: Call) -> Tensor:
-        call = replace(call, local_weight=None, grid=None)  # softmax has no residual to compare with
-        softmax = module.softmax_form(call)
+        bare = call.without_residual()  # softmax has none, or the same
+        softmax = module.softmax_form(bare)
         out = softmax.double()
         ones = torch.ones(out.shape[2], device=out.device)
-        base, full = (module.linear_form(call, gain).double() for gain in (0 * ones, ones))
+        base, full = (module.linear_form(bare, gain).double() for gain in (0 * ones, ones))
         slope, rest, deviation = full - base, out - base, out - out.mean(1, keepdim=True)
         pairs = ((slope, slope), (slope, rest), (rest, rest), (deviation, deviation))
         sums = torch.stack([(a * b).sum((0, 1, 3)) for a, b in pairs])
         self.sums = self.sums + sums if hasattr(self, "sums") else sums
-        return softmax
+        return call.add_residual(softmax) if module.local_before == "present" else softmax
 
     def gain(self) -> Tensor:
         """The gain of each head with the least squared error; 1 if the head does not depend on it."""
@@ -186,8 +186,9 @@ def _fit(model: nn.Module, images: Images) -> dict[str, LayerFit]:
 
 def _batches(images: Images) -> list[Tensor]:
     batches = [images] if isinstance(images, Tensor) else list(images)
-    if not batches or not all(isinstance(batch, Tensor) and batch.ndim == 4 and len(batch) for batch in batches):
-        raise ValueError("images: expected a tensor (B, C, H, W), or batches of such tensors, with at least one image")
+    for batch in batches or [None]:
+        if not isinstance(batch, Tensor) or batch.ndim != 4 or len(batch) == 0 or not batch.is_floating_point():
+            raise ValueError("images: expected floats (B, C, H, W), or batches of them, with at least one image")
     return batches
 
 
@@ -210,7 +211,7 @@ def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str
     """The model's outputs for all images as rows in float64, with some of its attentions observed."""
     with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
         like = next(model.parameters())
-        outputs = [model(batch.to(like.device)) for batch in batches]
+        outputs = [model(batch.to(like)) for batch in batches]
     if not all(isinstance(output, Tensor) for output in outputs):
         raise ValueError(f"the model returns {type(outputs[0]).__name__}; expected one tensor for a batch of images")
     return torch.cat([output.flatten(1).double() for output in outputs])

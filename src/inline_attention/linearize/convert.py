@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from inline_attention.layers import LocalWeight
+from inline_attention.layers import Attention, LocalWeight
 from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
 
 from .modules import LEFT_ALONE, REGISTRY, LinearForm, LinearizedAttention
@@ -25,7 +25,7 @@ KeepSoftmax = str | int | Sequence[str | int] | None
 
 @dataclass
 class Layer:
-    """What was done to one attention module."""
+    """One attention module in the report of `linearize`."""
 
     name: str
     kind: str  # the class that it had
@@ -61,10 +61,8 @@ class Report:
         short = [layer for layer in self.linear() if not layer.saves_products]
         if short:
             channels = "channels in a head" if short[0].anchors == 1 else "anchors times channels in a head"
-            lines.append(
-                f"{len(short)} layers have no more tokens than {channels}. "
-                "In these layers the linear form saves no products."
-            )
+            layers = "1 layer has" if len(short) == 1 else f"{len(short)} layers have"
+            lines.append(f"{layers} no more tokens than {channels}. There the linear form saves no products.")
         return "\n".join(lines)
 
 
@@ -195,7 +193,7 @@ def linearized_modules(model: nn.Module) -> dict[str, LinearizedAttention]:
 
 
 def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
-    """The names and positions, and the K of "auto:K" """
+    """The names and positions to keep, and K of "auto:K" (0 without it)."""
     if keep_softmax is None:
         return [], 0
     if isinstance(keep_softmax, str) and keep_softmax.startswith("auto"):
@@ -203,7 +201,10 @@ def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
         if match is None:
             raise ValueError(f"keep_softmax={keep_softmax!r}; expected the number of layers to keep, such as 'auto:2'")
         return [], int(match[1])
-    return [keep_softmax] if isinstance(keep_softmax, str | int) else list(keep_softmax), 0
+    wanted = [keep_softmax] if isinstance(keep_softmax, str | int) else list(keep_softmax)
+    if not all(type(want) in (str, int) for want in wanted):  # not bool
+        raise ValueError(f"keep_softmax={keep_softmax!r}; expected names, such as 'blocks.0.attn', or positions")
+    return wanted, 0
 
 
 def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool) -> list[_Found | Layer]:
@@ -223,7 +224,6 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
         if module in seen:
             return False
         seen.add(module)
-        kind = type(module).__name__
         if (adapter := REGISTRY.get(type(module))) is not None:
             source = next(filter(None, map(adapter.grid_source, ancestors)), None)
             has_residual = local_residual and adapter.has_map(module)
@@ -234,8 +234,11 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
             if reason is not None:
                 problems[name] = reason
             return True
-        if (why := next((why for cls, why in LEFT_ALONE.items() if isinstance(module, cls)), None)) is not None:
-            attentions[name] = Layer(name, kind, why)
+        if (why := next((LEFT_ALONE[cls] for cls in type(module).__mro__ if cls in LEFT_ALONE), None)) is not None:
+            attentions[name] = Layer(name, type(module).__name__, why)
+            return True
+        if isinstance(module, LinearizedAttention):
+            attentions[name], problems[name] = None, "a part of the model is linearised already: restore that part"
             return True
         inside = [
             visit(f"{name}.{child_name}" if name else child_name, child, [module, *ancestors])
@@ -269,14 +272,15 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
 
 
 def _listed(model: nn.Module, problems: Mapping[str, str]) -> str:
-    """Modules of one class with one problem together: "blocks.0.attn and 11 more (XCA): this module is not known" """
-    groups: dict[tuple[str, str], list[str]] = {}
+    """Modules of one class and problem together: "blocks.0.attn and 11 more (timm.models.xcit.XCA): …" """
+    groups: dict[tuple[type[nn.Module], str], list[str]] = {}
     for name, problem in problems.items():
-        groups.setdefault((type(model.get_submodule(name)).__name__, problem), []).append(name)
+        groups.setdefault((type(model.get_submodule(name)), problem), []).append(name)
     words = []
-    for (kind, problem), names in groups.items():
+    for (cls, problem), names in groups.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        words.append(f"{names[0]}{more} ({kind}): {problem}")
+        # With its package, because many of timm's modules have a class `Attention` of their own.
+        words.append(f"{names[0]}{more} ({cls.__module__}.{cls.__qualname__}): {problem}")
     return "; ".join(words)
 
 
@@ -284,7 +288,8 @@ def _looks_like_attention(module: nn.Module) -> bool:
     """Whether the class is named so, or drops attention weights: a block may compute attention by itself."""
     if isinstance(module, nn.Identity | nn.Dropout):
         return False
-    return bool(re.search("attention|attn", type(module).__name__, re.IGNORECASE)) or hasattr(module, "attn_drop")
+    is_named_so = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
+    return is_named_so or hasattr(module, "attn_drop") or isinstance(module, Attention)
 
 
 def _why_no_grid(source: GridSource | None, ancestors: list[nn.Module]) -> str | None:

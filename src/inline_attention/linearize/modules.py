@@ -55,8 +55,8 @@ class LinearForm(NamedTuple):
     def parse(cls, attention: str, feature_map: str | None, anchors: int = 1) -> "LinearForm":
         if attention not in FORMS:
             raise ValueError(f"attention={attention!r} is unknown; expected one of {', '.join(FORMS)}")
-        if anchors < 1:
-            raise ValueError(f"anchors={anchors}; expected 1 or more")
+        if not isinstance(anchors, int) or anchors < 1:
+            raise ValueError(f"anchors={anchors}; expected 1 or more, an integer")
         if anchors > 1 and attention != TANGENT:
             raise ValueError(f"anchors={anchors}: attention={attention!r} has none. Choose attention='tangent'")
         if attention == TANGENT:
@@ -99,6 +99,18 @@ class Call:
         tokens = inside if self.token_mask is None else inside & self.token_mask
         queries = inside if self.query_mask is None else inside & self.query_mask
         return replace(self, regions=None, token_mask=tokens, query_mask=queries)
+
+    def without_residual(self) -> "Call":
+        return replace(self, local_weight=None, grid=None, num_prefix_tokens=0)
+
+    def add_residual(self, out: Tensor) -> Tensor:
+        """An output (B, Nq, heads, d) with the local residual of this call, if there is one."""
+        if self.local_weight is None:
+            return out
+        assert self.grid is not None
+        options: dict[str, Any] = dict(grid=self.grid, num_prefix_tokens=self.num_prefix_tokens)
+        local = local_residual(unstack(self.projections)[2], self.local_weight, token_mask=self.token_mask, **options)
+        return zero_absent(out + local, self.query_mask)
 
 
 class LinearizedAttention(nn.Module):
@@ -229,17 +241,11 @@ class LinearizedAttention(nn.Module):
 
     def piecewise_form(self, call: Call, gain: Tensor | None) -> Tensor:
         """The tangent around several anchors. The local residual is added once for all of them."""
-        q, _, v = unstack(call.projections)
-        apart = replace(call, local_weight=None, grid=None, num_prefix_tokens=0)
+        bare, q = call.without_residual(), unstack(call.projections)[0]
         out = expand_at_anchors(
-            lambda anchor: self.one_expansion(apart, gain, anchor), q, call.query_mask, count=self.form.anchors
+            lambda anchor: self.one_expansion(bare, gain, anchor), q, call.query_mask, count=self.form.anchors
         )
-        if call.local_weight is None:
-            return out
-        assert call.grid is not None
-        layout: dict[str, Any] = dict(grid=call.grid, num_prefix_tokens=call.num_prefix_tokens)
-        local = local_residual(v, call.local_weight, token_mask=call.token_mask, **layout)
-        return zero_absent(out + local, call.query_mask)
+        return call.add_residual(out)
 
     def one_expansion(self, call: Call, gain: Tensor | None, anchor: Tensor | None = None) -> Tensor:
         """A call without regions, of all queries around one anchor (B, 1, heads, d); None: the form's own."""
@@ -277,7 +283,7 @@ class LinearizedAttention(nn.Module):
         return out
 
     def softmax_form(self, call: Call) -> Tensor:
-        """The same call as the module computed it before it was converted, without a local residual."""
+        """The same call as the module computed it before it was converted. It may have had a local residual then."""
         q, k, v = (rows.transpose(1, 2) for rows in unstack(call.projections))
         mask: Tensor | None = None
         if call.token_mask is not None:
@@ -289,7 +295,8 @@ class LinearizedAttention(nn.Module):
             bias = call.bias[None].to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(q.dtype).min)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale).transpose(1, 2)
-        return zero_absent(out, call.query_mask)
+        out = zero_absent(out, call.query_mask)
+        return call.add_residual(out) if self.local_before == "present" else out
 
     # The linear form written out as a matrix, O(N²). Analyses and tests use it; models do not.
 
@@ -323,7 +330,7 @@ class LinearizedAttention(nn.Module):
             grid, num_prefix_tokens = token_map
 
         local: tuple[LocalTerm, ...] = ()
-        of_mean: Tensor | float = 0.0  # what the residual makes of the part of v that the gain leaves out
+        of_mean: Tensor | float = 0.0  # the residual of the part of v that the gain removes
         if call.local_weight is not None:
             taps = call.local_weight
             if gain is not None and self.form.attention != TANGENT:
@@ -396,7 +403,7 @@ class LinearizedAttention(nn.Module):
     def _observed_by(
         self, observer: "Callable[[LinearizedAttention, Call], Tensor]", *args: Any, **kwargs: Any
     ) -> Tensor:
-        """`forward` with another observer; what the module returns first."""
+        """The output of `forward` with another observer. Modules that also return weights have it first."""
         before, self.observer = self.observer, observer
         try:
             out = self.forward(*args, **kwargs)
@@ -435,7 +442,8 @@ def bias_term(bias: Tensor, v: Tensor, shares: Tensor | None, call: Call) -> Ten
 # The modules that are known.
 
 REGISTRY: dict[type[nn.Module], type[LinearizedAttention]] = {}
-LEFT_ALONE: dict[type[nn.Module], str] = {}  # attentions that are not replaced, their subclasses too, and why
+# Why attentions of a class and its subclasses are not replaced. None: subclasses that are not registered are unknown.
+LEFT_ALONE: dict[type[nn.Module], str | None] = {}
 
 LinearizedT = TypeVar("LinearizedT", bound=type[LinearizedAttention])
 

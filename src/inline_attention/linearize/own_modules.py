@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inline_attention.layers import Attention, MappedSoftmaxAttention, SoftmaxAttention
+from inline_attention.layers import Attention, LocalSoftmaxAttention, MappedSoftmaxAttention, SoftmaxAttention
 from inline_attention.models import cswin, pvt, swin
 from inline_attention.ops import Grid
 from inline_attention.ops.feature_maps import get_feature_map
@@ -14,11 +14,11 @@ from inline_attention.ops.reference import zero_absent
 
 from .modules import LEFT_ALONE, Call, LinearizedAttention, number_regions, register
 
-LEFT_ALONE[Attention] = "left alone: it is not softmax attention"
+LEFT_ALONE.update({Attention: "left alone: it is not softmax attention", SoftmaxAttention: None})
 
 
 class OwnAttention(LinearizedAttention):
-    """What this library's attentions share. The module's own φ, if it has one, is applied to queries and keys first."""
+    """The base of this library's attentions. If a module has a φ, it is applied to queries and keys first."""
 
     gets_grid = True
 
@@ -58,16 +58,21 @@ class PlainAttention(OwnAttention):
 
 @register(SoftmaxAttention)
 class LinearizedSoftmaxAttention(PlainAttention, SoftmaxAttention):
-    """Of DeiT."""
+    """DeiT's softmax attention."""
 
 
 @register(MappedSoftmaxAttention)
 class LinearizedMappedSoftmaxAttention(PlainAttention, MappedSoftmaxAttention):
-    """Of DeiT, with φ."""
+    """DeiT's softmax attention with φ."""
+
+
+@register(LocalSoftmaxAttention)
+class LinearizedLocalSoftmaxAttention(PlainAttention, LocalSoftmaxAttention):
+    """Softmax attention with a local residual, which is kept as it is."""
 
 
 class ReducedAttention(OwnAttention):
-    """Keys of a reduced map are not the queries' tokens."""
+    """Keys from a reduced map. They are not the queries' tokens, so there is no local residual."""
 
     @classmethod
     def has_map(cls, module: Any) -> bool:
@@ -75,7 +80,10 @@ class ReducedAttention(OwnAttention):
 
 
 class StripeAttention(OwnAttention):
-    """Stripes have a positional convolution of v already. Each direction is a call, with half of the heads."""
+    """Stripes, which have a positional convolution of v and get no other residual.
+
+    Each direction is a call with half of the heads.
+    """
 
     @classmethod
     def num_gains(cls, module: Any) -> int:
@@ -88,26 +96,26 @@ class StripeAttention(OwnAttention):
 
 @register(pvt.ReducedSoftmaxAttention)
 class LinearizedReducedSoftmaxAttention(ReducedAttention, pvt.ReducedSoftmaxAttention):
-    """Of PVT."""
+    """PVT's softmax attention with reduced keys."""
 
 
 @register(pvt.MappedReducedSoftmaxAttention)
 class LinearizedMappedReducedSoftmaxAttention(ReducedAttention, pvt.MappedReducedSoftmaxAttention):
-    """Of PVT, with φ."""
+    """PVT's softmax attention with reduced keys and φ."""
 
 
 @register(cswin.StripeAttention)
 class LinearizedStripeAttention(StripeAttention, cswin.StripeAttention):
-    """Of CSwin."""
+    """CSwin's softmax attention in stripes."""
 
 
 @register(cswin.MappedStripeAttention)
 class LinearizedMappedStripeAttention(StripeAttention, cswin.MappedStripeAttention):
-    """Of CSwin, with φ."""
+    """CSwin's softmax attention in stripes, with φ."""
 
 
 class WindowAttention(OwnAttention):
-    """Windows with a bias of relative positions, kept to first order."""
+    """Windows. Their bias of relative positions is kept to first order."""
 
     @classmethod
     def num_tokens(cls, module: Any) -> int:
@@ -141,9 +149,9 @@ class WindowAttention(OwnAttention):
 
 @register(swin.WindowSoftmaxAttention)
 class LinearizedWindowSoftmaxAttention(WindowAttention, swin.WindowSoftmaxAttention):  # type: ignore[misc]
-    """Of Swin."""
+    """Swin's softmax attention in windows."""
 
 
 @register(swin.MappedWindowSoftmaxAttention)
 class LinearizedMappedWindowSoftmaxAttention(WindowAttention, swin.MappedWindowSoftmaxAttention):  # type: ignore[misc]
-    """Of Swin, with φ."""
+    """Swin's softmax attention in windows, with φ."""

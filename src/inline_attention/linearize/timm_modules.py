@@ -27,7 +27,7 @@ LEFT_ALONE.update(
 
 
 class TimmAttention(LinearizedAttention):
-    """What the vision transformers' attentions share: norms of q and k, a norm and a gate of the output."""
+    """The base of the vision transformers' attentions: norms of q and k, a norm and a gate of the output."""
 
     @classmethod
     def grid_source(cls, ancestor: Any) -> GridSource | None:
@@ -132,7 +132,7 @@ class LinearizedWindowAttention(LinearizedAttention, swin_transformer.WindowAtte
 
 @register(pvt_v2.Attention)
 class LinearizedReducedAttention(LinearizedAttention, pvt_v2.Attention):
-    """PVT-v2. If keys come from a reduced map, there are fewer keys than queries, and no local residual."""
+    """The attention of PVT-v2. With reduced keys there are fewer keys than queries, and no local residual."""
 
     gets_grid = True
 

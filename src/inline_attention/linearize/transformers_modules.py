@@ -1,4 +1,4 @@
-"""The attention modules of transformers' ViT, DINOv2 and SigLIP. Imported only where transformers is in use.
+"""The attention modules of transformers' ViT, DINOv2 and SigLIP. Imported only if transformers is.
 
 Their `forward` looks up the attention function by the name in their configuration. A converted module keeps its
 `forward` and gets a copy of the configuration that names the function below.
@@ -76,14 +76,14 @@ LEFT_ALONE[modeling_siglip.SiglipMultiheadAttentionPoolingHead] = "softmax, left
 
 @register(VIT)
 class LinearizedViT(TransformersAttention, VIT):  # type: ignore[misc, valid-type]
-    """Of ViT."""
+    """The attention of ViT."""
 
 
 @register(DINOV2)
 class LinearizedDinov2(TransformersAttention, DINOV2):  # type: ignore[misc, valid-type]
-    """Of DINOv2 without registers."""
+    """The attention of DINOv2 without registers."""
 
 
 @register(modeling_siglip.SiglipAttention)
 class LinearizedSiglip(TransformersAttention, modeling_siglip.SiglipAttention):
-    """Of SigLIP's vision tower."""
+    """The attention of SigLIP."""

@@ -175,9 +175,8 @@ def _fetch(url: str, path: Path, *, label: str, progress: bool) -> str:
 def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     while True:
         try:
-            chunk = response.read1(
-                _CHUNK
-            )  # returns the bytes that are there, so a slow server cannot delay the check of the deadline
+            # Returns the bytes that have arrived, so a slow server cannot delay the check of the deadline.
+            chunk = response.read1(_CHUNK)
         except (OSError, http.client.HTTPException) as error:
             raise ConnectionError(f"the connection was cut: {error or type(error).__name__}") from error
         if not chunk:

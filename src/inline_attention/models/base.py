@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -26,10 +27,19 @@ Part = tuple[str, list[nn.Module | nn.Parameter], Callable[[Tensor], Tensor]]
 
 def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
     """(height, width) of a side or a pair. `name` is used in errors."""
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
         raise ValueError(f"{name}={size!r}; expected a positive integer or a pair (height, width) of them")
     return pair[0], pair[1]
+
+
+def check_stages(depths: Sequence[int], **by_stage: Sequence[Any]) -> None:
+    """ValueError for an argument that lacks the value of a stage."""
+    for name, values in by_stage.items():
+        if len(values) < len(depths):
+            raise ValueError(
+                f"{name}={values!r} has {len(values)} values; expected one for each stage, depths={depths!r}"
+            )
 
 
 def ceil_grid(size: Grid, stride: int) -> Grid:
@@ -44,20 +54,24 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
     return [[next(rates) for _ in range(depth)] for depth in depths]
 
 
-def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """Reshape a parameter of an official attention module for our own module. `name` is its name there.
+def adapt_attention(name: str, value: Tensor, own: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    """Adapts a parameter of an official attention module to ours; any other is returned as it is.
 
-    The official kernel generator is a grouped 1×1 convolution, with parameters (out, in, 1) and (out,). Learned
-    positions are resized to the model's map.
+    The official kernel generator is a sequence of grouped 1×1 convolutions, with parameters (out, in, 1) and (out,).
+    Learned positions are resized to the model's map.
+
+    Args:
+        name: its name in our model, up to the kernel generator.
+        own: the parameters of our model, by name.
     """
+    name = re.sub(r"\.attns?\.(?:\d+\.)?residual\.0\.", ".attn.local.fc1.", name)
+    name = re.sub(r"\.attns?\.(?:\d+\.)?residual\.2\.", ".attn.local.fc2.", name)
     parameter = own.get(name)
-    if parameter is None:
-        return value
-    if ".local." in name and value.numel() == parameter.numel():
-        return value.reshape(parameter.shape)
-    if name.endswith(".position_map") and value.ndim == 4:
-        return resize_map(value, (parameter.shape[1], parameter.shape[2]), mode="bicubic")
-    return value
+    if parameter is not None and ".attn.local." in name and value.numel() == parameter.numel():
+        value = value.reshape(parameter.shape)
+    elif parameter is not None and name.endswith(".position_map") and value.ndim == 4:
+        value = resize_map(value, (parameter.shape[1], parameter.shape[2]), mode="bicubic")
+    return name, value
 
 
 def unflatten_positions(name: str, value: Tensor, grid: Grid) -> Tensor:
@@ -75,7 +89,7 @@ def check_image(x: Tensor, in_chans: int) -> None:
         raise ValueError(f"the image has shape {tuple(x.shape)}; expected (B, {in_chans}, H, W)")
 
 
-torch.fx.wrap("check_image")  # a node of its own for torch.fx, which cannot look at shapes
+torch.fx.wrap("check_image")  # torch.fx records a call: it cannot branch on shapes
 
 
 class VisionModel(nn.Module):
@@ -85,8 +99,10 @@ class VisionModel(nn.Module):
     raise NotImplementedError. Weights, export, profile and the commands need nothing else from it.
     """
 
-    checkpoint_names: ClassVar[str]  # a pattern that only names of this family's weights match, official or own
+    checkpoint_names: ClassVar[str]  # regular expression of names that only this family's weights have, official or own
     layers_name: ClassVar[str]  # the attribute with the layers that `prune_intermediate_layers` removes
+    pools: ClassVar[tuple[str, ...]]  # values of `global_pool`
+    out_indices: ClassVar[int | None] = None  # features of `features_only=True`: the last n, or None for all
     num_classes: int
     in_chans: int
     img_size: Grid
@@ -156,7 +172,7 @@ class VisionModel(nn.Module):
     def minimum_size(self) -> int:
         """The smallest side of an image that one exported graph with dynamic sizes serves.
 
-        A graph has one path. If the blocks of a family take another path on small maps, this is the size above them.
+        A graph has one path. A family whose blocks take another path on small maps returns the first size above those.
         """
         return 32
 
@@ -235,7 +251,8 @@ class VisionModel(nn.Module):
             self.reset_classifier(num_classes, global_pool)
 
     def check_global_pool(self, global_pool: str) -> None:
-        raise NotImplementedError
+        if global_pool not in self.pools:
+            raise ValueError(f"global_pool={global_pool!r}; expected {' or '.join(map(repr, self.pools))}")
 
     def forward_features(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -290,6 +307,7 @@ class PyramidModel(VisionModel):
 
     output_fmt = "NHWC"
     layers_name = "stages"
+    pools = ("avg", "")
     stages: nn.ModuleList
 
     def __init__(self, dims: Sequence[int], **kwargs: Any) -> None:
@@ -313,10 +331,6 @@ class PyramidModel(VisionModel):
         self.img_size = to_pair(img_size)
         for stage, block in self.modules_by_stage(Block):
             block.attn.set_grid(self.stage_grid(stage))
-
-    def check_global_pool(self, global_pool: str) -> None:
-        if global_pool not in ("", "avg"):
-            raise ValueError(f"global_pool={global_pool!r}; expected 'avg' or '' (none)")
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         blocks = [(r"^stages\.(\d+)\.(?:downsample|pos_embed)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from . import schema
 from ._checkpoint import Checkpoint, open_checkpoint, read_metadata
-from ._download import atomic_path, local_path
+from ._download import local_path
 from .base import VisionModel
-from .weights import kept_weights, num_elements, restore, save_weights
+from .weights import kept_weights, num_elements, restore, save_weights, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ def average(sources: Sequence[Path], target: Path) -> Path:
     Integers, such as the counters of batch norm, are those of the last file. Raises ValueError if the files are of
     different models.
     """
+    compared = [schema.ARCHITECTURE, schema.ARGUMENTS, schema.CHANGES, schema.CLASS_NAMES, schema.MULTI_LABEL]
+    compared += [schema.TASK, *schema.CONVERSIONS]
     metadata: dict[str, str] = {}
     sums: dict[str, Tensor] = {}
     types: dict[str, torch.dtype] = {}
@@ -69,7 +70,7 @@ def average(sources: Sequence[Path], target: Path) -> Path:
         about, tensors = read_metadata(path), open_checkpoint(path).state_dict
         if number == 0:
             metadata, types = about, {name: tensor.dtype for name, tensor in tensors.items()}
-        for key in (schema.ARCHITECTURE, schema.ARGUMENTS, schema.CLASS_NAMES, schema.MULTI_LABEL):
+        for key in compared:
             if about.get(key) != metadata.get(key):
                 raise ValueError(f"{path} has another {key} than {sources[0]}: only files of one model have a mean")
         if number and {name: tensor.shape for name, tensor in tensors.items()} != {n: t.shape for n, t in sums.items()}:
@@ -85,6 +86,4 @@ def average(sources: Sequence[Path], target: Path) -> Path:
         for name, value in sums.items()
     }
     metadata["averaged_from"] = json.dumps([path.name for path in sources])
-    with atomic_path(target) as temporary:
-        save_file(means, temporary, metadata=metadata)
-    return target
+    return write_safetensors(means, target, metadata=metadata)

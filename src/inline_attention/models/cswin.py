@@ -27,9 +27,9 @@ from inline_attention.ops import Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
-from . import registry
-from .base import PyramidModel, Stage, StateDict, adapt_attention, drop_path_rates
+from .base import PyramidModel, Stage, StateDict, adapt_attention, check_stages, drop_path_rates
 from .published import PUBLISHED, Published, share_link
+from .registry import build, register_family
 
 
 class StripeAttention(SoftmaxAttention):
@@ -54,14 +54,12 @@ class StripeAttention(SoftmaxAttention):
         self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
     ) -> Tensor:
         assert local_weight is None
-        windows: list[Grid | None] = [None]
-        if self.stripe is not None:
-            windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
         q, k, v = unstack(projections)
         v = zero_absent(v, token_mask)  # the positional convolution reads beyond the border
-        if len(windows) == 1:  # some converters cannot read a split into one part
+        if self.stripe is None:
             return self.attend_branch(q, k, v, None, self.positions[0], grid=grid, token_mask=token_mask)
-        branches = zip(*(x.chunk(len(windows), dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
+        windows = [(grid[0], self.stripe), (self.stripe, grid[1])]
+        branches = zip(*(x.chunk(2, dim=2) for x in (q, k, v)), windows, self.positions, strict=True)
         out = [self.attend_branch(*branch, grid=grid, token_mask=token_mask) for branch in branches]
         return torch.cat(out, dim=2)
 
@@ -198,6 +196,7 @@ class CSwin(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        check_stages(depths, num_heads=num_heads, stripes=stripes)
         dims = [embed_dim * 2**i for i in range(len(depths))]
         super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         choices: dict[str, Any] = dict(
@@ -240,31 +239,26 @@ class CSwin(PyramidModel):
             name = re.sub(r"^merge(\d)\.", lambda m: f"stages.{m[1]}.downsample.", name)
             name = re.sub(r"^stage(\d)\.(\d+)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}.", name)
             name = re.sub(r"(blocks\.\d+\.)(qkv|proj)\.", r"\1attn.\2.", name)
-            name = re.sub(r"\.attns\.\d+\.residual\.0\.", ".attn.local.fc1.", name)
-            name = re.sub(r"\.attns\.\d+\.residual\.2\.", ".attn.local.fc2.", name)
             if match := re.search(r"\.attns\.(\d+)\.get_v\.(weight|bias)$", name):
                 block = name[: match.start()]
                 linear = f"{block}.attn.position.{match[2]}"
                 name = linear if linear in own else f"{block}.attn.positions.{match[1]}.{match[2]}"
-            if ".attn." in name:
-                value = adapt_attention(name, value, own)
+            name, value = adapt_attention(name, value, own)
             out[name] = value
         return out
 
 
-PUBLISHED.update(
-    {
-        "inline_cswin_tiny": Published(83.2, share_link("49fa2ecc543647c4b970")),
-        "inline_cswin_small": Published(83.8, share_link("59f4e65f776f4052b93c")),
-        "inline_cswin_base": Published(84.5, share_link("91e17121df284ae38521")),
-        "inline_cswin_base_384": Published(85.7),
-        "softmax_cswin_tiny": Published(82.7),
-        "softmax_cswin_small": Published(83.6),
-        "softmax_cswin_base": Published(84.2),
-    }
-)
+PUBLISHED |= {
+    "inline_cswin_tiny": Published(83.2, share_link("49fa2ecc543647c4b970")),
+    "inline_cswin_small": Published(83.8, share_link("59f4e65f776f4052b93c")),
+    "inline_cswin_base": Published(84.5, share_link("91e17121df284ae38521")),
+    "inline_cswin_base_384": Published(85.7),
+    "softmax_cswin_tiny": Published(82.7),
+    "softmax_cswin_small": Published(83.6),
+    "softmax_cswin_base": Published(84.2),
+}
 
-default_cfgs = registry.default_cfgs(
+default_cfgs = register_family(
     CSwin,
     *(f"{kind}_cswin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_cswin_base_384",
@@ -275,52 +269,45 @@ _TINY = dict(embed_dim=64, num_heads=(2, 4, 8, 16))
 _BASE = dict(embed_dim=96, num_heads=(4, 8, 16, 32))
 
 
-def _cswin(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> CSwin:
-    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
-    return registry.build(CSwin, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
-
-
 @register_model
 def inline_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-T."""
-    return _cswin("inline_cswin_tiny", pretrained, kwargs, depths=(2, 4, 18, 1), **_TINY)
+    return build(CSwin, "inline_cswin_tiny", pretrained, kwargs, depths=(2, 4, 18, 1), **_TINY)
 
 
 @register_model
 def inline_cswin_small(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-S."""
-    return _cswin("inline_cswin_small", pretrained, kwargs, depths=(3, 6, 29, 2), **_TINY)
+    return build(CSwin, "inline_cswin_small", pretrained, kwargs, depths=(3, 6, 29, 2), **_TINY)
 
 
 @register_model
 def inline_cswin_base(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-B."""
-    return _cswin("inline_cswin_base", pretrained, kwargs, depths=(3, 6, 29, 2), **_BASE)
+    return build(CSwin, "inline_cswin_base", pretrained, kwargs, depths=(3, 6, 29, 2), **_BASE)
 
 
 @register_model
 def inline_cswin_base_384(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """InLine-CSwin-B at 384, stripes of 12."""
-    architecture = dict(depths=(3, 6, 29, 2), stripes=(1, 2, 12, 12), **_BASE)
-    return _cswin("inline_cswin_base_384", pretrained, kwargs, **architecture)
+    return build(
+        CSwin, "inline_cswin_base_384", pretrained, kwargs, depths=(3, 6, 29, 2), stripes=(1, 2, 12, 12), **_BASE
+    )
 
 
 @register_model
 def softmax_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """CSwin-T, the softmax baseline."""
-    architecture = dict(attention="softmax", depths=(1, 2, 21, 1), **_TINY)
-    return _cswin("softmax_cswin_tiny", pretrained, kwargs, **architecture)
+    return build(CSwin, "softmax_cswin_tiny", pretrained, kwargs, attention="softmax", depths=(1, 2, 21, 1), **_TINY)
 
 
 @register_model
 def softmax_cswin_small(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """CSwin-S, the softmax baseline."""
-    architecture = dict(attention="softmax", depths=(2, 4, 32, 2), **_TINY)
-    return _cswin("softmax_cswin_small", pretrained, kwargs, **architecture)
+    return build(CSwin, "softmax_cswin_small", pretrained, kwargs, attention="softmax", depths=(2, 4, 32, 2), **_TINY)
 
 
 @register_model
 def softmax_cswin_base(pretrained: bool = False, **kwargs: Any) -> CSwin:
     """CSwin-B, the softmax baseline."""
-    architecture = dict(attention="softmax", depths=(2, 4, 32, 2), **_BASE)
-    return _cswin("softmax_cswin_base", pretrained, kwargs, **architecture)
+    return build(CSwin, "softmax_cswin_base", pretrained, kwargs, attention="softmax", depths=(2, 4, 32, 2), **_BASE)

@@ -18,7 +18,6 @@ from inline_attention.layers.padding import own_tokens, resize_map_for_each, siz
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
 from inline_attention.ops import Grid
 
-from . import registry
 from .base import (
     Part,
     StateDict,
@@ -30,9 +29,10 @@ from .base import (
     unflatten_positions,
 )
 from .published import PUBLISHED, Published, share_link
+from .registry import build, register_family
 from .shipped import SHIPPED
 
-torch.fx.wrap("resize_map")  # a node of its own for torch.fx: what it does depends on sizes
+torch.fx.wrap("resize_map")  # torch.fx records a call: what it computes depends on sizes
 
 
 class DeiT(VisionModel):
@@ -60,6 +60,8 @@ class DeiT(VisionModel):
 
     checkpoint_names = r"cls_token|blocks\.0\."
     layers_name = "blocks"
+    pools = ("token", "avg", "")
+    out_indices = 3
     num_prefix_tokens = 1
     norm_eps = 1e-6
 
@@ -111,10 +113,6 @@ class DeiT(VisionModel):
         self.norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
         self.build_head(num_classes, drop_rate)
         self.init_weights()
-
-    def check_global_pool(self, global_pool: str) -> None:
-        if global_pool not in ("", "token", "avg"):
-            raise ValueError(f"global_pool={global_pool!r}; expected 'token', 'avg' or '' (none)")
 
     def no_weight_decay(self) -> set[str]:
         return {"pos_embed", "cls_token"}
@@ -225,10 +223,8 @@ class DeiT(VisionModel):
         own = self.state_dict(keep_vars=True)
         out = {}
         for name, value in state_dict.items():
-            name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
-            if ".attn." in name:
-                value = adapt_attention(name, value, own)
-            elif name == "pos_embed":
+            name, value = adapt_attention(name, value, own)
+            if name == "pos_embed":
                 prefix, rest = value.split([self.num_prefix_tokens, value.shape[1] - self.num_prefix_tokens], dim=1)
                 source = ceil_grid(self.source_size(img_size), self.patch_size)
                 if img_size is None and rest.shape[1] == self.grid[0] * self.grid[1]:
@@ -239,27 +235,23 @@ class DeiT(VisionModel):
         return out
 
 
-PUBLISHED.update(
-    {
-        "inline_deit_tiny": Published(74.5, share_link("1d6b8191ad6d4114b291")),
-        "inline_deit_small": Published(80.2, share_link("2f3898b07e9247f3beb3")),
-        "inline_deit_base": Published(82.3, share_link("10bdd726d4b0435eb34e")),
-        "softmax_deit_tiny": Published(72.2),
-        "softmax_deit_small": Published(79.8),
-        "softmax_deit_base": Published(81.8),
-    }
-)
+PUBLISHED |= {
+    "inline_deit_tiny": Published(74.5, share_link("1d6b8191ad6d4114b291")),
+    "inline_deit_small": Published(80.2, share_link("2f3898b07e9247f3beb3")),
+    "inline_deit_base": Published(82.3, share_link("10bdd726d4b0435eb34e")),
+    "softmax_deit_tiny": Published(72.2),
+    "softmax_deit_small": Published(79.8),
+    "softmax_deit_base": Published(81.8),
+}
 
-default_cfgs = registry.default_cfgs(
-    DeiT, "inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base"
-)
-default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_small", input_size=288)
-default_cfgs |= registry.default_cfgs(DeiT, "inline_deit_base", input_size=448)
+default_cfgs = register_family(DeiT, "inline_deit_tiny", "softmax_deit_tiny", "softmax_deit_small", "softmax_deit_base")
+default_cfgs |= register_family(DeiT, "inline_deit_small", input_size=288)
+default_cfgs |= register_family(DeiT, "inline_deit_base", input_size=448)
 
 # The small models whose weights come with the package. Their MLP ratios make up for the parameters of the local
 # residual, so that all have the same number of parameters.
 STUDY: dict[str, Any] = dict(img_size=64, num_classes=100, patch_size=4, embed_dim=160, depth=7, num_heads=5)
-default_cfgs |= registry.default_cfgs(
+default_cfgs |= register_family(
     DeiT,
     *SHIPPED,
     tag="tiny_imagenet_100c",
@@ -272,51 +264,46 @@ default_cfgs |= registry.default_cfgs(
 )
 
 
-def _deit(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> DeiT:
-    out_indices = kwargs.pop("out_indices", 3)
-    return registry.build(DeiT, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
-
-
 @register_model
 def inline_deit_tiny(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """InLine-DeiT-T at 224."""
-    return _deit("inline_deit_tiny", pretrained, kwargs, embed_dim=192, num_heads=6)
+    return build(DeiT, "inline_deit_tiny", pretrained, kwargs, embed_dim=192, num_heads=6)
 
 
 @register_model
 def inline_deit_small(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """InLine-DeiT-S at 288."""
-    return _deit("inline_deit_small", pretrained, kwargs, embed_dim=320, num_heads=10)
+    return build(DeiT, "inline_deit_small", pretrained, kwargs, embed_dim=320, num_heads=10)
 
 
 @register_model
 def inline_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """InLine-DeiT-B at 448."""
-    return _deit("inline_deit_base", pretrained, kwargs, embed_dim=384, num_heads=12)
+    return build(DeiT, "inline_deit_base", pretrained, kwargs, embed_dim=384, num_heads=12)
 
 
 @register_model
 def softmax_deit_tiny(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """DeiT-T, the softmax baseline."""
-    return _deit("softmax_deit_tiny", pretrained, kwargs, embed_dim=192, num_heads=3, attention="softmax")
+    return build(DeiT, "softmax_deit_tiny", pretrained, kwargs, embed_dim=192, num_heads=3, attention="softmax")
 
 
 @register_model
 def softmax_deit_small(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """DeiT-S, the softmax baseline."""
-    return _deit("softmax_deit_small", pretrained, kwargs, embed_dim=384, num_heads=6, attention="softmax")
+    return build(DeiT, "softmax_deit_small", pretrained, kwargs, embed_dim=384, num_heads=6, attention="softmax")
 
 
 @register_model
 def softmax_deit_base(pretrained: bool = False, **kwargs: Any) -> DeiT:
     """DeiT-B, the softmax baseline."""
-    return _deit("softmax_deit_base", pretrained, kwargs, embed_dim=768, num_heads=12, attention="softmax")
+    return build(DeiT, "softmax_deit_base", pretrained, kwargs, embed_dim=768, num_heads=12, attention="softmax")
 
 
 def _study(variant: str, pretrained: bool, kwargs: dict[str, Any], *, attention: str, mlp_ratio: float) -> DeiT:
     # Image size and class count are part of the configuration, from which timm passes them on.
     architecture = {key: value for key, value in STUDY.items() if key not in ("img_size", "num_classes")}
-    return _deit(variant, pretrained, kwargs, **architecture, attention=attention, mlp_ratio=mlp_ratio)
+    return build(DeiT, variant, pretrained, kwargs, **architecture, attention=attention, mlp_ratio=mlp_ratio)
 
 
 @register_model

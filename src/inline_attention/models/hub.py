@@ -27,7 +27,7 @@ def image_preparation(model: nn.Module, preprocessing: Mapping[str, Any] | None 
     prepared = resolve_data_config(pretrained_cfg={**cfg, **(preprocessing or {})})
     for key in ("mean", "std"):
         values = tuple(prepared[key])
-        if len(values) != channels:  # ImageNet's, for a model of other channels: their average
+        if len(values) != channels:  # ImageNet's three do not fit: their average for every channel
             values = (sum(values) / len(values),) * channels
         prepared[key] = values
     return prepared | {"input_size": (channels, *size)}

@@ -21,17 +21,18 @@ from inline_attention.layers.registry import AttentionSpec, build_attention, par
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid
 
-from . import registry
 from .base import (
     PyramidModel,
     Stage,
     StateDict,
     adapt_attention,
     ceil_grid,
+    check_stages,
     drop_path_rates,
     unflatten_positions,
 )
 from .published import PUBLISHED, Published, share_link
+from .registry import build, register_family
 
 
 class ReducedSoftmaxAttention(SoftmaxAttention):
@@ -99,7 +100,7 @@ class PatchDownsample(nn.Module):
         return self.embed(x.permute(0, 3, 1, 2))
 
 
-torch.fx.wrap("resize_map")  # a node of its own for torch.fx: what it does depends on sizes
+torch.fx.wrap("resize_map")  # torch.fx records a call: what it computes depends on sizes
 
 
 class PVTStage(Stage):
@@ -162,6 +163,8 @@ class PVT(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        check_stages(depths, embed_dims=embed_dims, num_heads=num_heads, mlp_ratios=mlp_ratios, reductions=reductions)
+        embed_dims = embed_dims[: len(depths)]
         super().__init__(embed_dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         choices: dict[str, Any] = dict(
             feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX
@@ -211,10 +214,8 @@ class PVT(PyramidModel):
             name = re.sub(r"^patch_embed(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.downsample.embed.", name)
             name = re.sub(r"^block(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.", name)
             name = re.sub(r"^pos_embed(\d)$", lambda m: f"stages.{int(m[1]) - 1}.pos_embed", name)
-            name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
-            if ".attn." in name:
-                value = adapt_attention(name, value, own)
-            elif match := re.fullmatch(r"stages\.(\d+)\.pos_embed", name):
+            name, value = adapt_attention(name, value, own)
+            if match := re.fullmatch(r"stages\.(\d+)\.pos_embed", name):
                 stage = int(match[1])
                 grid = ceil_grid(source, 4 * 2**stage)
                 if value.ndim == 3:  # the official layout; ours keeps the grid
@@ -225,74 +226,67 @@ class PVT(PyramidModel):
         return out
 
 
-PUBLISHED.update(
-    {
-        "inline_pvt_tiny": Published(78.2, share_link("90ac52b1555b401eb5e6")),
-        "inline_pvt_small": Published(82.0, share_link("1ab953b2479d433080a3")),
-        "inline_pvt_medium": Published(83.2, share_link("a72aec31e6084bc0a280")),
-        "inline_pvt_large": Published(83.6, share_link("efd91318ba964f01b288")),
-        "softmax_pvt_tiny": Published(75.1),
-        "softmax_pvt_small": Published(79.8),
-        "softmax_pvt_medium": Published(81.2),
-        "softmax_pvt_large": Published(81.7),
-    }
-)
+PUBLISHED |= {
+    "inline_pvt_tiny": Published(78.2, share_link("90ac52b1555b401eb5e6")),
+    "inline_pvt_small": Published(82.0, share_link("1ab953b2479d433080a3")),
+    "inline_pvt_medium": Published(83.2, share_link("a72aec31e6084bc0a280")),
+    "inline_pvt_large": Published(83.6, share_link("efd91318ba964f01b288")),
+    "softmax_pvt_tiny": Published(75.1),
+    "softmax_pvt_small": Published(79.8),
+    "softmax_pvt_medium": Published(81.2),
+    "softmax_pvt_large": Published(81.7),
+}
 
-default_cfgs = registry.default_cfgs(
+default_cfgs = register_family(
     PVT, *(f"{kind}_pvt_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "medium", "large"))
 )
 
 _SOFTMAX = dict(attention="softmax", num_heads=(1, 2, 5, 8))
 
 
-def _pvt(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> PVT:
-    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
-    return registry.build(PVT, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
-
-
 @register_model
 def inline_pvt_tiny(pretrained: bool = False, **kwargs: Any) -> PVT:
     """InLine-PVT-T."""
-    return _pvt("inline_pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2))
+    return build(PVT, "inline_pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2))
 
 
 @register_model
 def inline_pvt_small(pretrained: bool = False, **kwargs: Any) -> PVT:
     """InLine-PVT-S."""
-    return _pvt("inline_pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3))
+    return build(PVT, "inline_pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3))
 
 
 @register_model
 def inline_pvt_medium(pretrained: bool = False, **kwargs: Any) -> PVT:
     """InLine-PVT-M."""
-    return _pvt("inline_pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3))
+    return build(PVT, "inline_pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3))
 
 
 @register_model
 def inline_pvt_large(pretrained: bool = False, **kwargs: Any) -> PVT:
     """InLine-PVT-L."""
-    return _pvt("inline_pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3))
+    return build(PVT, "inline_pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3))
 
 
 @register_model
 def softmax_pvt_tiny(pretrained: bool = False, **kwargs: Any) -> PVT:
     """PVT-T, the softmax baseline."""
-    return _pvt("softmax_pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2), **_SOFTMAX)
+    return build(PVT, "softmax_pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2), **_SOFTMAX)
 
 
 @register_model
 def softmax_pvt_small(pretrained: bool = False, **kwargs: Any) -> PVT:
     """PVT-S, the softmax baseline."""
-    return _pvt("softmax_pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3), **_SOFTMAX)
+    return build(PVT, "softmax_pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3), **_SOFTMAX)
 
 
 @register_model
 def softmax_pvt_medium(pretrained: bool = False, **kwargs: Any) -> PVT:
     """PVT-M, the softmax baseline."""
-    return _pvt("softmax_pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3), **_SOFTMAX)
+    return build(PVT, "softmax_pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3), **_SOFTMAX)
 
 
 @register_model
 def softmax_pvt_large(pretrained: bool = False, **kwargs: Any) -> PVT:
     """PVT-L, the softmax baseline."""
-    return _pvt("softmax_pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3), **_SOFTMAX)
+    return build(PVT, "softmax_pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3), **_SOFTMAX)

@@ -49,10 +49,10 @@ def default_cfg(name: str, *, input_size: int = 224, first_conv: str = "patch_em
     }
 
 
-def default_cfgs(family: type[VisionModel], *names: str, tag: str = "in1k", **kwargs: Any) -> Any:
+def register_family(family: type[VisionModel], *names: str, tag: str = "in1k", **kwargs: Any) -> Any:
     """Registers the names of a family, and returns timm's table of their configurations.
 
-    Models take images of 224 pixels, or of the size that their name ends in. `tag` names the training data.
+    The input size is 224, or the number that a name ends in. `tag` names the training data.
     """
     _FAMILIES.update(dict.fromkeys(names, family))
     sizes = {name: int(name[-3:]) if name[-3:].isdecimal() else 224 for name in names}
@@ -69,13 +69,13 @@ def families() -> list[type[VisionModel]]:
     return list(dict.fromkeys(_FAMILIES.values()))
 
 
-def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any, **kwargs: Any) -> ModelT:
-    """Build a registered variant for timm's `create_model`.
+def build(cls: type[ModelT], variant: str, pretrained: bool, kwargs: Mapping[str, Any], **architecture: Any) -> ModelT:
+    """Build a registered variant for timm's `create_model`. `kwargs` are the user's arguments and take precedence.
 
-    Published weights are pickles behind links without a file name. They are downloaded and read here, and handed to
-    timm's builder, which adapts class count and input channels as its users expect. Weights in the package are the
-    `file` of timm's configuration. All other sources of timm (`hf-hub:`, `local-dir:`, a file or state dict in the
-    configuration) work as for timm's own models.
+    Published weights are pickles behind links without a file name. This function downloads and reads them. timm's
+    builder then adapts the class count and input channels, as for its own models. Weights in the package are the `file`
+    of timm's configuration. All other sources of timm (`hf-hub:`, `local-dir:`, a file or state dict in the
+    configuration) work as they do there.
     """
 
     def create(*, device: Any = None, dtype: torch.dtype | None = None, **options: Any) -> ModelT:
@@ -87,6 +87,8 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, *, out_indices: Any
         model.config = options
         return model if dtype is None else model.to(dtype)
 
+    kwargs = {**architecture, **kwargs}
+    out_indices = kwargs.pop("out_indices", cls.out_indices)
     overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
     if pretrained and not (cfg.source or cfg.hf_hub_id or cfg.state_dict or overlay.get("file")):
@@ -164,12 +166,9 @@ def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Mo
 def check_name(name: str) -> None:
     """Raise ValueError for a name that timm does not know, and suggest the nearest ones."""
     if ":" not in name and not timm.is_model(name):
-        raise ValueError(f"there is no model {name!r}; {_suggestion(name)}")
-
-
-def _suggestion(name: str) -> str:
-    close = difflib.get_close_matches(name, list_models(), n=3)
-    return f"did you mean {' or '.join(close)}?" if close else "`inline models` lists them"
+        close = difflib.get_close_matches(name, list_models(), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "`inline models` lists them"
+        raise ValueError(f"there is no model {name!r}; {hint}")
 
 
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:

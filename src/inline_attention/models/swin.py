@@ -31,9 +31,9 @@ from inline_attention.ops import Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
-from . import registry
-from .base import PyramidModel, Stage, StateDict, adapt_attention, drop_path_rates, to_pair
+from .base import PyramidModel, Stage, StateDict, adapt_attention, check_stages, drop_path_rates, to_pair
 from .published import PUBLISHED, Published, share_link
+from .registry import build, register_family
 
 # Added to the score of two tokens that share a window only because of the cyclic shift.
 OTHER_REGION = -100.0
@@ -214,6 +214,7 @@ class Swin(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        check_stages(depths, num_heads=num_heads)
         dims = [embed_dim * 2**i for i in range(len(depths))]
         super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         window = None if window_size is None else to_pair(window_size, name="window_size")
@@ -298,8 +299,7 @@ class Swin(PyramidModel):
                 continue  # computed from the size of the map
             name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.downsample.", name)
             name = re.sub(r"^layers\.", "stages.", name)
-            name = name.replace("attn.residual.0.", "attn.local.fc1.").replace("attn.residual.2.", "attn.local.fc2.")
-            value = adapt_attention(name, value, own)
+            name, value = adapt_attention(name, value, own)
             if name.endswith(".relative_position_bias_table"):
                 attn = modules.get(name.rpartition(".")[0])
                 if isinstance(attn, WindowSoftmaxAttention) and value.shape[0] != offsets(attn.window):
@@ -319,19 +319,17 @@ def square_window(name: str, table: Tensor) -> Grid:
     )
 
 
-PUBLISHED.update(
-    {
-        "inline_swin_tiny": Published(82.4, share_link("32810869fcc34410966b")),
-        "inline_swin_small": Published(83.6, share_link("e9657fd247c04c7cb1a1")),
-        "inline_swin_base": Published(84.1, share_link("bf23564bb64c420aafe1")),
-        "inline_swin_base_384": Published(),
-        "softmax_swin_tiny": Published(81.3),
-        "softmax_swin_small": Published(83.0),
-        "softmax_swin_base": Published(83.5),
-    }
-)
+PUBLISHED |= {
+    "inline_swin_tiny": Published(82.4, share_link("32810869fcc34410966b")),
+    "inline_swin_small": Published(83.6, share_link("e9657fd247c04c7cb1a1")),
+    "inline_swin_base": Published(84.1, share_link("bf23564bb64c420aafe1")),
+    "inline_swin_base_384": Published(),
+    "softmax_swin_tiny": Published(81.3),
+    "softmax_swin_small": Published(83.0),
+    "softmax_swin_base": Published(83.5),
+}
 
-default_cfgs = registry.default_cfgs(
+default_cfgs = register_family(
     Swin,
     *(f"{kind}_swin_{size}" for kind in ("inline", "softmax") for size in ("tiny", "small", "base")),
     "inline_swin_base_384",
@@ -343,49 +341,45 @@ _BASE = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
 _BASE_ATTENTION = ("inline", "inline", "inline:2", "softmax")
 
 
-def _swin(variant: str, pretrained: bool, kwargs: dict[str, Any], **architecture: Any) -> Swin:
-    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
-    return registry.build(Swin, variant, pretrained, out_indices=out_indices, **{**architecture, **kwargs})
-
-
 @register_model
 def inline_swin_tiny(pretrained: bool = False, **kwargs: Any) -> Swin:
     """InLine-Swin-T."""
-    return _swin("inline_swin_tiny", pretrained, kwargs, attention="IIIS", **_TINY)
+    return build(Swin, "inline_swin_tiny", pretrained, kwargs, attention="IIIS", **_TINY)
 
 
 @register_model
 def inline_swin_small(pretrained: bool = False, **kwargs: Any) -> Swin:
     """InLine-Swin-S."""
-    return _swin("inline_swin_small", pretrained, kwargs, attention="IISS", **_SMALL)
+    return build(Swin, "inline_swin_small", pretrained, kwargs, attention="IISS", **_SMALL)
 
 
 @register_model
 def inline_swin_base(pretrained: bool = False, **kwargs: Any) -> Swin:
     """InLine-Swin-B."""
-    return _swin("inline_swin_base", pretrained, kwargs, attention=_BASE_ATTENTION, **_BASE)
+    return build(Swin, "inline_swin_base", pretrained, kwargs, attention=_BASE_ATTENTION, **_BASE)
 
 
 @register_model
 def inline_swin_base_384(pretrained: bool = False, **kwargs: Any) -> Swin:
     """InLine-Swin-B at 384, softmax windows of 12."""
-    architecture = dict(attention=_BASE_ATTENTION, softmax_window_size=12, **_BASE)
-    return _swin("inline_swin_base_384", pretrained, kwargs, **architecture)
+    return build(
+        Swin, "inline_swin_base_384", pretrained, kwargs, attention=_BASE_ATTENTION, softmax_window_size=12, **_BASE
+    )
 
 
 @register_model
 def softmax_swin_tiny(pretrained: bool = False, **kwargs: Any) -> Swin:
     """Swin-T, the softmax baseline."""
-    return _swin("softmax_swin_tiny", pretrained, kwargs, attention="softmax", **_TINY)
+    return build(Swin, "softmax_swin_tiny", pretrained, kwargs, attention="softmax", **_TINY)
 
 
 @register_model
 def softmax_swin_small(pretrained: bool = False, **kwargs: Any) -> Swin:
     """Swin-S, the softmax baseline."""
-    return _swin("softmax_swin_small", pretrained, kwargs, attention="softmax", **_SMALL)
+    return build(Swin, "softmax_swin_small", pretrained, kwargs, attention="softmax", **_SMALL)
 
 
 @register_model
 def softmax_swin_base(pretrained: bool = False, **kwargs: Any) -> Swin:
     """Swin-B, the softmax baseline."""
-    return _swin("softmax_swin_base", pretrained, kwargs, attention="softmax", **_BASE)
+    return build(Swin, "softmax_swin_base", pretrained, kwargs, attention="softmax", **_BASE)

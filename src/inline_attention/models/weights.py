@@ -8,10 +8,10 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,7 +34,7 @@ from ._checkpoint import (
     select_weights,
 )
 from ._download import atomic_path, download, local_path
-from .base import Grid, StateDict, VisionModel, to_pair
+from .base import Grid, ModuleT, StateDict, VisionModel, to_pair
 from .registry import check_name, create_model, families, find_family, list_models
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
 HEAD_NAMES = ("head.weight", "head.bias")
 _MAX_LISTED = 8
 _MISFITS = (ValueError, IndexError, RuntimeError)  # errors of adapting the weights of another model
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -175,8 +174,8 @@ def restore(
 def build_fitting(build: Callable[[], ModuleT], checkpoint: Checkpoint, *, origin: str) -> ModuleT:
     """Build a model as a checkpoint describes it, without values for its parameters.
 
-    It is built on the meta device and compared with the checkpoint there. A file can therefore not allocate more memory
-    than its own weights take.
+    It is built on the meta device and compared with the checkpoint there, so a file cannot make it allocate more memory
+    than its weights take.
     """
     with torch.device("meta"), _limited_parameters():
         try:
@@ -220,10 +219,11 @@ def load_checkpoint(model: nn.Module, checkpoint: Checkpoint, *, origin: str, re
 def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: bool = False) -> StateDict:
     """The weights under the names and shapes of the model, also on the meta device. WeightsError if they do not fit."""
     own, state_dict = target.state_dict(), checkpoint.state_dict
-    family = source_family = None
-    if isinstance(target, VisionModel):
-        family, source_family = type(target).__name__, family_of_weights(state_dict)
-    if isinstance(target, VisionModel) and source_family in (None, family):
+    family = family_of_weights(state_dict) if isinstance(target, VisionModel) else None
+    hint = ""
+    if family is not None and not isinstance(target, family):
+        hint = f"it looks like the weights of a {family.__name__} model, and this is a {type(target).__name__}; "
+    elif isinstance(target, VisionModel):
         try:
             state_dict = target.adapt_state_dict(state_dict, img_size=source_size(checkpoint))
         except _MISFITS as error:  # also for impossible shapes
@@ -234,7 +234,8 @@ def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: b
         with errors_name(origin):
             _check_class_count(own, state_dict)
         _adapt_input_channels(own, state_dict, name=first_conv_name(target))
-    _check_fit(own, state_dict, origin=origin, family=family, source_family=source_family)
+    if problems := _misfits(own, state_dict):
+        raise WeightsError(f"{origin} does not fit the model: {hint}{problems}")
     return state_dict
 
 
@@ -261,12 +262,16 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, metadata: Ma
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
-    path = Path(path).expanduser()
+    return write_safetensors(tensors, Path(path).expanduser(), metadata=entries)
+
+
+def write_safetensors(tensors: StateDict, path: Path, *, metadata: dict[str, str]) -> Path:
+    """Write a file with the permissions of any new file. safetensors would make it readable only for its owner."""
     with atomic_path(path) as temporary:
         temporary.touch()
         permissions = temporary.stat().st_mode
-        save_file(tensors, temporary, metadata=entries)
-        temporary.chmod(permissions)  # files of safetensors are readable only for their owner
+        save_file(tensors, temporary, metadata=metadata)
+        temporary.chmod(permissions)
     return path
 
 
@@ -300,11 +305,10 @@ def architecture(model: nn.Module) -> str:
     return cfg["architecture"]
 
 
-def family_of_weights(names: Iterable[str]) -> str | None:
+def family_of_weights(names: Collection[str]) -> type[VisionModel] | None:
     """The family of weights with these names, official or own. None if that is not clear."""
-    names = list(names)
     found = [cls for cls in families() if any(re.match(cls.checkpoint_names, name) for name in names)]
-    return found[0].__name__ if len(found) == 1 else None
+    return found[0] if len(found) == 1 else None
 
 
 def first_conv_name(model: nn.Module) -> str:
@@ -328,7 +332,7 @@ def source_size(checkpoint: Checkpoint) -> Grid | None:
         elif args.get("input_size") is not None:
             size = args["input_size"][1:]  # (channels, height, width)
         return None if size is None else to_pair(size)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise WeightsError(f"has no usable image size in its configuration: {one_line(size)}") from error
 
 
@@ -347,7 +351,7 @@ def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
     For models that differ only in their input size, the size in the file's configuration or name decides.
     """
     family = family_of_weights(checkpoint.state_dict)
-    fitting = [name for name in list_models() if _is_of(name, family) and _fits(name, checkpoint)]
+    fitting = [name for name in list_models() if find_family(name) is family and _fits(name, checkpoint)]
     if (trained := _training_arguments(checkpoint).get("model")) in fitting:
         return trained
     if len(fitting) > 1:
@@ -358,11 +362,6 @@ def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
         found = " and ".join(fitting) if fitting else "none of the registered models"
         raise WeightsError(f"does not say which model it is for, and its weights fit {found}: name the model")
     return fitting[0]
-
-
-def _is_of(name: str, family: str | None) -> bool:
-    cls = find_family(name)
-    return cls is not None and cls.__name__ == family
 
 
 def _input_side(name: str) -> int:
@@ -435,6 +434,9 @@ def _adapt_input_channels(own: StateDict, state_dict: StateDict, *, name: str) -
 
 
 def _check_class_count(own: StateDict, state_dict: StateDict) -> None:
+    """Raise ValueError if the head is all that differs. The check of all tensors finds other differences."""
+    if own.keys() - set(HEAD_NAMES) != state_dict.keys() - set(HEAD_NAMES):
+        return
     shapes = (tensors[HEAD_NAMES[0]].shape if HEAD_NAMES[0] in tensors else () for tensors in (state_dict, own))
     theirs, ours = (next(iter(shape), 0) for shape in shapes)
     if theirs != ours:
@@ -444,9 +446,8 @@ def _check_class_count(own: StateDict, state_dict: StateDict) -> None:
         )
 
 
-def _check_fit(
-    own: StateDict, state_dict: StateDict, *, origin: str, family: str | None, source_family: str | None
-) -> None:
+def _misfits(own: StateDict, state_dict: StateDict) -> str:
+    """The names that are missing, unexpected or of another shape, in words; empty if the weights fit."""
     missing = [name for name in own if name not in state_dict]
     unexpected = [name for name in state_dict if name not in own]
     misfits = [
@@ -454,15 +455,11 @@ def _check_fit(
         for name, tensor in state_dict.items()
         if name in own and _kind(tensor) != _kind(own[name])
     ]
-    problems = [
+    return "; ".join(
         f"{len(entries)} {what}: {', '.join(entries[:_MAX_LISTED])}{', …' if len(entries) > _MAX_LISTED else ''}"
         for what, entries in (("missing", missing), ("unexpected", unexpected), ("of another shape", misfits))
         if entries
-    ]
-    if problems:
-        hint = f"it looks like the weights of a {source_family} model, and this is a {family}; "
-        other_family = source_family is not None and source_family != family
-        raise WeightsError(f"{origin} does not fit the model: {hint if other_family else ''}{'; '.join(problems)}")
+    )
 
 
 def _kind(tensor: Tensor) -> str:

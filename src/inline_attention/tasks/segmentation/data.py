@@ -79,7 +79,7 @@ class CropDataset(Dataset[RawCrops]):
 
 
 class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
-    """Transfers bytes rather than floats, then normalises."""
+    """Transfers crops as bytes and normalises them on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
 
 @dataclass
 class EvalImage:
-    """An image to evaluate, at the size that the model sees"""
+    """An image to evaluate, resized for the model. Its mask keeps the size of the file."""
 
     sample_id: int
     pixels: Tensor  # (3, h, w) uint8
@@ -116,7 +116,7 @@ class RawEval:
 
 
 class EvalDataset(Dataset[RawEval]):
-    """Images with their masks, or files without; an unreadable one is left out."""
+    """Resized images with their masks, or without if the source has none. Unreadable ones are left out."""
 
     def __init__(self, source: "MaskSource | DecodedSource | PlainFiles", *, config: SegmentDataConfig) -> None:
         self._source, self._config = source, config
@@ -126,7 +126,14 @@ class EvalDataset(Dataset[RawEval]):
 
     def _read(self, index: int) -> EvalImage:
         pixels, mask = self._source.read(index)
-        return prepare(pixels, mask, sample_id=index, config=self._config)
+        height, width = target_size(pixels.shape, self._config)
+        resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
+        return EvalImage(
+            index,
+            torch.from_numpy(np.asarray(resized).transpose(2, 0, 1).copy()),
+            size=(pixels.shape[0], pixels.shape[1]),
+            mask=None if mask is None else torch.from_numpy(mask),
+        )
 
 
 class PlainFiles:
@@ -146,20 +153,8 @@ class PlainFiles:
         return np.asarray(read_image(self._paths[index])), None
 
 
-def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, config: SegmentDataConfig) -> EvalImage:
-    """Resize the image, pixels (H, W, 3), as `config` says. The mask (H, W) keeps its size."""
-    height, width = target_size(pixels.shape, config)
-    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
-    return EvalImage(
-        sample_id,
-        torch.from_numpy(np.asarray(resized).transpose(2, 0, 1).copy()),
-        size=(pixels.shape[0], pixels.shape[1]),
-        mask=None if mask is None else torch.from_numpy(mask),
-    )
-
-
 class EvalPrefetcher(Prefetcher[RawEval, list[EvalImage]]):
-    """Passes images on. They differ in size, so the predictor transfers them."""
+    """Leaves images on the CPU. They differ in size, so the predictor transfers each one."""
 
     def finish(self, raw: RawEval) -> list[EvalImage]:
         return raw.images
@@ -182,7 +177,14 @@ class DecodedSource:
     def __init__(self, source: MaskSource) -> None:
         self._source = source
         self.class_names = source.class_names
-        self._decoded = [_read_or_reason(source, index) for index in range(len(source))]
+        self._decoded = [self._decode(index) for index in range(len(source))]
+
+    def _decode(self, index: int) -> tuple[np.ndarray, np.ndarray] | str:
+        """Pixels and classes, or why they cannot be read."""
+        try:
+            return self._source.read(index)
+        except UnreadableImage as error:
+            return str(error)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -195,13 +197,6 @@ class DecodedSource:
         if isinstance(decoded, str):
             raise UnreadableImage(decoded)
         return decoded
-
-
-def _read_or_reason(source: MaskSource, index: int) -> tuple[np.ndarray, np.ndarray] | str:
-    try:
-        return source.read(index)
-    except UnreadableImage as error:
-        return str(error)
 
 
 def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, world_size: int = 1) -> SegmentData:
@@ -224,7 +219,7 @@ def open_eval_images(config: SegmentDataConfig, *, rank: int = 0, world_size: in
 
 
 def open_image_files(paths: Sequence[Path], *, config: SegmentDataConfig) -> EvalImages:
-    """Files without masks: `sample_id` is the position in `paths`."""
+    """Open files without masks. `sample_id` is the position in `paths`."""
     return _eval_images(PlainFiles(paths), config=config)
 
 

@@ -63,8 +63,8 @@ def evaluate_multi_label(
     start = time.perf_counter()
     run_batches(model, loader, add, device=torch.device(device), amp_dtype=amp_dtype, on_images=on_images)
     parts = over_ranks((torch.cat(scores), torch.cat(targets).bool(), len(loader.skipped)))
-    logits, truth = (torch.cat([part[column] for part in parts]) for column in (0, 1))
-    skipped = sum(part[2] for part in parts)
+    of_scores, of_targets, of_skipped = zip(*parts, strict=True)
+    logits, truth, skipped = torch.cat(of_scores), torch.cat(of_targets), sum(of_skipped)
     seconds = time.perf_counter() - start
     check_readable(loader, images=len(logits), skipped=skipped)
     if not truth.any():

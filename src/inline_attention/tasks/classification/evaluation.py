@@ -183,9 +183,15 @@ class _Counts:
 
 
 def padded_batches(loader: EvalLoader, *, device: torch.device) -> Iterator[tuple[Tensor, Batch]]:
-    """Yield each batch, and its images padded to one shape. Every rank gets the same number of batches."""
+    """Yield each batch, and its images padded to one shape. Every rank gets the same number of batches.
+
+    With equal shapes, a compiled model is compiled once.
+    """
+    world_size = dist.get_world_size() if is_distributed() else 1
+    size = min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
     for batch in _in_step(loader, device=device):
-        yield _padded(batch.images, to=_batch_shape(loader)), batch
+        missing = size - len(batch.images)
+        yield F.pad(batch.images, (0,) * 7 + (missing,)) if missing > 0 else batch.images, batch
 
 
 class _RealCounts:
@@ -218,7 +224,7 @@ class _RealCounts:
 
 
 def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
-    """The batches of the loader, then empty ones until every rank has had the same number.
+    """Yield the batches of the loader, then empty ones until every rank has had the same number.
 
     A sharded model communicates in its forward pass, so all ranks must call it equally often.
     """
@@ -242,14 +248,3 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
         if not any_left:
             return
         yield empty if batch is None else batch
-
-
-def _batch_shape(loader: EvalLoader) -> int:
-    """The size of every batch. A compiled model is then compiled once."""
-    world_size = dist.get_world_size() if is_distributed() else 1
-    return min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
-
-
-def _padded(images: Tensor, *, to: int) -> Tensor:
-    missing = to - len(images)
-    return F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else images

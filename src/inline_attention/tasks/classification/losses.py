@@ -1,4 +1,4 @@
-"""The loss of a classifier, for targets that mixup and cutmix may have mixed."""
+"""The loss of a classifier. Targets may be mixed by mixup and cutmix."""
 
 from collections.abc import Sequence
 

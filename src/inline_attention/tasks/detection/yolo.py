@@ -178,19 +178,14 @@ def _add_instances(image: AnnotatedImage, labels: Path, names: list[str]) -> int
         where = f"{labels}, line {number}"
         if len(words) != 5:
             raise ValueError(f"{where} is {excerpt(line)}; expected class cx cy w h, five numbers")
-        label, box = _class_number(words[0], names, where), _box(words[1:], image.size, where)
+        label, box = _number(words[0]), _box(words[1:], image.size, where)
+        if not (0 <= label < len(names) and label.is_integer()):
+            raise ValueError(f"{where}: class is {excerpt(words[0])}; expected a number from 0 to {len(names) - 1}")
         if box is None:
             left_out += 1
         else:
-            image.add(Instance(label + 1, box, segmentation=None, area=None, crowd=False), where)
+            image.add(Instance(int(label) + 1, box, segmentation=None, area=None, crowd=False), where)
     return left_out
-
-
-def _class_number(text: str, names: list[str], where: str) -> int:
-    number = _number(text)
-    if not (0 <= number < len(names) and number.is_integer()):
-        raise ValueError(f"{where}: class is {excerpt(text)}; expected a number from 0 to {len(names) - 1}")
-    return int(number)
 
 
 def _box(words: list[str], size: Size, where: str) -> Box | None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from inline_attention.data import LoaderConfig
-from inline_attention.tasks.dense.config import HeadedConfig, is_inside
+from inline_attention.tasks.dense.config import DenseDataConfig, HeadedConfig
 from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig, check_setting
 
 Layout = Literal["auto", "folders", "ade20k", "cityscapes"]
@@ -26,7 +25,7 @@ class SegmenterConfig(HeadedConfig):
 
 
 @dataclass
-class SegmentDataConfig(LoaderConfig):
+class SegmentDataConfig(DenseDataConfig):
     """Images with masks: PNG files of the same size, whose pixels are class numbers.
 
     The layout "folders" is images/SPLIT/NAME.jpg with masks/SPLIT/NAME.png, at any depth. "ade20k" and "cityscapes" are
@@ -65,8 +64,6 @@ class SegmentDataConfig(LoaderConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("train_split", "val_split"):
-            self.check(name, is_inside(getattr(self, name)), "the name of a folder inside data.path")
         check = self.check
         for name, size in (("crop", self.crop), ("window", self.window)):
             is_pair = size is None or isinstance(size, int) or len(size) == 2

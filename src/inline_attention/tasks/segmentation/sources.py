@@ -38,16 +38,17 @@ _CITYSCAPES = {
 
 class Pair(NamedTuple):
     image: Path
-    mask: Path
+    mask: Path | None
 
 
 class MaskSource:
-    """Random access to decoded images and masks of one split."""
+    """Random access to the decoded images and masks of one split, or to images without masks."""
 
     def __init__(self, pairs: Sequence[Pair], *, class_names: list[str], labels: np.ndarray) -> None:
         """labels (65536,) int16: the class of each number in the files, IGNORED, or −1 for a wrong number."""
         self.pairs, self.class_names = pairs, class_names
         self._labels = labels
+        self._kept: list[tuple[np.ndarray, np.ndarray | None] | UnreadableImage] | None = None
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -55,13 +56,31 @@ class MaskSource:
     def path(self, index: int) -> str:
         return str(self.pairs[index].image)
 
-    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pixels (H, W, 3) uint8 and classes (H, W) uint8.
+    def keep_in_memory(self) -> None:
+        """Decode all files once and keep them."""
+
+        def decode(index: int) -> tuple[np.ndarray, np.ndarray | None] | UnreadableImage:
+            try:
+                return self.read(index)
+            except UnreadableImage as error:
+                return error
+
+        self._kept = [decode(index) for index in range(len(self))]
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Pixels (H, W, 3) uint8 and classes (H, W) uint8, or None without a mask.
 
         UnreadableImage if a file cannot be decoded, ValueError if the mask does not fit its image.
         """
+        if self._kept is not None:
+            kept = self._kept[index]
+            if isinstance(kept, UnreadableImage):
+                raise UnreadableImage(str(kept))
+            return kept
         image_path, mask_path = self.pairs[index]
         pixels = np.asarray(read_image(image_path))
+        if mask_path is None:
+            return pixels, None
         mask = self._labels[read_mask(mask_path)]
         if mask.shape != pixels.shape[:2]:
             raise ValueError(
@@ -70,10 +89,11 @@ class MaskSource:
             )
         if mask.min(initial=0) < 0:
             numbers = np.unique(read_mask(mask_path)[mask < 0])
+            classes = np.flatnonzero((self._labels >= 0) & (self._labels != IGNORED))
             raise ValueError(
                 f"mask {mask_path} holds the class number {', '.join(map(str, numbers[:5]))}"
-                f"{', …' if len(numbers) > 5 else ''}; the {len(self.class_names)} classes have "
-                f"{_describe(self._labels)} (data.classes, data.ignore_index)"
+                f"{', …' if len(numbers) > 5 else ''}; the {len(self.class_names)} classes have the numbers "
+                f"{classes[0]} to {classes[-1]} (data.classes, data.ignore_index)"
             )
         return pixels, mask.astype(np.uint8)
 
@@ -97,20 +117,22 @@ def read_mask(path: Path) -> np.ndarray:
 
 
 def open_split(config: SegmentDataConfig, split: str) -> MaskSource:
-    """Find the pairs of a split and read a few of them, to report wrong data before training starts."""
+    """Open a split, in memory if `config` says so. A few pairs are read to report wrong data before training starts."""
     config = with_layout(config)
     class_names, labels = _classes(config, Path(config.path))
     source = MaskSource(find_pairs(config, split), class_names=class_names, labels=labels)
     found: set[int] = set()
     for index in _spread(len(source), num=8):
         with suppress(UnreadableImage):  # the loader will count it
-            found.update(np.unique(source.read(index)[1]).tolist())
+            found.update(np.unique(source.read(index)[1]).tolist())  # type: ignore[arg-type]  # all have masks
     if IGNORED in found and len(found) == 2:  # as in masks of 0 and 255 for a class and the background
         _logger.warning(
             "%s [%s]: the masks hold only the class %r and ignored pixels. If the ignored number %d stands for a "
             "class, replace it by the position of the class in the list of names, counted from 0",
             *(config.path, split, class_names[min(found)], config.ignore_index),
         )
+    if config.in_memory:
+        source.keep_in_memory()
     return source
 
 
@@ -264,8 +286,3 @@ def _lines(file: Path) -> list[str]:
         return [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}; expected one class name per line") from error
-
-
-def _describe(labels: np.ndarray) -> str:
-    counted = np.flatnonzero((labels >= 0) & (labels != IGNORED))
-    return f"the numbers {counted[0]} to {counted[-1]}"

@@ -26,6 +26,7 @@ class Instance:
     segmentation: Segmentation | None  # None: only boxes were read
     area: float | None  # decides if COCO counts it as small, medium or large. None: the area of the mask, or of the box
     crowd: bool  # a region of many objects: not used in training, and detections inside it do not count
+    listed: Box | None = None  # the box in the file, if it reaches beyond the image: COCO evaluates against that
 
 
 @dataclass

@@ -68,7 +68,7 @@ def _ground_truth(data: AnnotatedData, images: Sequence[AnnotatedImage], *, mask
     annotations: list[dict[str, Any]] = []
     for image in images:
         for instance in image.instances:
-            x0, y0, x1, y1 = instance.box
+            x0, y0, x1, y1 = instance.listed or instance.box
             entry: dict[str, Any] = {
                 "id": len(annotations) + 1,  # id 0 would mean "no match" to pycocotools
                 "image_id": image.id,

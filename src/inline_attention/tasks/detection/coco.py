@@ -165,7 +165,8 @@ def _add_instances(
             raise ValueError(f"{where}: area is {excerpt(area)}; expected a number")
         if crowd not in (0, 1):
             raise ValueError(f"{where}: iscrowd is {excerpt(crowd)}; expected 0 or 1")
-        box = _box(entry["bbox"], image.size, where)
+        listed = _box(entry["bbox"], where)
+        box = box_inside(*listed, image.size)
         segmentation = _segmentation(entry["segmentation"], image, where) if masks else None
         if box is None or (masks and segmentation is None):
             left_out += 1
@@ -174,7 +175,8 @@ def _add_instances(
             raise ValueError(
                 f"{where}: the image has so many objects that their masks take more than {MAX_MASK_BYTES >> 30} GiB"
             )
-        image.add(Instance(labels[entry["category_id"]], box, segmentation, area, bool(crowd)), where)
+        label, beyond = labels[entry["category_id"]], None if listed == box else listed
+        image.add(Instance(label, box, segmentation, area, bool(crowd), beyond), where)
     return left_out
 
 
@@ -212,12 +214,12 @@ def _entries(
         yield entry
 
 
-def _box(bbox: list[Any], size: Size, where: str) -> Box | None:
-    """x, y, width, height → x0, y0, x1, y1, cut at the border. None: the box is empty."""
+def _box(bbox: list[Any], where: str) -> Box:
+    """x, y, width, height → x0, y0, x1, y1"""
     if len(bbox) != 4 or not all(_is_number(value) for value in bbox):
         raise ValueError(f"{where}: bbox is {excerpt(bbox)}; expected four numbers, x, y, width and height")
     x, y, width, height = bbox
-    return box_inside(x, y, x + width, y + height, size)
+    return x, y, x + width, y + height
 
 
 def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:

@@ -9,6 +9,7 @@ The same command runs under torchrun: torchrun --nproc-per-node 8 -m inline_atte
 import argparse
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,8 @@ from inline_attention.cli._output import autocast_dtype, check_writable, image_p
 from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
 
 if TYPE_CHECKING:
-    from inline_attention.data import Batch, DataConfig, EvalLoader
-    from inline_attention.data.collate import RawBatch
-    from inline_attention.tasks.classification.classifier import Classifier
-    from inline_attention.tasks.classification.evaluation import EvalResult
-    from inline_attention.tasks.classification.multi_label import MultiLabelResult
+    from inline_attention.data import DataConfig
+    from inline_attention.tasks.classification import Classifier, EvalResult, MultiLabelResult
     from inline_attention.training.distributed import Ranks
 
 
@@ -80,9 +78,7 @@ def run(args: argparse.Namespace) -> int:
         classifier.model.to(ranks.device)
         if classifier.multi_label and (args.real or args.knn is not None):
             raise ValueError("the model gives an image several labels: leave out --real and --knn")
-        measure = _measure_labels if classifier.multi_label else _measure
-        if args.knn is not None:
-            measure = _measure_neighbours
+        measure = _measure if args.knn is None else _measure_neighbours
         facts = _describe(args, classifier, config, ranks) | measure(args, classifier, config, ranks)
     if ranks.is_first and args.json:
         write_json(args.json, facts)
@@ -118,87 +114,34 @@ def _describe(
 def _measure(
     args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
 ) -> dict[str, Any]:
-    """The classifier's accuracy, printed and as facts for --json."""
-    from inline_attention.tasks.classification.evaluation import evaluate
-
-    loader = _open(args, classifier, config, ranks)
-    with _progress(loader, ranks) as on_images:
-        result = evaluate(
-            classifier.model,
-            loader,
-            device=ranks.device,
-            amp_dtype=autocast_dtype(args.precision),
-            on_images=on_images,
-            real_labels=args.real,
-        )
-    skipped = _skipped(loader, ranks)
-    if ranks.is_first and args.json != STANDARD_OUTPUT:
-        real = "" if result.real_top1 is None else f"  ReaL {result.real_top1:.3f}%"
-        say(f"top-1 {result.top1:.3f}%  top-5 {result.top5:.3f}%{real}  loss {result.loss:.4f}  ECE {result.ece:.2f}%")
-        _say_speed(result, ranks)
-    if ranks.is_first and args.csv:
-        names = classifier.class_names or loader.class_names
-        rows = (
-            (name, correct, total, f"{correct / total:.4f}")
-            for name, (correct, total) in zip(names, result.per_class.tolist(), strict=True)
-            if total
-        )
-        write_csv(args.csv, ("class", "correct", "total", "accuracy"), rows)
-    keys = ("top1", "top5", "loss", "ece", "images", "skipped", "seconds", "images_per_second")
-    facts = {key: getattr(result, key) for key in keys}
-    return facts | ({"real_top1": result.real_top1} if args.real else {}) | {"skipped_images": skipped}
-
-
-def _measure_labels(
-    args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
-) -> dict[str, Any]:
-    """The precision of a classifier of several labels, printed and as facts for --json."""
-    from inline_attention.tasks.classification.multi_label import evaluate_multi_label
-
-    loader = _open(args, classifier, config, ranks)
-    with _progress(loader, ranks) as on_images:
-        result = evaluate_multi_label(
-            classifier.model,
-            loader,
-            device=ranks.device,
-            amp_dtype=autocast_dtype(args.precision),
-            on_images=on_images,
-        )
-    skipped = _skipped(loader, ranks)
-    if ranks.is_first and args.json != STANDARD_OUTPUT:
-        f1 = f"F1 {result.f1_micro:.3f}% micro, {result.f1_macro:.3f}% macro"
-        say(f"mAP {result.map:.3f}%  {f1}  loss {result.loss:.4f}")
-        _say_speed(result, ranks)
-    if ranks.is_first and args.csv:
-        names = classifier.class_names or loader.class_names
-        figures = zip(names, result.positives.tolist(), result.average_precision, result.f1, strict=True)
-        rows = ((name, count, f"{precision:.4f}", f"{f1:.4f}") for name, count, precision, f1 in figures if count)
-        write_csv(args.csv, ("class", "images", "average_precision", "f1"), rows)
-    keys = ("map", "f1_micro", "f1_macro", "loss", "images", "skipped", "seconds", "images_per_second")
-    return {key: getattr(result, key) for key in keys} | {"skipped_images": skipped}
-
-
-def _open(
-    args: argparse.Namespace, classifier: "Classifier", config: "DataConfig", ranks: "Ranks"
-) -> "EvalLoader[RawBatch, Batch]":
+    """The figures of the classifier, printed and as facts for --json."""
     from inline_attention.data import open_eval_data
+    from inline_attention.tasks.classification import evaluate, evaluate_multi_label
 
     names = None if args.by_position else classifier.class_names
-    return open_eval_data(config, class_names=names, rank=ranks.rank, world_size=ranks.world_size)
+    loader = open_eval_data(config, class_names=names, rank=ranks.rank, world_size=ranks.world_size)
+    measure = evaluate_multi_label if classifier.multi_label else partial(evaluate, real_labels=args.real)
+    with _progress("evaluating", loader.num_images, ranks) as on_images:
+        result: EvalResult | MultiLabelResult = measure(
+            classifier.model,
+            loader,
+            device=ranks.device,
+            amp_dtype=autocast_dtype(args.precision),
+            on_images=on_images,
+        )
+    skipped = [image._asdict() for images in ranks.gather(list(loader.skipped)) for image in images]
+    if ranks.is_first and args.json != STANDARD_OUTPUT:
+        say(result.summary())
+        where = str(ranks.device) if ranks.world_size == 1 else f"{ranks.world_size} × {ranks.device.type}"
+        say(f"{result.images} images, {result.images_per_second:.1f} images/s on {where}, {result.skipped} unreadable")
+    if ranks.is_first and args.csv:
+        write_csv(args.csv, *result.class_table(classifier.class_names or loader.class_names))
+    return {**result.figures(), "skipped_images": skipped}
 
 
-def _progress(loader: "EvalLoader", ranks: "Ranks") -> AbstractContextManager[Any]:
-    share = -(-loader.num_images // ranks.world_size)  # rank 0 shows its own progress
-    return image_progress("evaluating", total=share) if ranks.is_first else nullcontext()
-
-
-def _skipped(loader: "EvalLoader", ranks: "Ranks") -> list[dict[str, str]]:
-    return [image._asdict() for images in ranks.gather(list(loader.skipped)) for image in images]
-
-
-def _say_speed(result: "EvalResult | MultiLabelResult", ranks: "Ranks") -> None:
-    where = str(ranks.device) if ranks.world_size == 1 else f"{ranks.world_size} × {ranks.device.type}"
-    say(f"{result.images} images, {result.images_per_second:.1f} images/s on {where}, {result.skipped} unreadable")
+def _progress(title: str, images: int, ranks: "Ranks") -> AbstractContextManager[Any]:
+    share = -(-images // ranks.world_size)  # rank 0 shows its own progress
+    return image_progress(title, total=share) if ranks.is_first else nullcontext()
 
 
 def _measure_neighbours(
@@ -212,8 +155,7 @@ def _measure_neighbours(
         open_eval_data(replace(config, val_split=split), rank=ranks.rank, world_size=ranks.world_size)
         for split in (args.train_split, args.split)
     )
-    total = -(-(bank.num_images + queries.num_images) // ranks.world_size)
-    with image_progress("features", total=total) if ranks.is_first else nullcontext() as on_images:
+    with _progress("features", bank.num_images + queries.num_images, ranks) as on_images:
         top1, images = knn_accuracy(
             classifier.model,
             bank,

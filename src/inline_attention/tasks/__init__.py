@@ -1,1 +1,1 @@
-"""The tasks. Each folder has the configuration, data, model, losses and evaluation of one."""
+"""The tasks. Each has a folder with its configuration, data, model, losses and evaluation."""

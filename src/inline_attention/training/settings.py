@@ -199,6 +199,8 @@ def convert(value: Any, hint: Any, *, name: str) -> Any:
         if is_null and type(None) in arguments:
             return None
         options = [option for option in arguments if option is not type(None)]
+        if isinstance(value, Text) and isinstance(_structure(value), list):
+            options.sort(key=lambda option: option is str)  # "[a, b]" is a list, if the setting can be one
         for option in options[:-1]:
             with contextlib.suppress(ValueError):
                 return convert(value, option, name=name)

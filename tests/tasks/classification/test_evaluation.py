@@ -169,7 +169,7 @@ def test_unreadable_images_are_not_in_the_denominator(images: Path, caplog: pyte
     difference = whole.per_class - result.per_class
     assert difference[:, 1].tolist() == [0, 0, 0, 1, 0, 0, 0]
     assert result.top1 == pytest.approx(100 * result.per_class[:, 0].sum().item() / 100)
-    assert "1 unreadable images are left out: accuracy is over the other 100" in caplog.text
+    assert "1 unreadable images are left out: results are over the other 100" in caplog.text
 
 
 def test_nothing_to_evaluate(images: Path) -> None:

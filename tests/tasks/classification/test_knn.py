@@ -1,6 +1,9 @@
+import pytest
 import torch
 
-from inline_attention.tasks.classification.knn import TEMPERATURE, vote
+from inline_attention.data import DataConfig, open_eval_data
+from inline_attention.tasks.classification.knn import TEMPERATURE, knn_accuracy, vote
+from inline_attention.training.distributed import Ranks
 
 
 def test_votes_are_weighted_by_similarity() -> None:
@@ -15,3 +18,11 @@ def test_votes_are_weighted_by_similarity() -> None:
         for index in sorted(range(30), key=lambda i: -similarity[i])[:7]:
             expected[labels[index]] += float(torch.tensor(similarity[index] / TEMPERATURE).exp())
         assert torch.allclose(found, torch.tensor(expected), rtol=1e-4)
+
+
+@pytest.mark.parametrize("k", [0, 451])
+def test_the_number_of_neighbours_is_checked_before_the_model_runs(k: int) -> None:
+    digits = open_eval_data(DataConfig(img_size=8, in_chans=1, workers=0))
+    model = torch.nn.Identity()  # has no features
+    with pytest.raises(ValueError, match=f"--knn {k}: expected 1 to 450"):
+        knn_accuracy(model, digits, digits, k=k, ranks=Ranks(torch.device("cpu")))

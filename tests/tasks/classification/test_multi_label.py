@@ -87,6 +87,17 @@ def test_figures_are_scikit_learns(folder: Path) -> None:
         evaluate(Pixels(), loader, device="cpu")
 
 
+def test_images_without_any_label_are_no_evaluation(folder: Path, tmp_path: Path) -> None:
+    """Every eighth image has no label: the mean of no average precision would be NaN."""
+    rows = [f"{number}.png,,val" for number in range(0, 61, 8)] + ["1.png,red,train"]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,labels,split", *rows]) + "\n")
+    for image in folder.glob("*.png"):
+        (tmp_path / image.name).symlink_to(image)
+    loader = open_eval_data(DataConfig(path=str(tmp_path), img_size=8, workers=0), class_names=list(COLOURS))
+    with pytest.raises(ValueError, match="nothing to evaluate: none of the 8 images has a label"):
+        evaluate_multi_label(Pixels(), loader, device="cpu")
+
+
 def evaluate_on_rank(rank: int, folder: Path, store: Path, results: "Queue[tuple[int, float, float, int]]") -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(store), 2))
     config = DataConfig(path=str(folder), val_split="all", img_size=8, batch_size=10, workers=0)

@@ -106,3 +106,24 @@ def test_masks_are_asked_for_by_mask_heads_alone(folders: dict[str, Path], capsy
         error = capsys.readouterr().err
         assert message in error
         assert "model.head=faster_rcnn" in error
+
+
+def test_annotations_without_any_object_are_no_evaluation(
+    run: Path, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As COCO's image_info files of its test splits."""
+    content = draw_shapes(tmp_path, split="val", images=1)
+    write_annotations(tmp_path, "val", {**content, "annotations": []})
+    weights = f"--weights={run / 'checkpoints' / 'last.safetensors'}"
+    assert main(["detect", "eval", weights, f"--data={tmp_path}", "--device=cpu", "--workers=0"]) == 2
+    assert "instances_val.json: none of its 1 images has an object to learn or to find" in capsys.readouterr().err
+
+
+def test_an_argument_of_the_wrong_type_is_one_line(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*TINY, "model.kwargs={embed_dims: a}", f"--data={folders['yolo']}", f"--output={tmp_path / 'run'}"]
+    assert main(["detect", "train", "faster_rcnn_inline_pvt_tiny_1x", *options, "--device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "model inline_pvt_tiny cannot be built with" in error
+    assert error.count("\n") == 1

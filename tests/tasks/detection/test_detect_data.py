@@ -17,7 +17,6 @@ from inline_attention.tasks.detection.data import (
     DetectionBatch,
     DetectionEvalLoader,
     GroupedBatchSampler,
-    View,
     fitted_size,
     load,
     open_detection_data,
@@ -54,7 +53,7 @@ def test_fitted_size(size: tuple[int, int], expected: tuple[int, int]) -> None:
 def test_boxes_and_masks_follow_the_pixels(shapes: Path, flipped: bool) -> None:
     """The mask is where the bright colour is, and the box is around the mask."""
     annotated = read_coco(shapes, "train2017").images[0]
-    pixels, target = show(load(annotated), annotated, View((128, 192), flipped), masks=True)
+    pixels, target = show(load(annotated), annotated, (128, 192), flipped=flipped, masks=True)
     assert pixels.shape == (3, 128, 192)
     assert target["masks"].shape == (len(annotated.objects), 128, 192)
     covered = target["masks"].any(0)

@@ -165,15 +165,17 @@ def test_images_without_a_result_are_not_counted() -> None:
         average_precision(data, [])
 
 
-@pytest.mark.parametrize("kept", ["area", "box"])
+@pytest.mark.parametrize("kept", ["area", "box", "beyond"])
 def test_boxes_alone_have_the_precision_of_pycocotools(tmp_path: Path, kept: str) -> None:
-    """Files without masks, and with or without areas, against pycocotools on the same file."""
+    """Files without masks, with or without areas, with boxes beyond the image, against pycocotools on the same file."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     content = draw_shapes(tmp_path, split="val", images=12, seed=5)
-    for entry in content["annotations"]:
+    for number, entry in enumerate(content["annotations"]):
         del entry["segmentation"]
+        if kept == "beyond" and number % 3 == 0:
+            entry["bbox"] = [-6, entry["bbox"][1], 30, entry["bbox"][3] + 60]
         entry["area"] = entry["bbox"][2] * entry["bbox"][3] * (0.7 if kept == "area" else 1)
     path = write_annotations(tmp_path, "val", content)
     truth = COCO(str(path))

@@ -16,7 +16,9 @@ from inline_attention.data.decode import UnreadableImage
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.data import open_eval_images, open_segment_data
 from inline_attention.tasks.segmentation.sources import IGNORED, open_split
+from inline_attention.tasks.segmentation.task import Segmentation
 from inline_attention.tasks.segmentation.transforms import TrainTransform, distort, target_size
+from inline_attention.training.config import load_recipe
 
 
 def config(path: Path | str, **settings: object) -> SegmentDataConfig:
@@ -101,6 +103,48 @@ def test_camvid_layout(tmp_path: Path) -> None:
         open_split(config(tmp_path, ignore_index=1), "train")
 
 
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (b"disc\n", r"1 classes in data.classes or classes.txt; expected 2 to 255, with the background"),
+        (b"background\ndisc\ndisc\n", "the class 'disc' is listed twice"),
+        (b"back\xffground\ndisc\n", r"classes.txt is not UTF-8 text"),
+    ],
+)
+def test_wrong_lists_of_classes(listed: bytes, message: str, folder: Path) -> None:
+    (folder / "classes.txt").write_bytes(listed)
+    with pytest.raises(ValueError, match=message):
+        open_split(config(folder), "train")
+
+
+def test_classes_on_the_command_line() -> None:
+    for text, classes in (("[sky, road]", ["sky", "road"]), ("names.txt", "names.txt"), ("null", None)):
+        changed = load_recipe(
+            "finetune",
+            defaults=Segmentation.defaults(),
+            folder=Segmentation.recipes,
+            overrides=[f"data.classes={text}"],
+        )
+        assert changed.data.classes == classes
+
+
+def test_an_ignored_number_that_is_a_class(tmp_path: Path) -> None:
+    numbers = np.array([[0, 1], [2, 3]], dtype=np.uint8)
+    write_pair(tmp_path / "images/training/a.jpg", tmp_path / "annotations/training/a.png", numbers)
+    (tmp_path / "classes.txt").write_text("wall\nbuilding\nsky\n")
+    with pytest.raises(ValueError, match=r"data.ignore_index=2 is the number of the class 'building'"):
+        open_split(config(tmp_path, ignore_index=2), "train")
+
+
+def test_masks_of_0_and_255_are_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """255 is ignored, so nothing would be learnt."""
+    for path in (folder / "masks/train").iterdir():
+        Image.fromarray(np.where(np.asarray(Image.open(path)) > 0, 255, 0).astype(np.uint8)).save(path)
+    (folder / "classes.txt").write_text("background\nobject\n")
+    open_split(config(folder), "train")
+    assert "the masks hold only the class 'background' and ignored pixels" in caplog.text
+
+
 def test_masks_of_other_kinds(folder: Path) -> None:
     """A palette's indices are the numbers; so are 16-bit values."""
     path = folder / "masks" / "train" / "0.png"
@@ -155,7 +199,7 @@ def no_masks(folder: Path) -> None:
         (wrong_size, r"mask .*3.png has 64×47 pixels, its image .*3.png 64×48"),
         (wrong_class, r"mask .*3.png holds the class number 9; the 4 classes have the numbers 0 to 3"),
         (beyond_sixteen_bits, r"mask .*3.tif holds the numbers 65539 to 65539; expected 0 to 65535"),
-        (two_of_a_name, r".*images/train/3.* and .*3.* differ in their ending alone; expected one file for each name"),
+        (two_of_a_name, r".*images/train/3.* and .*3.* differ only in their ending; expected one file for each name"),
         (coloured, r"mask .*3.png has colours \(mode RGB\)"),
         (no_mask, r"1 image\(s\) without a mask in .*masks/train: .*3.png"),
         (no_classes, r"no class names: expected .*classes.txt"),
@@ -317,7 +361,7 @@ def test_links_and_pipes(folder: Path) -> None:
         (dict(eval_scales=[]), "data.eval_scales is"),
         (dict(window_stride=0.0), "data.window_stride is"),
         (dict(path="nowhere"), "data path 'nowhere' does not exist"),
-        (dict(classes=["one"]), "holds the class number"),
+        (dict(classes=["one", "two"]), "holds the class number"),
     ],
 )
 def test_settings_that_cannot_work(setting: dict[str, object], message: str, folder: Path) -> None:

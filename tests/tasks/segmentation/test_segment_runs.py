@@ -268,6 +268,9 @@ def test_errors_are_one_line(undisturbed: Path, tmp_path: Path, capsys: pytest.C
         "data.batch_size=1: UperNet's batch norm": [*arguments(tmp_path), "data.batch_size=1"],
         "unknown setting data.mixup": ["segment", "train", "fpn_inline_pvt_tiny", "data.mixup=1"],
         "UperNet has no argument 'width'; expected some of": [*arguments(tmp_path), "model.head_kwargs={width: 8}"],
+        "inline_swin_tiny cannot be built with": [*arguments(tmp_path), "model.head_kwargs={dim: a}"],
+        "set dim and pyramid_dim to 1 or more": [*arguments(tmp_path), "model.head_kwargs={dim: 0}"],
+        "model.auxiliary_weight=-1.0: expected 0 or more": [*arguments(tmp_path), "model.auxiliary_weight=-1"],
         "Swin has no argument 'width'; expected some of": [*arguments(tmp_path), "model.kwargs={width: 8}"],
         "--window is 1 2 3; expected a side, or height": [*predict, "--window", "1", "2", "3"],
         "data.eval_scales is [0.0]; expected one positive": [*predict, "--scales", "0"],
@@ -281,6 +284,16 @@ def test_errors_are_one_line(undisturbed: Path, tmp_path: Path, capsys: pytest.C
         assert message in error
         assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_split_whose_only_image_is_damaged(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = shapes.write(tmp_path / "shapes", train=1, val=1)
+    (data / "images/val/1000.png").write_bytes(b"")
+    weights = undisturbed / "checkpoints" / "last.safetensors"
+    assert _runs.inline(["segment", "eval", f"--weights={weights}", f"--data={data}", "--workers=0"]) == 2
+    assert "nothing to evaluate: none of the 1 images could be read" in capsys.readouterr().err
 
 
 # From the published settings: rate, weight decay, steps, warm-up, power, drop path.

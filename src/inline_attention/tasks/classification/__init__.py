@@ -1,4 +1,4 @@
-"""Image classification: the task of `inline train`, its recipes, trained classifiers, evaluation and prediction."""
+"""Image classification: the task of `inline train`, recipes, evaluation, prediction and trained classifiers."""
 
 from inline_attention.tasks.classification.classifier import Classifier, load_classifier
 from inline_attention.tasks.classification.config import TrainConfig, load_config

@@ -20,9 +20,9 @@ from inline_attention.models.schema import annotations_of, check_values, read_de
 from inline_attention.models.shipped import shipped_weights
 from inline_attention.models.weights import restore
 
-# Settings of the data that a weights file stores.
-_PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct")
-assert set(_PREPARATION) <= {field.name for field in fields(DataConfig)}
+# Settings of the data that a weights file stores: how images are prepared.
+PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct")
+assert set(PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 
 @dataclass
@@ -30,14 +30,14 @@ class Classifier:
     """A model, the names of its classes, and the preparation of its images."""
 
     model: nn.Module
-    class_names: list[str] | None  # None: the file does not name them, and they are not ImageNet's
+    class_names: list[str] | None  # None: unknown, because the file does not name them and they are not ImageNet's
     data: DataConfig  # img_size, channels, normalisation and evaluation transform
     multi_label: bool = False  # an image may have several classes, or none: probabilities are sigmoids of the logits
 
     def readable_names(self) -> list[str] | None:
-        """Class names as people know them: "goldfish, Carassius auratus" for the WordNet number n01443537.
+        """Class names for people, such as "goldfish, Carassius auratus" for the WordNet number n01443537.
 
-        Two classes of ImageNet are called "crane". Such names keep their number, so that each is unique.
+        Names are unique: two classes of ImageNet are called "crane", and such names also show the number.
         """
         if self.class_names is None:
             return None
@@ -75,12 +75,12 @@ def load_classifier(
         arguments: of the model; they replace those in the file.
     """
     if weights == "pretrained" and name is not None and (shipped := shipped_weights(name)):
-        weights = str(shipped)  # a file of the package, which names its classes
+        weights = str(shipped)  # unlike published weights, this file names its classes
     options = dict(arguments or {})
     description = None
     if weights is None or weights == "pretrained":
         if name is None:
-            raise ValueError("there is neither a model nor a weights file: give the name of one")
+            raise ValueError("there is neither a model nor a weights file: give one of them")
         if img_size is not None:
             options["img_size"] = list(img_size)
         model = create_model(name, pretrained=weights == "pretrained", **options)
@@ -116,13 +116,13 @@ def _pretrained_cfg(model: nn.Module) -> dict[str, Any]:
 
 def preprocessing(config: DataConfig) -> str:
     """The value of "preprocessing" in the metadata of a weights file: how its images are prepared."""
-    return json.dumps({key: getattr(config, key) for key in _PREPARATION})
+    return json.dumps({key: getattr(config, key) for key in PREPARATION})
 
 
 def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> DataConfig:
     if saved:
-        known = {key: saved[key] for key in _PREPARATION if key in saved}  # older files have more keys
-        check_values(annotations_of(DataConfig, _PREPARATION), known)
+        known = {key: saved[key] for key in PREPARATION if key in saved}  # older files have more keys
+        check_values(annotations_of(DataConfig, PREPARATION), known)
         config = DataConfig(**known, in_chans=in_chans)
         config.validate()
         return config
@@ -155,5 +155,5 @@ def _class_names(model: nn.Module, saved: list[str] | None) -> list[str] | None:
     if saved is None:
         return ImageNetInfo().label_names() if num_classes == 1000 else None
     if len(saved) != num_classes:
-        raise ValueError(f"names {len(saved)} classes, its model has {num_classes} outputs")
+        raise ValueError(f"names {len(saved)} classes, but its model has {num_classes} outputs")
     return saved

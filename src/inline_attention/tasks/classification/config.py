@@ -14,7 +14,7 @@ RECIPES = "tasks/classification/recipes"
 class ModelConfig(BackboneConfig):
     """A registered model as a classifier."""
 
-    reset_head: bool = False  # keep the head random, if your classes are not those of `weights`
+    reset_head: bool = False  # start with a random head, if your classes are not those of `weights`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,9 +29,9 @@ class ClassifierOptimConfig(OptimConfig):
     """The optimizer, and the loss of a classifier."""
 
     label_smoothing: float = 0.1
-    # bce: binary cross-entropy, each class against the rest. null: bce if an image may have several labels
+    # bce: binary cross-entropy of each class. null: bce if images have several labels, else cross_entropy
     loss: Literal["cross_entropy", "bce"] | None = None
-    class_weights: bool = False  # weight classes equally, however many training images each has
+    class_weights: bool = False  # classes have the same weight in the loss, whatever their numbers of images
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,11 +44,11 @@ class TrainConfig(LoopConfig):
 
     recipe: str = "quickstart"
     model: ModelConfig = field(default_factory=ModelConfig)
-    # The user must give a path. The size is that of the model.
+    # No path: the user must give one. No size: the model's own.
     data: DataConfig = field(default_factory=lambda: DataConfig(path="", img_size=None))
     optim: ClassifierOptimConfig = field(default_factory=ClassifierOptimConfig)
 
 
 def load_config(recipe: str, *, overrides: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The configuration of a recipe (its name, or a YAML file), changed by `flags` (nested), then by `key=value`."""
+    """The configuration of a recipe (a name or a YAML file), changed by nested `flags`, then by `key=value`."""
     return load_recipe(recipe, defaults=TrainConfig(), folder=RECIPES, overrides=overrides, flags=flags)

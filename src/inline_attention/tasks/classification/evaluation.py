@@ -1,10 +1,10 @@
 """Accuracy and loss of a classifier over an evaluation loader, on one rank or several."""
 
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,29 +16,53 @@ from torch import Tensor, nn
 from inline_attention.data import Batch, EvalLoader
 from inline_attention.data.collate import as_targets
 from inline_attention.layers.mode import evaluation_mode
+from inline_attention.tasks.evaluation import check_readable
 from inline_attention.training.distributed import is_distributed
 
 MAX_CONFUSION_CLASSES = 256
 CALIBRATION_BINS = 15
 
-_logger = logging.getLogger(__name__)
 
+@dataclass(frozen=True, kw_only=True)
+class LoaderResult:
+    """What every result has: figures over the readable images of all ranks."""
 
-@dataclass(frozen=True)
-class EvalResult:
-    """Result over all ranks. Accuracies are in per cent of the images that could be read."""
-
-    top1: float
-    top5: float  # 100 with five classes or fewer
     loss: float
-    ece: float  # expected calibration error in per cent: |accuracy − confidence|, averaged over 15 bins of confidence
     images: int
     skipped: int  # images that could not be read
     seconds: float
-    images_per_second: float
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self.seconds
+
+    def figures(self) -> dict[str, float]:
+        """All single numbers by name, without those that were not measured."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        return {**numbers, "images_per_second": self.images_per_second}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult(LoaderResult):
+    """Accuracies in per cent of the images that could be read, and the cross-entropy."""
+
+    top1: float
+    top5: float  # 100 with five classes or fewer
+    ece: float  # expected calibration error in per cent: |accuracy − confidence|, averaged over 15 bins of confidence
     per_class: Tensor  # (classes, 2) int64: correct, total
     confusion: Tensor | None  # (classes, classes) int64: true, predicted; None for more than MAX_CONFUSION_CLASSES
     real_top1: float | None = None  # by ImageNet's reassessed labels, over images that have any; None: not counted
+
+    def summary(self) -> str:
+        real = "" if self.real_top1 is None else f"  ReaL {self.real_top1:.3f}%"
+        return f"top-1 {self.top1:.3f}%  top-5 {self.top5:.3f}%{real}  loss {self.loss:.4f}  ECE {self.ece:.2f}%"
+
+    def class_table(self, names: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+        """The header and the rows of a table of the classes that have images."""
+        counts = zip(names, self.per_class.tolist(), strict=True)
+        rows = [(name, right, total, f"{right / total:.4f}") for name, (right, total) in counts if total]
+        return ("class", "correct", "total", "accuracy"), rows
 
 
 @torch.no_grad()
@@ -51,31 +75,56 @@ def evaluate(
     on_images: Callable[[int], None] | None = None,
     real_labels: bool = False,
 ) -> EvalResult:
-    """Run the model in evaluation mode over the loader; every module's mode is restored afterwards.
+    """Accuracy of a model that gives each image one class.
 
-    Counts stay on the device and are read once, at the end. In a process group every rank calls this and gets the
-    result over all ranks. `on_images` is called with the number of images of each batch, for a progress bar.
-    `real_labels` also counts by the reassessed labels of ImageNet's validation images (ReaL, arXiv:2006.07159).
+    The model runs in evaluation mode, and every module's mode is restored afterwards. Counts stay on the device and are
+    read once, at the end. In a process group every rank calls this and gets the result over all ranks. `on_images` is
+    called with the number of images of each batch, for a progress bar. `real_labels` also counts by the reassessed
+    labels of ImageNet's validation images (ReaL, arXiv:2006.07159).
     """
     loader.check_one_label("accuracy")
     device = torch.device(device)
-    loader.to(device)
     counts = _Counts(len(loader.class_names), device=device)
     real = _RealCounts(loader, device=device) if real_labels else None
+
+    def add(logits: Tensor, batch: Batch) -> None:
+        counts.add(logits, batch.targets)
+        if real is not None:
+            real.add(logits, batch.sample_ids)
+
     start = time.perf_counter()
+    run_batches(model, loader, add, device=device, amp_dtype=amp_dtype, on_images=on_images)
+    result = counts.result(loader, start=start)
+    return result if real is None else replace(result, real_top1=real.top1())
+
+
+def run_batches(
+    model: nn.Module,
+    loader: EvalLoader,
+    add: Callable[[Tensor, Batch], None],
+    *,
+    device: torch.device,
+    amp_dtype: torch.dtype | None,
+    on_images: Callable[[int], None] | None,
+) -> None:
+    """Run the model in evaluation mode, and call `add` with the logits (n, classes) float32 of each batch of n images.
+
+    ValueError unless the model has an output for each class of the data.
+    """
+    loader.to(device)
+    classes = len(loader.class_names)
     with evaluation_mode(model):
         for images, batch in padded_batches(loader, device=device):
             with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
                 logits = model(images)
-            check_classes(logits, loader)
-            logits = logits[: len(batch.images)].float()
-            counts.add(logits, batch.targets)
-            if real is not None:
-                real.add(logits, batch.sample_ids)
+            if logits.shape[-1] != classes:
+                raise ValueError(
+                    f"the model has {logits.shape[-1]} outputs, the data {classes} classes; "
+                    "build the model with num_classes of the data, or name the model's classes"
+                )
+            add(logits[: len(batch.images)].float(), batch)
             if on_images is not None:
                 on_images(len(batch.images))
-    result = counts.result(loader, start=start)
-    return result if real is None else replace(result, real_top1=real.top1())
 
 
 class _Counts:
@@ -118,11 +167,7 @@ class _Counts:
         per_class = self._per_class.cpu()  # waits for the device
         correct, images = per_class.sum(0).tolist()
         seconds = time.perf_counter() - start
-        if images == 0:
-            raise ValueError(f"nothing to evaluate: none of the {loader.num_images} images could be read")
-        loader.skipped.check_limit(int(skipped))
-        if skipped and (not is_distributed() or dist.get_rank() == 0):
-            _logger.warning("%d unreadable images are left out: accuracy is over the other %d", int(skipped), images)
+        check_readable(loader, images=images, skipped=int(skipped))
         shape = (self._num_classes, self._num_classes)
         return EvalResult(
             top1=100 * correct / images,
@@ -132,16 +177,21 @@ class _Counts:
             images=images,
             skipped=int(skipped),
             seconds=seconds,
-            images_per_second=images / seconds,
             per_class=per_class,
             confusion=None if self._confusion is None else self._confusion.cpu().view(shape),
         )
 
 
 def padded_batches(loader: EvalLoader, *, device: torch.device) -> Iterator[tuple[Tensor, Batch]]:
-    """Yield the images of each batch, padded to one shape, and the batch. Every rank gets as many batches."""
+    """Yield each batch, and its images padded to one shape. Every rank gets the same number of batches.
+
+    With equal shapes, a compiled model is compiled once.
+    """
+    world_size = dist.get_world_size() if is_distributed() else 1
+    size = min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
     for batch in _in_step(loader, device=device):
-        yield _padded(batch.images, to=_batch_shape(loader)), batch
+        missing = size - len(batch.images)
+        yield F.pad(batch.images, (0,) * 7 + (missing,)) if missing > 0 else batch.images, batch
 
 
 class _RealCounts:
@@ -174,7 +224,7 @@ class _RealCounts:
 
 
 def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
-    """The batches of the loader, then empty ones until every rank has had the same number.
+    """Yield the batches of the loader, then empty ones until every rank has had the same number.
 
     A sharded model communicates in its forward pass, so all ranks must call it equally often.
     """
@@ -198,23 +248,3 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
         if not any_left:
             return
         yield empty if batch is None else batch
-
-
-def _batch_shape(loader: EvalLoader) -> int:
-    """The size of every batch. With equal shapes a compiled model is compiled once."""
-    world_size = dist.get_world_size() if is_distributed() else 1
-    return min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
-
-
-def _padded(images: Tensor, *, to: int) -> Tensor:
-    missing = to - len(images)
-    return F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else images
-
-
-def check_classes(logits: Tensor, loader: EvalLoader) -> None:
-    """ValueError unless the model has an output for each class of the data."""
-    if logits.shape[-1] != len(loader.class_names):
-        raise ValueError(
-            f"the model has {logits.shape[-1]} outputs, the data {len(loader.class_names)} classes; "
-            "build the model with num_classes of the data, or name the model's classes"
-        )

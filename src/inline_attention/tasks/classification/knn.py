@@ -1,4 +1,4 @@
-"""A k-NN probe: how well the features of a model, without its classifier, tell classes apart.
+"""A k-NN probe: how well the features of a model tell classes apart without its classifier.
 
 Images of the training split vote for their class, weighted by exp(cosine similarity / 0.07), as in DINO's evaluation.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from inline_attention.data import EvalLoader
 from inline_attention.layers.mode import evaluation_mode
+from inline_attention.tasks.evaluation import check_readable
 from inline_attention.training.distributed import Ranks
 
 TEMPERATURE = 0.07
@@ -48,7 +49,7 @@ def extract_features(
 
 def vote(queries: Tensor, bank: Tensor, labels: Tensor, *, k: int, num_classes: int) -> Tensor:
     """queries (n, C), bank (N, C), both of unit length, labels (N,) → votes (n, classes) of the k nearest images."""
-    similarity, nearest = (queries @ bank.T).topk(k, dim=1)  # (n, k)
+    similarity, nearest = (queries @ bank.T).topk(min(k, len(bank)), dim=1)  # (n, k)
     votes = torch.zeros(len(queries), num_classes, device=queries.device)
     return votes.scatter_add_(1, labels[nearest], (similarity / TEMPERATURE).exp())
 
@@ -63,21 +64,24 @@ def knn_accuracy(
     amp_dtype: torch.dtype | None = None,
     on_images: Callable[[int], None] | None = None,
 ) -> tuple[float, int]:
-    """Top-1 in per cent of the votes for the images of `queries`, and their number, over all ranks."""
+    """The share in per cent of the images of `queries` that get most votes for their class, and their number.
+
+    Both are over all ranks.
+    """
     if bank.class_names != queries.class_names:
         raise ValueError("the images that vote and those that are evaluated have different classes")
+    if not 1 <= k <= bank.num_images:
+        raise ValueError(f"--knn {k}: expected 1 to {bank.num_images}, the number of training images")
     options: dict[str, Any] = {"device": ranks.device, "amp_dtype": amp_dtype, "on_images": on_images}
     parts = ranks.gather(extract_features(model, bank, **options))
     features = torch.cat([part for part, _ in parts]).to(ranks.device)
     labels = torch.cat([part for _, part in parts]).to(ranks.device)
-    if not 1 <= k <= len(features):
-        raise ValueError(f"--knn {k}: expected 1 to {len(features)}, the number of training images")
+    check_readable(bank, images=len(features), skipped=int(ranks.sum(torch.tensor(len(bank.skipped)))))
     mine, targets = extract_features(model, queries, **options)
     hits = torch.zeros(2, dtype=torch.int64)
     for rows, own in zip(mine.split(256), targets.split(256), strict=True):
         votes = vote(rows.to(ranks.device), features, labels, k=k, num_classes=len(bank.class_names))
         hits += torch.tensor([int((votes.argmax(dim=1).cpu() == own).sum()), len(own)])
     correct, images = ranks.sum(hits).tolist()
-    if images == 0:
-        raise ValueError(f"nothing to evaluate: none of the {queries.num_images} images could be read")
+    check_readable(queries, images=images, skipped=int(ranks.sum(torch.tensor(len(queries.skipped)))))
     return 100 * correct / images, images

@@ -1,4 +1,4 @@
-"""The confusion matrix as a figure. This module imports matplotlib, which is optional: import it only to draw."""
+"""The confusion matrix as a figure. Import this module only to draw, because matplotlib is optional."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from inline_attention.training.plots import save_figure
 
 
 def draw_confusion(counts: torch.Tensor, class_names: Sequence[str], path: Path) -> None:
-    """counts (true class, predicted class): shares of each true class as colour, counts as text for few classes."""
+    """counts (true class, predicted class). Colours show shares of the true class; small matrices also show counts."""
     classes = len(counts)
     names = [_label(name) for name in class_names]
     side = 2.5 + 0.35 * classes + 0.08 * max(map(len, names))  # inches: the matrix and the names beside it

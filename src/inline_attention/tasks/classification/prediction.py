@@ -1,4 +1,4 @@
-"""The most probable classes of images, or all their labels, by a trained classifier."""
+"""The most probable classes of images, by a trained classifier."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,8 +39,8 @@ def predict(
     """Yield the most probable classes of every readable image.
 
     Args:
-        topk: at most this many. None: all.
-        threshold: only those of at least this probability.
+        topk: number of classes. None: all of them.
+        threshold: leave out classes below this probability.
     """
     loader.to(device)
     model: Any = classifier.model.to(device).eval()  # timm's contract

@@ -1,4 +1,4 @@
-"""Classification as a task of the training engine: mixup and cutmix, ranked by top-1, or by mAP for several labels."""
+"""Classification as a task of the training engine. Top-1 ranks its weights, or mAP if images have several labels."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from inline_attention.training.task import Evaluation, Headline, Task, Writer, d
 SIZE = "data.img_size"
 PHOTO_SIDE = 96  # measured in docs/results/finetuning.md
 CONFUSION = "confusion.png"
-MAX_DRAWN_CLASSES = 50  # the cells of larger matrices would be too small
+MAX_DRAWN_CLASSES = 50  # a larger matrix has cells too small to read
 
 
 class Classification(Task):
@@ -61,7 +61,7 @@ class Classification(Task):
         return {SIZE: self._size_for_data()} if self.config.from_data else {}
 
     def _size_for_data(self) -> int | list[int]:
-        """The model's own size. A model of smaller images than PHOTO_SIDE gets that size if the images have it."""
+        """The model's own size, or PHOTO_SIDE if the model's is smaller and the images are large enough."""
         own = own_size(self.config.model.name)
         if not isinstance(own, int) or own >= PHOTO_SIDE:
             return own
@@ -75,13 +75,11 @@ class Classification(Task):
         data = with_split_of(self.resumed_run, config.data)
         self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
-        several = self.data.multi_label
-        if several:
+        images = None
+        if self.data.multi_label:
             self.headline, self.summary_figures = Headline("map", "mAP"), ("map", "f1_micro", "f1_macro")
-        loss = ClassifierLoss(
-            config.optim, class_counts=self.data.class_counts, images=self.data.train_images if several else None
-        )
-        self.loss = loss.to(ranks.device)
+            images = self.data.train_images
+        self.loss = ClassifierLoss(config.optim, class_counts=self.data.class_counts, images=images).to(ranks.device)
         return self.data.to(ranks.device)
 
     def start_files(self) -> dict[str, bytes]:
@@ -135,12 +133,10 @@ class Classification(Task):
         return {"class": self.loss(logits.float(), targets)}
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
-        if self.data.multi_label:
-            found = evaluate_multi_label(model, self.data.val, device=device, amp_dtype=amp_dtype)
-            return Evaluation({key: getattr(found, key) for key in ("loss", *self.summary_figures, "images")})
-        result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
-        figures = {"loss": result.loss, "top1": result.top1, "top5": result.top5, "images": result.images}
-        return Evaluation(figures, details=result.confusion)
+        measure = evaluate_multi_label if self.data.multi_label else evaluate
+        result = measure(model, self.data.val, device=device, amp_dtype=amp_dtype)
+        figures = {key: getattr(result, key) for key in ("loss", *self.summary_figures, "images")}
+        return Evaluation(figures, details=getattr(result, "confusion", None))
 
     def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
         confusion: Tensor | None = evaluation.details

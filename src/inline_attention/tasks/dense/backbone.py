@@ -19,7 +19,7 @@ PATCH = 16  # the stride of a single map
 class Backbone(nn.Module):
     """Images (B, 3, H, W) of any size → maps (B, C, ceil(H / s), ceil(W / s)) at strides s of 4, 8, 16 and 32.
 
-    The maps are those of timm's `features_only`. A pyramid with a final norm (Swin, CSwin) gets a norm on every map, as
+    The maps are those of timm's `features_only`. If the model has a final norm (Swin, CSwin), every map gets a norm, as
     published. The single map of DeiT becomes four, as in ViTDet's simple feature pyramid.
     """
 
@@ -37,7 +37,7 @@ class Backbone(nn.Module):
                     f"a backbone with a single map must have patches of {PATCH} pixels, from which four strides "
                     f"are made; this one has {strides[0]}"
                 )
-            model.prune_intermediate_layers(1)  # keep the norm, which was trained on this map
+            model.prune_intermediate_layers(1)  # keeps the norm, which was trained on this map
             self.pyramid = SimplePyramid(dims[-1])
             self.channels = self.pyramid.channels
         else:
@@ -98,7 +98,7 @@ class Backbone(nn.Module):
 
 
 class HeadedModel(nn.Module):
-    """A backbone under heads, with timm's layer groups for the optimizer"""
+    """A backbone under heads, with the layer groups and weight decay of its backbone for the optimizer."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class SimplePyramid(nn.Module):
         self.to_stride_8 = nn.ConvTranspose2d(dim, dim // 2, 2, stride=2)
 
     def forward(self, x: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
-        """(B, C, H, W) → the four maps; sizes (B, 2): each image's own part of x, beyond which nothing is pooled"""
+        """(B, C, H, W) → the four maps; sizes (B, 2): each image's own part of x, outside which nothing is pooled"""
         pooled = x
         if sizes is not None:
             pooled = x.masked_fill(~own_positions(sizes, (x.shape[2], x.shape[3]))[:, None], -torch.inf)

@@ -4,8 +4,8 @@ import colorsys
 
 Colour = tuple[int, int, int]
 
-# Saturation and value, in turn. Hues a golden angle apart come close again after a Fibonacci number of classes. Below
-# 21, only the Fibonacci number 3 is a multiple of three, so colours of similar hue differ in saturation and value.
+# Saturations and values, taken in turn. Hues are a golden angle apart, so classes of similar hue differ by a Fibonacci
+# number. Of those below 21, only 3 is a multiple of three, so such classes differ in saturation and value.
 _LEVELS = ((0.75, 1.0), (0.95, 0.65), (0.4, 0.9))
 
 

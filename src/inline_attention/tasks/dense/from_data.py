@@ -30,7 +30,7 @@ def choose(
 
     Args:
         images: number of training images.
-        sizes: names of the settings that `choose_sizes` chooses. It is called only if one of them is to be chosen.
+        sizes: names of the settings that `choose_sizes` returns. It is called only if `from_data` has one of them.
     """
     known = (*_LENGTH, *sizes)
     for name in config.from_data:

@@ -1,7 +1,9 @@
 """Prediction on image files: what segmentation and detection share."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from inline_attention.tasks.dense.weights import DataT
@@ -15,7 +17,26 @@ def for_files(config: DataT, paths: Sequence[Path]) -> DataT:
     return replace(config, max_broken=len(paths), workers=workers)
 
 
-def output_name(paths: Sequence[Path], index: int) -> str:
-    """The name of a result without its suffix: that of the image, with a number if several images share it."""
-    name = paths[index].stem
-    return name if sum(path.stem == name for path in paths) == 1 else f"{name}-{index}"
+def open_output(output: Path, paths: Sequence[Path], *, endings: Sequence[str]) -> list[Path]:
+    """Make the folder of the results. Returns the path of each image's results, without their endings.
+
+    A result has the name of its image, with a number if several images share it. ValueError if a result would replace
+    one of the images.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{output} is not a folder; give another one for the results (--output)") from error
+    images = Counter(path.stem for path in paths)
+    names = []
+    taken = {name for name, times in images.items() if times == 1}
+    for index, path in enumerate(paths):
+        name = path.stem
+        if images[name] > 1:
+            name = next(numbered for n in count(index) if (numbered := f"{path.stem}-{n}") not in taken)
+            taken.add(name)
+        names.append(name)
+    written = {(output / (name + ending)).resolve() for name in names for ending in endings}
+    if replaced := [path for path in paths if path.resolve() in written]:
+        raise ValueError(f"{replaced[0]} would be replaced by a result; give another folder (--output)")
+    return [output / name for name in names]

@@ -27,7 +27,11 @@ class DenseTask(Task):
     def build_model(self) -> nn.Module:
         wanted = self.config.model
         torch.manual_seed(derive_seed("weights", self.config.seed))
-        model = self.models.build(wanted, num_classes=len(self.data.class_names))
+        try:
+            model = self.models.build(wanted, num_classes=len(self.data.class_names))
+        except TypeError as error:  # an argument of the wrong type
+            arguments = self.models.arguments_of(wanted)
+            raise ValueError(f"model {wanted.name} cannot be built with {arguments}: {error}") from error
         if wanted.checkpointing:
             model.backbone.set_grad_checkpointing(True)
         freeze_layers(model, wanted.freeze)

@@ -1,4 +1,4 @@
-"""Whole models, backbone and heads: built from a configuration, loaded from weights files."""
+"""Models of backbone and heads: built from a configuration, or loaded from a weights file."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -102,10 +102,10 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
         return model
 
     def load(self, weights: str) -> TrainedModel[ModelT, DataT]:
-        """A model from a weights file (or its URL) that the command wrote; WeightsError for anything else."""
+        """A model from a weights file (or its URL) that the command wrote. ValueError for any other file."""
         file = task_file(weights, self.task)
         if file is None:
-            raise ValueError(f"{weights!r} is not a weights file of `{self.command}`")
+            raise ValueError(f"{weights!r} is not a weights file of `{self.command}`; give one that it wrote")
         with errors_name(file.path):
             config, data = self._read(file.description)
         class_names = file.description.class_names
@@ -117,7 +117,7 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
         return TrainedModel(model.eval(), self.title(config), class_names, data)
 
     def _read(self, description: Description) -> tuple[ConfigT, DataT]:
-        """The configurations in the metadata of a file. WeightsError for a setting that a file must not change."""
+        """The configurations in the metadata of a file. WeightsError for a setting that a file must not contain."""
         arguments = dict(description.arguments)
         for name in ("kwargs", "head_kwargs"):
             if not isinstance(arguments.get(name, {}), dict):

@@ -1,6 +1,7 @@
-"""Images and the objects in them, as the readers of COCO and YOLO files give them."""
+"""Images and the objects in them, as the readers of COCO and YOLO files return them."""
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from inline_attention.tasks.detection.boxes import Size
 MAX_OBJECTS = 10_000
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1
-# Polygons x0, y0, x1, y1, … as float32, which take a sixth of the memory of lists; or run lengths as in a COCO file.
+# Polygons x0, y0, x1, y1, … or run lengths as in a COCO file. Arrays of float32 take a sixth of the memory of lists.
 Segmentation = list[np.ndarray] | dict[str, Any]
 
 
@@ -22,9 +23,10 @@ Segmentation = list[np.ndarray] | dict[str, Any]
 class Instance:
     label: int  # 1 for the first class: 0 is the background
     box: Box  # inside the image
-    segmentation: Segmentation | None  # None: boxes alone were read
-    area: float | None  # for COCO's small, medium and large. None: that of the mask, or of the box if there is none
-    crowd: bool  # a region of many objects: not used in training, and detections inside it are not counted
+    segmentation: Segmentation | None  # None: only boxes were read
+    area: float | None  # decides if COCO counts it as small, medium or large. None: the area of the mask, or of the box
+    crowd: bool  # a region of many objects: not used in training, and detections inside it do not count
+    listed: Box | None = None  # the box in the file, if it reaches beyond the image: COCO evaluates against that
 
 
 @dataclass
@@ -36,11 +38,11 @@ class AnnotatedImage:
 
     @property
     def objects(self) -> list[Instance]:
-        """The instances to learn from"""
+        """The instances to learn from and to find"""
         return [instance for instance in self.instances if not instance.crowd]
 
     def add(self, instance: Instance, where: str) -> None:
-        """where: what to call the instance in a message"""
+        """where: the place of the instance in its file, for a message"""
         if len(self.instances) == MAX_OBJECTS:
             raise ValueError(f"{where}: {self.path.name} has more than {MAX_OBJECTS:,} objects, which is the limit")
         self.instances.append(instance)
@@ -57,12 +59,19 @@ class AnnotatedData:
 
 
 def box_inside(x0: float, y0: float, x1: float, y1: float, size: Size) -> Box | None:
-    """Cut a box at the border of its image, (height, width). None: nothing is left"""
+    """The part of a box inside an image of this (height, width). None: there is none"""
     x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(size[1]), x1), min(float(size[0]), y1)
     return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
 
 
+def check_objects(data: AnnotatedData) -> None:
+    """ValueError if no image has an object."""
+    if not any(image.objects for image in data.images):
+        raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
+
+
 def check_same_categories(train: AnnotatedData, val: AnnotatedData) -> None:
+    """ValueError unless two splits have the same classes in the same order."""
     if train.class_names != val.class_names:
         differing = sorted(set(train.class_names) ^ set(val.class_names)) or ["their order"]
         raise ValueError(f"{train.source} and {val.source} have different categories: {', '.join(differing[:10])}")
@@ -75,10 +84,11 @@ def with_classes(data: AnnotatedData, class_names: Sequence[str]) -> AnnotatedDa
     """
     unknown = [name for name in data.class_names if name not in class_names]
     if unknown:
-        raise ValueError(f"{data.source} has classes that the model does not know: {', '.join(unknown[:10])}")
-    labels: Mapping[int, int] = {
-        label: class_names.index(name) + 1 for label, name in enumerate(data.class_names, start=1)
-    }
+        raise ValueError(
+            f"{data.source} has classes that the model does not know: {', '.join(unknown[:10])}; "
+            f"the model knows {', '.join(class_names[:10])}{', …' if len(class_names) > 10 else ''}"
+        )
+    labels = {label: class_names.index(name) + 1 for label, name in enumerate(data.class_names, start=1)}
     images = [
         replace(image, instances=[replace(instance, label=labels[instance.label]) for instance in image.instances])
         for image in data.images
@@ -93,8 +103,14 @@ def without_annotations(paths: Sequence[Path], class_names: Sequence[str]) -> An
 
 
 def header_size(path: Path) -> Size:
-    """The size of an image from its header; 1 × 1 if it cannot be read. Decoding will skip and list such an image."""
+    """The size of an image from its header. 1 × 1 if it cannot be read: the loader will skip and list such an image."""
     try:
         return image_size(path)
     except UnreadableImage:
         return 1, 1
+
+
+def excerpt(value: Any) -> str:
+    """The beginning of a value from a file, for messages. Deeply nested lists stay short."""
+    text = "missing" if value is None else reprlib.repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"

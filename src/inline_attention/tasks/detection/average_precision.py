@@ -24,12 +24,12 @@ class ImageResult:
     boxes: np.ndarray  # (n, 4) x0, y0, x1, y1
     scores: np.ndarray  # (n,)
     labels: np.ndarray  # (n,) from 1 on
-    masks: list[Rle] | None  # None: of a detector without mask heads
+    masks: list[Rle] | None  # None: the detector has no mask heads
 
 
 @dataclass(frozen=True)
 class ApResult:
-    """Average precision in per cent. None: there is no object to find"""
+    """Average precision in per cent. A figure is None if there is no object to find."""
 
     box: dict[str, float | None]  # by `METRICS`
     mask: dict[str, float | None] | None  # None: the detector has no mask heads
@@ -52,7 +52,7 @@ def average_precision(data: AnnotatedData, results: Iterable[ImageResult]) -> Ap
     found = {result.image_id: result for result in results}
     images = [image for image in data.images if image.id in found]
     if not images:
-        raise ValueError(f"nothing to evaluate: none of the {len(data.images)} images of {data.source} could be read")
+        raise ValueError(f"nothing to evaluate: none of the {len(data.images)} images of {data.source} has a result")
     kinds = [kind for kind in KINDS if kind == "box" or all(result.masks is not None for result in found.values())]
     truth = _ground_truth(data, images, masks="mask" in kinds)
     detections = [entry for image in images for entry in _entries(found[image.id], data.category_ids)]
@@ -68,7 +68,7 @@ def _ground_truth(data: AnnotatedData, images: Sequence[AnnotatedImage], *, mask
     annotations: list[dict[str, Any]] = []
     for image in images:
         for instance in image.instances:
-            x0, y0, x1, y1 = instance.box
+            x0, y0, x1, y1 = instance.listed or instance.box
             entry: dict[str, Any] = {
                 "id": len(annotations) + 1,  # id 0 would mean "no match" to pycocotools
                 "image_id": image.id,
@@ -112,7 +112,7 @@ def _evaluate(
     truth: Any, detections: list[dict[str, Any]], kind: str, image_ids: list[int]
 ) -> tuple[dict[str, float | None], list[float | None]]:
     """(the twelve figures, AP of each class)"""
-    if kind == "mask":  # otherwise pycocotools would use the size of the box
+    if kind == "mask":  # with boxes, pycocotools would take the sizes of objects from them
         detections = [{key: value for key, value in entry.items() if key != "bbox"} for entry in detections]
     with contextlib.redirect_stdout(io.StringIO()):
         # loadRes refuses an empty list.
@@ -143,7 +143,7 @@ def _per_cent(value: float) -> float | None:
 
 
 def as_records(result: ImageResult, class_names: Sequence[str], *, min_score: float) -> list[dict[str, Any]]:
-    """For JSON: class, score, box as COCO has it (x, y, width, height), mask (if any) as compressed run lengths"""
+    """Detections for JSON: class, score, box (x, y, width, height) and, with mask heads, compressed run lengths."""
     records = []
     for entry in _entries(result, range(1, len(class_names) + 1)):
         if entry["score"] >= min_score:

@@ -1,7 +1,6 @@
 """Regions of feature maps, masks inside regions, and the sampling of regions for training."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ Size = tuple[int, int]  # (height, width)
 
 
 def in_full_precision(x: Tensor) -> Tensor:
-    """At least float32: coordinates up to a thousand do not fit into half precision."""
+    """At least float32. Half precision is too coarse for coordinates up to a thousand."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -68,7 +67,7 @@ def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, *, side: int) ->
 def paste_masks(masks: Tensor, boxes: Tensor, size: Size, *, chunk: int = 32) -> Tensor:
     """Probabilities (n, M, M) inside boxes (n, 4) → bool (n, height, width), True where they are at least 0.5
 
-    `chunk` masks are pasted at a time, since interpolated masks take four bytes a pixel.
+    `chunk` masks are pasted at a time, because interpolated masks take four bytes per pixel.
     """
     height, width = size
     rows = torch.arange(height, device=boxes.device) + 0.5
@@ -85,27 +84,27 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: Size, *, chunk: int = 32) ->
     return torch.cat(pasted) if pasted else masks.new_zeros((0, *size), dtype=torch.bool)
 
 
-class Chosen(NamedTuple):
-    positive: Tensor  # indices
-    negative: Tensor
-
-
 class KeyedSampler:
-    """Samples positive and negative candidates at random. The choice depends only on the image's key."""
+    """Samples positive and negative candidates. The choice depends only on the image's key.
+
+    Args:
+        count: number of candidates to choose.
+        positive_share: largest share of positive ones.
+        place: a different number for each sampler of a model, so that their choices differ.
+    """
 
     def __init__(self, count: int, *, positive_share: float, place: int) -> None:
-        """`place` is a different number for each sampler of a model."""
         self.count, self.max_positive, self.place = count, int(count * positive_share), place
 
-    def __call__(self, labels: Tensor, key: Tensor) -> Chosen:
-        """labels (n,): positive above 0, negative at 0, ignored below; key () int64"""
+    def __call__(self, labels: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """labels (n,): positive above 0, negative at 0, ignored below; key () int64 → indices of both"""
         key = key + self.place
         mixed = scramble(scramble(key) ^ scramble(key >> 32))
-        # A bijection of the positions: no two candidates have the same priority.
+        # `scramble` is a bijection, so no two candidates have the same priority.
         priority = scramble(torch.arange(len(labels), device=labels.device) ^ mixed)
         positive = self._first(labels > 0, priority, self.max_positive)
         negative = self._first(labels == 0, priority, self.count - len(positive))
-        return Chosen(positive, negative)
+        return positive, negative
 
     @staticmethod
     def _first(candidates: Tensor, priority: Tensor, count: int) -> Tensor:

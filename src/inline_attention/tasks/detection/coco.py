@@ -1,5 +1,6 @@
 """Reads and checks data in COCO's format: `annotations/instances_SPLIT.json` and a folder of images."""
 
+import importlib
 import json
 import logging
 import math
@@ -19,17 +20,18 @@ from inline_attention.tasks.detection.annotations import (
     Instance,
     Segmentation,
     box_inside,
+    excerpt,
 )
 from inline_attention.tasks.detection.boxes import Size
 
 _logger = logging.getLogger(__name__)
 
 # Limits far above any real annotation. pycocotools allocates whatever a file asks for.
-MAX_MASK_BYTES = 2**32  # all masks of an image, decoded
+MAX_MASK_BYTES = 2**32  # of all decoded masks of an image
 MAX_OUTLINE = 1_000_000  # length of the polygons of one object, in pixels
 _FIELDS: dict[str, type] = {"image_id": int, "category_id": int, "bbox": list}  # of every annotation
 _MAX_ID = 2**63  # limit of int64
-_LARGEST = 1e12  # magnitude of a coordinate or an area; NaN and infinity are not below it
+_LARGEST = 1e12  # magnitude of a coordinate or an area; excludes NaN and infinity
 
 Rle = dict[str, Any]  # pycocotools' compressed run lengths: size [height, width], counts as bytes
 
@@ -41,8 +43,8 @@ def read_coco(root: str | Path, split: str, *, masks: bool = True) -> AnnotatedD
 
     Args:
         root: folder with annotations/ and the images in SPLIT/.
-        split: "train" and "val" are also those of COCO itself, train2017 and val2017.
-        masks: read the masks, which every object must have. False: read boxes alone, whether or not there are masks.
+        split: "train" and "val" also find COCO's own files of train2017 and val2017.
+        masks: read masks, which every object must then have. False: read only boxes.
     """
     root = Path(root)
     source, folder = _files(root, split)
@@ -108,10 +110,15 @@ def _categories(content: Mapping[str, Any], source: Path) -> dict[int, str]:
 
 def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int, AnnotatedImage]:
     images: dict[int, AnnotatedImage] = {}
-    files: dict[Path, set[str]] = {}  # each folder is listed once; a check of every file takes minutes on network disks
+    files: dict[Path, set[str]] = {}  # by folder: on network disks, a check of every single file takes minutes
     missing = []
     for entry in _entries(content, "images", {"id": int, "file_name": str, "height": int, "width": int}, source):
-        path = folder / _inside(entry["file_name"], f"{source}: image {entry['id']}")
+        name = entry["file_name"]
+        if not is_inside(name):
+            raise ValueError(
+                f"{source}: image {entry['id']}: file_name is {name!r}; expected a path inside the folder of images"
+            )
+        path = folder / name
         if path.parent not in files:
             files[path.parent] = set(os.listdir(path.parent)) if path.parent.is_dir() else set()
         if path.name not in files[path.parent]:
@@ -119,28 +126,18 @@ def _images(content: Mapping[str, Any], source: Path, folder: Path) -> dict[int,
         if entry["id"] in images:
             raise ValueError(f"{source}: two images have the id {entry['id']}")
         size = (entry["height"], entry["width"])
-        if min(size) < 1:
-            raise ValueError(
-                f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected 1 pixel or more"
-            )
-        if math.prod(size) > MAX_PIXELS:
+        if min(size) < 1 or math.prod(size) > MAX_PIXELS:
             raise ValueError(
                 f"{source}: image {entry['id']} is {size[0]} high and {size[1]} wide; expected at most {MAX_PIXELS:,} "
-                "pixels"
+                "pixels, and at least 1"
             )
         images[entry["id"]] = AnnotatedImage(entry["id"], path, size)
     if missing:
         raise ValueError(
-            f"{source} names {len(missing)} of {len(images)} images that do not exist, such as {missing[0]}"
+            f"{source} names {len(missing)} of {len(images)} images that do not exist, such as {missing[0]}; add them, "
+            "or remove them from the file"
         )
     return images
-
-
-def _inside(name: str, where: str) -> str:
-    """The name itself; ValueError if it leads out of the folder of images"""
-    if not is_inside(name):
-        raise ValueError(f"{where}: file_name is {name!r}; expected a path inside the folder of images")
-    return name
 
 
 def _add_instances(
@@ -165,10 +162,11 @@ def _add_instances(
         image = images[entry["image_id"]]
         area, crowd = entry.get("area"), entry.get("iscrowd", 0)
         if area is not None and not _is_number(area):
-            raise ValueError(f"{where}: area is {_excerpt(area)}; expected a number")
+            raise ValueError(f"{where}: area is {excerpt(area)}; expected a number")
         if crowd not in (0, 1):
-            raise ValueError(f"{where}: iscrowd is {_excerpt(crowd)}; expected 0 or 1")
-        box = _box(entry["bbox"], image.size, where)
+            raise ValueError(f"{where}: iscrowd is {excerpt(crowd)}; expected 0 or 1")
+        listed = _box(entry["bbox"], where)
+        box = box_inside(*listed, image.size)
         segmentation = _segmentation(entry["segmentation"], image, where) if masks else None
         if box is None or (masks and segmentation is None):
             left_out += 1
@@ -177,12 +175,13 @@ def _add_instances(
             raise ValueError(
                 f"{where}: the image has so many objects that their masks take more than {MAX_MASK_BYTES >> 30} GiB"
             )
-        image.add(Instance(labels[entry["category_id"]], box, segmentation, area, bool(crowd)), where)
+        label, beyond = labels[entry["category_id"]], None if listed == box else listed
+        image.add(Instance(label, box, segmentation, area, bool(crowd), beyond), where)
     return left_out
 
 
 def _check_all_have_masks(content: Mapping[str, Any], source: Path) -> None:
-    """ValueError for annotations with boxes alone, which mask heads cannot learn from"""
+    """ValueError if an annotation has only a box, from which a mask head cannot learn."""
     entries = list(_entries(content, "annotations", _FIELDS, source))
     without = [entry for entry in entries if not entry.get("segmentation")]
     if without:
@@ -200,68 +199,59 @@ def _entries(
     """The objects listed under `key`, checked to have these fields with values of these types"""
     entries = content.get(key, [])
     if not isinstance(entries, list):
-        raise ValueError(f"{source}: {key} is {_excerpt(entries)}; expected a list of objects")
+        raise ValueError(f"{source}: {key} is {excerpt(entries)}; expected a list of objects")
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            raise ValueError(f"{source}: {key}[{number}] is {_excerpt(entry)}; expected an object")
+            raise ValueError(f"{source}: {key}[{number}] is {excerpt(entry)}; expected an object")
         for name, kind in fields.items():
             if name not in entry:
                 raise ValueError(f"{source}: {key}[{number}] has no {name}")
             if not isinstance(entry[name], kind) or isinstance(entry[name], bool):
                 expected = {int: "a whole number", str: "text", list: "a list"}[kind]
-                raise ValueError(f"{source}: {name} of {key}[{number}] is {_excerpt(entry[name])}; expected {expected}")
+                raise ValueError(f"{source}: {name} of {key}[{number}] is {excerpt(entry[name])}; expected {expected}")
             if kind is int and not -_MAX_ID <= entry[name] < _MAX_ID:
-                raise ValueError(f"{source}: {name} of {key}[{number}] is too large: {_excerpt(entry[name])}")
+                raise ValueError(f"{source}: {name} of {key}[{number}] is too large: {excerpt(entry[name])}")
         yield entry
 
 
-def _excerpt(value: Any) -> str:
-    """The beginning of a value as JSON, for messages"""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists in lists
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:60] + "…"
-
-
-def _box(bbox: list[Any], size: Size, where: str) -> Box | None:
-    """x, y, width, height → x0, y0, x1, y1 inside the image. None: nothing is left"""
+def _box(bbox: list[Any], where: str) -> Box:
+    """x, y, width, height → x0, y0, x1, y1"""
     if len(bbox) != 4 or not all(_is_number(value) for value in bbox):
-        raise ValueError(f"{where}: bbox is {_excerpt(bbox)}; expected four numbers, x, y, width and height")
+        raise ValueError(f"{where}: bbox is {excerpt(bbox)}; expected four numbers, x, y, width and height")
     x, y, width, height = bbox
-    return box_inside(x, y, x + width, y + height, size)
+    return x, y, x + width, y + height
 
 
 def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:
-    """The annotation's mask, checked. None: its polygons enclose nothing"""
+    """The checked mask of an annotation. None: its polygons enclose nothing."""
     if isinstance(value, dict):
         if value.get("size") != list(image.size):
             raise ValueError(
-                f"{where}: its mask is for {_excerpt(value.get('size'))} (height, width), "
+                f"{where}: its mask is for {excerpt(value.get('size'))} (height, width), "
                 f"but the image {image.path.name} is listed with {list(image.size)}"
             )
         counts = value.get("counts")
         runs = _uncompressed(counts) if isinstance(counts, str) else counts
         if not isinstance(runs, list) or not all(isinstance(count, int) and count >= 0 for count in runs):
             raise ValueError(
-                f"{where}: its run lengths are {_excerpt(counts)}; expected a list of numbers from 0 on, or such a "
+                f"{where}: its run lengths are {excerpt(counts)}; expected a list of numbers from 0 on, or such a "
                 "list compressed to a string"
             )
         if sum(runs) != math.prod(image.size):
             raise ValueError(f"{where}: its run lengths add up to {sum(runs)} pixels, not {math.prod(image.size)}")
         return {"size": list(image.size), "counts": counts}
     if not isinstance(value, list):
-        raise ValueError(f"{where}: segmentation is {_excerpt(value)}; expected polygons or run lengths")
+        raise ValueError(f"{where}: segmentation is {excerpt(value)}; expected polygons or run lengths")
     for polygon in value:
         if not isinstance(polygon, list) or len(polygon) % 2 or not all(_is_number(number) for number in polygon):
-            raise ValueError(f"{where}: a polygon is {_excerpt(polygon)}; expected x0, y0, x1, y1, …")
+            raise ValueError(f"{where}: a polygon is {excerpt(polygon)}; expected x0, y0, x1, y1, …")
     polygons = [np.array(polygon, np.float32) for polygon in value if len(polygon) >= 6]
     _check_polygons(polygons, image.size, where)
     return polygons or None
 
 
 def _check_polygons(polygons: Sequence[np.ndarray], size: Size, where: str) -> None:
-    """Check that an outline stays near its image and is not too long: pycocotools stores every point along it."""
+    """ValueError if an outline is far outside its image or too long. pycocotools stores every point along it."""
     outline = 0.0
     for polygon in polygons:
         points = polygon.reshape(-1, 2).astype(np.float64)
@@ -281,8 +271,8 @@ def _uncompressed(counts: str) -> list[int] | None:
     """Decode run lengths that pycocotools compressed to a string. None if the string is invalid.
 
     Each number is split into groups of five bits, lowest first, and each group is a character from "0" on. Bit 5 marks
-    that another group follows. Bit 4 of the last group is the sign. From the fourth number on, each is the difference
-    to the number two before it.
+    that another group follows. Bit 4 of the last group is the sign. From the fourth number on, each is stored as its
+    difference to the number two places before it.
     """
     groups = np.frombuffer(counts.encode(errors="replace"), np.uint8).astype(np.int64) - ord("0")
     if not len(groups) or groups.min() < 0 or groups.max() > 63 or groups[-1] & 32:
@@ -316,7 +306,7 @@ def to_rle(segmentation: Segmentation, size: Size) -> Rle:
 
 
 def mask_of(instance: Instance, size: Size) -> Rle:
-    """The mask of an instance that was read with masks"""
+    """The mask of an instance. It must have been read with masks."""
     assert instance.segmentation is not None
     return to_rle(instance.segmentation, size)
 
@@ -331,9 +321,7 @@ def decode_masks(image: AnnotatedImage, instances: Sequence[Instance]) -> np.nda
 
 
 def load_pycocotools(module: str) -> Any:
-    """`pycocotools.module`; it comes with the extra [dense]."""
-    import importlib
-
+    """Import `pycocotools.module`, which comes with the extra [dense]."""
     try:
         return importlib.import_module(f"pycocotools.{module}")
     except ImportError as error:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inline_attention.data import LoaderConfig
-from inline_attention.tasks.dense.config import HeadedConfig, is_inside
+from inline_attention.tasks.dense.config import DenseDataConfig, HeadedConfig
 from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
 
 Layout = Literal["auto", "coco", "yolo"]
@@ -18,30 +17,28 @@ class DetectorConfig(HeadedConfig):
     drop_path: float | None = 0.1
     head: Literal["faster_rcnn", "cascade_rcnn", "mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
     channels: int = 256  # channels of the pyramid and the heads
-    regions: int = 512  # regions of each image that a head learns from; fewer take less memory
+    regions: int = 512  # regions of an image that each head learns from; fewer take less memory
 
 
 @dataclass
-class DetectionDataConfig(LoaderConfig):
+class DetectionDataConfig(DenseDataConfig):
     """Images with boxes and, for mask heads, masks.
 
-    `layout` "coco" is annotations/instances_SPLIT.json with the images in SPLIT/. "yolo" is a folder with data.yaml,
-    images/SPLIT and labels/SPLIT. "auto" is the one of them that `path` holds. The splits train and val are also COCO's
-    train2017 and val2017.
+    The layout "coco" is annotations/instances_SPLIT.json with the images in SPLIT/. "yolo" is a folder with data.yaml,
+    images/SPLIT and labels/SPLIT. "auto" recognises the layout of `path`. The splits "train" and "val" also find COCO's
+    own train2017 and val2017.
     """
 
-    layout: Layout = "auto"  # coco, yolo, or auto for the one that data.path holds
+    layout: Layout = "auto"  # coco, yolo; auto: recognised from data.path
     batch_size: int = 2  # per rank
     short_side: int = 800  # short side of images in evaluation
     train_short_sides: tuple[int, ...] = (800,)  # one of them is drawn for each image
-    max_side: int = 1333  # an image whose long side would exceed this is made smaller
+    max_side: int = 1333  # limit of the long side; the short side is then smaller
     hflip: float = 0.5
     skip_empty: bool = True  # train only on images with objects, as published
 
     def validate(self) -> None:
         super().validate()
-        for name in ("train_split", "val_split"):
-            self.check(name, is_inside(getattr(self, name)), "the name of a folder inside data.path")
         sides = (self.short_side, *self.train_short_sides)
         self.check("short_side", self.short_side >= 1, "a positive side")
         self.check("train_short_sides", bool(self.train_short_sides) and min(sides) >= 1, "positive sides")
@@ -52,7 +49,7 @@ class DetectionDataConfig(LoaderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionConfig(LoopConfig):
-    """The settings of `inline detect train`: 12 epochs, 16 images an update."""
+    """The settings of `inline detect train`. By default, 12 epochs with rates for 16 images per update."""
 
     model: DetectorConfig = field(default_factory=DetectorConfig)
     data: DetectionDataConfig = field(default_factory=DetectionDataConfig)
@@ -66,7 +63,7 @@ class DetectionConfig(LoopConfig):
             drop_at=(8, 11),
             warmup_epochs=0,
             warmup_steps=500,
-            warmup_lr=1e-7,  # our choice: the published recipes do not give it
+            warmup_lr=1e-7,  # ours: not published
             min_lr=0.0,
         )
     )

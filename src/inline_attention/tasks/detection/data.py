@@ -1,7 +1,7 @@
 """Batches of images with boxes and masks.
 
-The size and the flip of an image are a function of (seed, epoch, sample). Images of different sizes are padded to one
-canvas. A batch carries their true sizes, so that the model computes the same result as for each image alone.
+The size and the flip of an image are a function of (seed, epoch, sample). The images of a batch are padded to one size.
+The batch carries their true sizes, from which the model computes the same result as for each image alone.
 """
 
 import random
@@ -26,20 +26,18 @@ from inline_attention.data.seeding import derive_seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.tasks.dense.data import eval_batches, open_train_loader
 from inline_attention.tasks.dense.images import Normalise
-from inline_attention.tasks.detection.annotations import AnnotatedData, AnnotatedImage, check_same_categories
+from inline_attention.tasks.detection.annotations import (
+    AnnotatedData,
+    AnnotatedImage,
+    check_objects,
+    check_same_categories,
+)
 from inline_attention.tasks.detection.boxes import Size
 from inline_attention.tasks.detection.coco import decode_masks
 from inline_attention.tasks.detection.config import DetectionDataConfig
 from inline_attention.tasks.detection.layouts import read_split
 
 Target = dict[str, Tensor]
-
-
-class View(NamedTuple):
-    """The size of an image in training, and whether it is mirrored"""
-
-    size: Size
-    flipped: bool = False
 
 
 class Sample(NamedTuple):
@@ -76,39 +74,32 @@ def fitted_size(size: Size, *, short_side: int, max_side: int) -> Size:
     return height, width
 
 
-def draw_view(config: DetectionDataConfig, size: Size, *, seed: int, epoch: int, sample: int) -> View:
-    draw = random.Random(derive_seed("view", seed, epoch, sample))
-    short_side = draw.choice(config.train_short_sides)
-    fitted = fitted_size(size, short_side=short_side, max_side=config.max_side)
-    return View(fitted, flipped=draw.random() < config.hflip)
-
-
 def resized(image: Image.Image, size: Size) -> Tensor:
     """(3, h, w) uint8"""
     return pil_to_tensor(image.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
-def show(image: Image.Image, annotated: AnnotatedImage, view: View, *, masks: bool) -> tuple[Tensor, Target]:
-    """Resize and flip: pixels (3, h, w) uint8 and the objects in them, with masks or boxes alone"""
-    pixels = resized(image, view.size)
+def show(
+    image: Image.Image, annotated: AnnotatedImage, size: Size, *, flipped: bool, masks: bool
+) -> tuple[Tensor, Target]:
+    """Resize an image and its objects to `size`, and flip them: pixels (3, h, w) uint8, and the objects"""
+    height, width = size
     objects = annotated.objects
-    scale = torch.tensor([view.size[1] / annotated.size[1], view.size[0] / annotated.size[0]]).repeat(2)
+    pixels = resized(image, size)
+    scale = torch.tensor([width / annotated.size[1], height / annotated.size[0]]).repeat(2)
     boxes = torch.tensor([instance.box for instance in objects], dtype=torch.float32).view(-1, 4) * scale
-    if view.flipped:
+    if flipped:
         pixels = pixels.flip(2)
-        boxes = torch.stack([view.size[1] - boxes[:, 2], boxes[:, 1], view.size[1] - boxes[:, 0], boxes[:, 3]], dim=1)
-    labels = torch.tensor([instance.label for instance in objects], dtype=torch.int64)
-    target = {"boxes": boxes, "labels": labels}
-    return pixels, target | {"masks": _shown_masks(annotated, view)} if masks else target
-
-
-def _shown_masks(annotated: AnnotatedImage, view: View) -> Tensor:
-    """(objects, h, w) uint8"""
-    masks = torch.from_numpy(decode_masks(annotated, annotated.objects))
-    if not len(masks):  # which interpolate refuses
-        return masks.new_zeros((0, *view.size))
-    masks = F.interpolate(masks.unsqueeze(1), view.size, mode="nearest-exact").squeeze(1)
-    return masks.flip(2) if view.flipped else masks
+        boxes = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], dim=1)
+    target = {"boxes": boxes, "labels": torch.tensor([instance.label for instance in objects], dtype=torch.int64)}
+    if masks:
+        shown = torch.from_numpy(decode_masks(annotated, objects))
+        # F.interpolate refuses a batch of 0.
+        shown = (
+            F.interpolate(shown[:, None], size, mode="nearest-exact")[:, 0] if objects else shown.new_zeros(0, *size)
+        )
+        target["masks"] = shown.flip(2) if flipped else shown
+    return pixels, target
 
 
 def load(annotated: AnnotatedImage) -> Image.Image:
@@ -117,13 +108,13 @@ def load(annotated: AnnotatedImage) -> Image.Image:
     if (image.height, image.width) != annotated.size:
         raise ValueError(
             f"{annotated.path} is {image.height}×{image.width} (height × width), "
-            f"but its annotations are for {annotated.size[0]}×{annotated.size[1]}"
+            f"but its annotations are for {annotated.size[0]}×{annotated.size[1]}; correct its height and width there"
         )
     return image
 
 
 def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), replaced: int = 0) -> RawDetectionBatch:
-    """Pad the samples to the smallest canvas that holds all of them"""
+    """Pad the samples to the largest height and width among them"""
     sizes: list[Size] = [(s.pixels.shape[1], s.pixels.shape[2]) for s in samples]
     height, width = (max(sides) for sides in zip((0, 0), *sizes, strict=True))
     images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
@@ -141,7 +132,7 @@ def collate(samples: Sequence[Sample], *, skipped: Sequence[SkippedImage] = (), 
 
 
 class TrainDataset(Dataset[RawDetectionBatch]):
-    """Images with their objects; an unreadable one is replaced by another."""
+    """Images with their objects. An unreadable image is replaced by another."""
 
     def __init__(
         self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig, seed: int, masks: bool
@@ -158,15 +149,16 @@ class TrainDataset(Dataset[RawDetectionBatch]):
         return str(self._images[index].path)
 
     def _read(self, key: SampleKey, index: int) -> Sample:
-        annotated = self._images[index]
+        annotated, config = self._images[index], self._config
         image = load(annotated)
-        view = draw_view(self._config, annotated.size, seed=self._seed, epoch=key.epoch, sample=key.sample)
-        pixels, target = show(image, annotated, view, masks=self._masks)
+        draw = random.Random(derive_seed("view", self._seed, key.epoch, key.sample))
+        size = fitted_size(annotated.size, short_side=draw.choice(config.train_short_sides), max_side=config.max_side)
+        pixels, target = show(image, annotated, size, flipped=draw.random() < config.hflip, masks=self._masks)
         return Sample(pixels, target, index, derive_seed("regions", self._seed, key.epoch, key.sample))
 
 
 class EvalDataset(Dataset[RawDetectionBatch]):
-    """Images alone; an unreadable one is left out."""
+    """Images without objects. An unreadable image is left out."""
 
     def __init__(self, images: Sequence[AnnotatedImage], *, config: DetectionDataConfig) -> None:
         self._images, self._config = images, config
@@ -183,9 +175,9 @@ class EvalDataset(Dataset[RawDetectionBatch]):
 
 
 class GroupedBatchSampler(EqualBatchSampler[SampleKey]):
-    """The keys of this rank's batches: a permutation by (seed, epoch), landscape and portrait images apart.
+    """The keys of this rank's batches: a permutation by (seed, epoch), with landscape and portrait images apart.
 
-    The images that are left over at the end of an epoch may form a mixed batch, so grouping loses no batch.
+    Images that are left over at the end of an epoch form a mixed batch, so that no batch is lost.
     """
 
     def __init__(
@@ -217,7 +209,7 @@ class GroupedBatchSampler(EqualBatchSampler[SampleKey]):
 
 
 class DetectionPrefetcher(Prefetcher[RawDetectionBatch, DetectionBatch]):
-    """Transfer and normalise."""
+    """Transfers images as bytes and normalises them on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +223,7 @@ class DetectionPrefetcher(Prefetcher[RawDetectionBatch, DetectionBatch]):
 
 
 class DetectionEvalLoader(EvalLoader[RawDetectionBatch, DetectionBatch]):
-    """The images of a split, one at a time and thus without padding."""
+    """The images of a split. They come one at a time, so none is padded."""
 
     def __init__(self, data: AnnotatedData, *, config: DetectionDataConfig, rank: int = 0, world_size: int = 1) -> None:
         self.data = data
@@ -259,26 +251,20 @@ class DetectionData:
 
 
 def training_images(data: AnnotatedData, config: DetectionDataConfig) -> list[AnnotatedImage]:
-    """The images to train on. ValueError if there is none."""
-    images = [image for image in data.images if image.objects or not config.skip_empty]
-    _check_any(data, images)
-    return images
-
-
-def _check_any(data: AnnotatedData, images: Sequence[AnnotatedImage]) -> None:
-    if not images:
-        raise ValueError(f"{data.source}: none of its {len(data.images)} images has an object to learn or to find")
+    """The images to train on. ValueError if none has an object."""
+    check_objects(data)
+    return [image for image in data.images if image.objects or not config.skip_empty]
 
 
 def open_detection_data(
     config: DetectionDataConfig, *, masks: bool = True, seed: int = 0, rank: int = 0, world_size: int = 1
 ) -> DetectionData:
-    """Open both splits, with masks or with boxes alone. ValueError: the configuration or the data cannot be used."""
+    """Open both splits, with masks or only boxes. ValueError if something is wrong with the settings or the data."""
     config.validate()
     train, val = (read_split(config, split, masks=masks) for split in (config.train_split, config.val_split))
     check_same_categories(train, val)
     images = training_images(train, config)
-    _check_any(val, [image for image in val.images if image.objects])
+    check_objects(val)
     sampler = GroupedBatchSampler(images, config=config, seed=seed, rank=rank, world_size=world_size)
     dataset = TrainDataset(images, config=config, seed=seed, masks=masks)
     loader = open_train_loader(

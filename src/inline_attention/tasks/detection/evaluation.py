@@ -1,23 +1,21 @@
 """Detection over a loader, and its average precision, on one rank or many."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchvision.ops import clip_boxes_to_image
 
 from inline_attention.layers.mode import evaluation_mode
+from inline_attention.tasks.detection.annotations import check_objects
 from inline_attention.tasks.detection.average_precision import ApResult, ImageResult, average_precision, encode_masks
 from inline_attention.tasks.detection.boxes import Size, paste_masks
 from inline_attention.tasks.detection.data import DetectionEvalLoader
 from inline_attention.tasks.detection.roi_heads import Detections
-from inline_attention.training.distributed import gathered, is_distributed
-
-_logger = logging.getLogger(__name__)
+from inline_attention.tasks.evaluation import check_readable, over_ranks
+from inline_attention.training.distributed import gathered
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class DetectionResult:
 
 
 def to_image(found: Detections, *, image_id: int, shown: Size, original: Size) -> ImageResult:
-    """Detections in an image that was resized to `shown`, in pixels of the original"""
+    """Detections in an image that was resized to `shown` → the same in pixels of the original image"""
     scale = found.boxes.new_tensor([original[1] / shown[1], original[0] / shown[0]]).repeat(2)
     boxes = clip_boxes_to_image(found.boxes * scale, original)
     masks = None if found.masks is None else encode_masks(paste_masks(found.masks, boxes, original))
@@ -62,29 +60,20 @@ def evaluate(
     amp_dtype: torch.dtype | None = None,
     on_images: Callable[[int], None] | None = None,
 ) -> DetectionResult:
-    """COCO's figures. If torch.distributed is initialised, every rank calls this and gets the result of all ranks.
+    """COCO's figures. In a process group every rank calls this and gets the result over all ranks.
 
-    `on_images` is called with the number of images done, for a progress bar.
+    `on_images` is called with the number of images of each batch, for a progress bar.
     """
+    check_objects(loader.data)
     start = time.perf_counter()
     results = []
     for result in detect(model, loader, device=torch.device(device), amp_dtype=amp_dtype):
         results.append(result)
         if on_images is not None:
             on_images(1)
-    parts = _gathered((results, len(loader.skipped)))
+    parts = over_ranks((results, len(loader.skipped)))
     seconds = time.perf_counter() - start
     skipped = sum(part[1] for part in parts)
     found = [result for part in parts for result in part[0]]
-    if skipped and (not is_distributed() or dist.get_rank() == 0):
-        _logger.warning("%d unreadable images are left out: precision is over the other %d", skipped, len(found))
-    precision = average_precision(loader.data, found)
-    return DetectionResult(precision, skipped, seconds)
-
-
-def _gathered(value: tuple[list[ImageResult], int]) -> list[tuple[list[ImageResult], int]]:
-    if not is_distributed():
-        return [value]
-    values: list[tuple[list[ImageResult], int]] = [([], 0)] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    check_readable(loader, images=len(found), skipped=skipped)
+    return DetectionResult(average_precision(loader.data, found), skipped, seconds)

@@ -1,4 +1,4 @@
-"""Finds out how the annotations of a data set are stored, and reads them."""
+"""Recognises how the annotations of a data set are stored, and reads them."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ EXPECTED = (
 
 
 def read_split(config: DetectionDataConfig, split: str, *, masks: bool) -> AnnotatedData:
-    """One split of `config.path`, with masks or with boxes alone. ValueError names what is wrong with the data."""
+    """Read one split of `config.path`, with masks or only boxes. A ValueError names what is wrong with the data."""
     layout = find_layout(config.path) if config.layout == "auto" else config.layout
     if layout == "coco":
         return read_coco(config.path, split, masks=masks)
@@ -30,8 +30,10 @@ def read_split(config: DetectionDataConfig, split: str, *, masks: bool) -> Annot
 def find_layout(path: str | Path) -> Layout:
     """The layout of a data set. ValueError if it has none, or both."""
     root = Path(path)
-    if not root.exists():
-        raise ValueError(f"data path {str(path)!r} does not exist; expected a folder with {EXPECTED}")
+    is_yaml = root.suffix in (".yaml", ".yml") and root.is_file()
+    if not root.is_dir() and not is_yaml:
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise ValueError(f"data path {str(path)!r} {what}; expected a folder with {EXPECTED}")
     is_coco = any(root.glob("annotations/instances_*.json"))
     is_yolo = find_description(root) is not None
     if is_coco and is_yolo:
@@ -40,6 +42,6 @@ def find_layout(path: str | Path) -> Layout:
             "data.layout=coco or data.layout=yolo (inline detect eval: --layout)"
         )
     if not is_coco and not is_yolo:
-        there = [entry.name for entry in root.iterdir() if not entry.name.startswith(".")] if root.is_dir() else []
+        there = [entry.name for entry in root.iterdir() if not entry.name.startswith(".")]
         raise ValueError(f"{path}: expected a folder with {EXPECTED}; there is {list_some(sorted(there), most=10)}")
     return "coco" if is_coco else "yolo"

@@ -1,4 +1,4 @@
-"""Faster R-CNN, Mask R-CNN and their cascades on a pyramid of any backbone."""
+"""Faster R-CNN, Mask R-CNN and their cascades on the feature pyramid of a backbone."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ HEADS: dict[str, tuple[str, tuple[StageSettings, ...], bool]] = {
 
 
 def has_masks(head: str) -> bool:
-    """Whether a detector with this head predicts masks, and learns them"""
+    """Whether a detector with this head learns and predicts masks"""
     return HEADS[head][2]
 
 
@@ -43,9 +43,9 @@ class Pyramid(FeaturePyramidNetwork):
         super().__init__(list(in_channels), channels, extra_blocks=LastLevelMaxPool())
 
     def forward(self, x: dict[str, Tensor], sizes: Tensor | None = None) -> dict[str, Tensor]:
-        """Maps at the strides 4 to 32, fine to coarse → as many of `channels` channels and one at stride 64
+        """Maps at strides 4, 8, 16, 32 → maps of `channels` channels at strides 4, 8, 16, 32 and 64
 
-        sizes (B, 2): of padded images. Maps are zero beyond them, before and after each convolution.
+        sizes (B, 2): of padded images. Maps are set to zero beyond them before and after each convolution.
         """
         if sizes is None:
             return super().forward(x)
@@ -63,7 +63,7 @@ class Pyramid(FeaturePyramidNetwork):
         return OrderedDict(zip(names, maps, strict=True))
 
 
-@torch.compiler.disable  # a graph would be specialised to the sizes of one batch
+@torch.compiler.disable  # a compiled graph would hold for the sizes of one batch only
 def padded_sizes(images: Tensor, sizes: Sequence[Size]) -> Tensor | None:
     """The sizes on the device of the images (B, 3, H, W). None: no image is padded."""
     canvas = (images.shape[2], images.shape[3])
@@ -84,8 +84,8 @@ class Detector(HeadedModel):
         backbone: images (B, 3, H, W) → four maps at strides 4, 8, 16, 32.
         head: "faster_rcnn", "cascade_rcnn", "mask_rcnn" or "cascade_mask_rcnn".
         num_classes: classes of objects, without the background.
-        channels: of the pyramid and of the heads' convolutions. Hidden layers are four times as wide.
-        regions: how many regions of an image a stage learns from.
+        channels: of the pyramid and of the convolutions in the heads. Their hidden layers are four times as wide.
+        regions: number of regions of an image that each stage learns from.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Detector(HeadedModel):
             sizes: (height, width) of each image without its padding; None if there is none. A padded image gets the
                 same result as the image alone.
             targets: see `Targets`.
-            keys: (B,) int64, seeds of the choice of regions to learn from. None for a random choice.
+            keys: (B,) int64, seeds for choosing the regions to learn from. None: a random choice.
         """
         own = None if sizes is None else padded_sizes(images, sizes)
         sizes = [(images.shape[2], images.shape[3])] * len(images) if sizes is None else sizes

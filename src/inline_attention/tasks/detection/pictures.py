@@ -23,7 +23,7 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
     pen = ImageDraw.Draw(picture)
     height = max(10, min(picture.size) // 40)
     font = ImageFont.load_default(height)
-    line = max(1, height // 8) if result.masks is not None else max(2, height // 4)  # boxes alone must be seen
+    line = max(1, height // 8) if result.masks is not None else max(2, height // 4)  # thicker without masks
     for n in reversed(shown):  # the highest score on top
         colour = class_colour(int(result.labels[n]))
         x0, y0, x1, y1 = (float(side) for side in result.boxes[n])

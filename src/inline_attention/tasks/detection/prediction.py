@@ -8,7 +8,7 @@ import torch
 
 from inline_attention.data.decode import read_image
 from inline_attention.printing import write_json
-from inline_attention.tasks.dense.prediction import for_files, output_name
+from inline_attention.tasks.dense.prediction import for_files, open_output
 from inline_attention.tasks.detection.annotations import without_annotations
 from inline_attention.tasks.detection.average_precision import as_records
 from inline_attention.tasks.detection.data import DetectionEvalLoader
@@ -41,11 +41,11 @@ def detect_files(
     """
     if not 0 <= min_score <= 1:
         raise ValueError(f"min_score is {min_score:g}; expected a score from 0 to 1")
-    output.mkdir(parents=True, exist_ok=True)
+    results = open_output(output, paths, endings=(".jpg",))
     loader = DetectionEvalLoader(without_annotations(paths, trained.class_names), config=for_files(trained.data, paths))
     done = []
     for result in detect(trained.model.to(device), loader, device=device, amp_dtype=amp_dtype):
-        path, picture = paths[result.image_id], output / f"{output_name(paths, result.image_id)}.jpg"
+        path, picture = paths[result.image_id], Path(f"{results[result.image_id]}.jpg")
         drawn = draw(read_image(path), result, class_names=trained.class_names, min_score=min_score)
         drawn.save(picture, quality=92)
         done.append(DetectedFile(path, picture, as_records(result, trained.class_names, min_score=min_score)))

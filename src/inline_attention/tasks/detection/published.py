@@ -1,4 +1,4 @@
-"""Published results of detectors, and the cost of ours, counted on the meta device."""
+"""Published results of detectors, and the cost of ours, counted without computing anything."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -24,34 +24,26 @@ class PublishedDetector(NamedTuple):
 
 COST_SIZE = (800, 1280)
 COST_CLASSES = 80
-COST_BOXES, COST_MASKS = 1000, 100  # regions through every box head, and through every mask head
+COST_BOXES, COST_MASKS = 1000, 100  # regions that pass every box head, and every mask head
 
-# recipe → published model
-DETECTORS = {
-    "mask_rcnn_softmax_pvt_tiny_1x": PublishedDetector("softmax_pvt_tiny", "mask_rcnn", None, 240, 36.7, 35.1),
-    "mask_rcnn_softmax_pvt_small_1x": PublishedDetector("softmax_pvt_small", "mask_rcnn", None, 305, 40.4, 37.8),
-    "mask_rcnn_softmax_pvt_medium_1x": PublishedDetector("softmax_pvt_medium", "mask_rcnn", None, 392, 42.0, 39.0),
-    "mask_rcnn_softmax_pvt_large_1x": PublishedDetector("softmax_pvt_large", "mask_rcnn", None, 494, 42.9, 39.5),
-    "mask_rcnn_softmax_swin_tiny_1x": PublishedDetector("softmax_swin_tiny", "mask_rcnn", 48, 267, 43.7, 39.8),
-    "mask_rcnn_softmax_swin_small_1x": PublishedDetector("softmax_swin_small", "mask_rcnn", 69, 358, 45.7, 41.1),
-    "mask_rcnn_softmax_swin_tiny_3x": PublishedDetector("softmax_swin_tiny", "mask_rcnn", 48, 267, 46.0, 41.6),
-    "cascade_mask_rcnn_softmax_swin_tiny_1x": PublishedDetector(
-        "softmax_swin_tiny", "cascade_mask_rcnn", 86, 745, 48.1, 41.7
-    ),
-    "cascade_mask_rcnn_softmax_swin_tiny_3x": PublishedDetector(
-        "softmax_swin_tiny", "cascade_mask_rcnn", 86, 745, 50.4, 43.7
-    ),
-    "cascade_mask_rcnn_softmax_swin_small_3x": PublishedDetector(
-        "softmax_swin_small", "cascade_mask_rcnn", 107, 837, 51.9, 45.0
-    ),
-    "cascade_mask_rcnn_softmax_swin_base_3x": PublishedDetector(
-        "softmax_swin_base", "cascade_mask_rcnn", 145, 981, 51.9, 45.0
-    ),
-}
+_ROWS = (
+    ("1x", PublishedDetector("softmax_pvt_tiny", "mask_rcnn", None, 240, 36.7, 35.1)),
+    ("1x", PublishedDetector("softmax_pvt_small", "mask_rcnn", None, 305, 40.4, 37.8)),
+    ("1x", PublishedDetector("softmax_pvt_medium", "mask_rcnn", None, 392, 42.0, 39.0)),
+    ("1x", PublishedDetector("softmax_pvt_large", "mask_rcnn", None, 494, 42.9, 39.5)),
+    ("1x", PublishedDetector("softmax_swin_tiny", "mask_rcnn", 48, 267, 43.7, 39.8)),
+    ("1x", PublishedDetector("softmax_swin_small", "mask_rcnn", 69, 358, 45.7, 41.1)),
+    ("3x", PublishedDetector("softmax_swin_tiny", "mask_rcnn", 48, 267, 46.0, 41.6)),
+    ("1x", PublishedDetector("softmax_swin_tiny", "cascade_mask_rcnn", 86, 745, 48.1, 41.7)),
+    ("3x", PublishedDetector("softmax_swin_tiny", "cascade_mask_rcnn", 86, 745, 50.4, 43.7)),
+    ("3x", PublishedDetector("softmax_swin_small", "cascade_mask_rcnn", 107, 837, 51.9, 45.0)),
+    ("3x", PublishedDetector("softmax_swin_base", "cascade_mask_rcnn", 145, 981, 51.9, 45.0)),
+)
+DETECTORS = {f"{row.head}_{row.backbone}_{schedule}": row for schedule, row in _ROWS}  # by recipe
 
 
 class DetectorCost(NamedTuple):
-    """Multiply-accumulates of one image by part. The heads' cover all their stages."""
+    """Multiply-accumulates of one image by part. `boxes` and `masks` are sums over the stages of the heads."""
 
     params: int
     backbone: int

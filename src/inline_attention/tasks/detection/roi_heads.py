@@ -1,4 +1,4 @@
-"""Heads on proposed regions: classes, refined boxes and, if wanted, masks. A cascade has three stages, others one."""
+"""Heads on proposed regions: classes, refined boxes and optional masks. A cascade has three stages, others have one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,11 +61,11 @@ class Samples(NamedTuple):
     boxes: Tensor  # (n, 4)
     labels: Tensor  # (n,) int64, 0: background
     matched: Tensor  # (positives,) int64: their objects
-    proposed: Tensor  # (n,) bool: not an object's own box, added to the proposals
+    proposed: Tensor  # (n,) bool: False for the boxes of objects, which are added to the proposals
 
 
 class Stage(nn.Module):
-    """A box head and, if wanted, a mask head, with their losses."""
+    """A box head and an optional mask head, with their losses."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Stage(nn.Module):
         self.settings, self.cascaded = settings, cascaded
         hidden, outputs, convs = 4 * channels, num_classes + 1, [channels] * 4
         if cascaded:
-            # A group norm depends neither on other images nor on ranks, unlike a batch norm.
+            # Unlike a batch norm, a group norm does not depend on other images or ranks.
             norm = partial(nn.GroupNorm, NORM_GROUPS)
             self.box_head = FastRCNNConvFCHead((channels, BOX_SIDE, BOX_SIDE), convs, [hidden], norm_layer=norm)
         else:
@@ -158,7 +158,7 @@ class Stage(nn.Module):
 
 
 class RoIHeads(nn.Module):
-    """A sequence of stages. Each takes the boxes that the previous one refined."""
+    """A sequence of stages. Each starts from the boxes that the previous one refined."""
 
     def __init__(
         self, channels: int, *, num_classes: int, stages: Sequence[StageSettings], masks: bool, regions: int

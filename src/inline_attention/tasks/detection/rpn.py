@@ -1,4 +1,4 @@
-"""Region proposals: torchvision's network, with known strides and losses that weight every image equally."""
+"""Region proposals: torchvision's network with fixed strides, and losses that weight every image equally."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +17,14 @@ from inline_attention.tasks.detection.boxes import KeyedSampler, Size, in_full_p
 Targets = Sequence[dict[str, Tensor]]
 Losses = dict[str, Tensor]
 
-_STRIDES = (*STRIDES, 64)  # one level more than the box heads use
+_STRIDES = (*STRIDES, 64)  # box heads do not use the last level
 _SIZES = tuple((8 * stride,) for stride in _STRIDES)
 SMALLEST_ANCHOR = _SIZES[0][0]
 _RATIOS = ((0.5, 1.0, 2.0),) * len(_STRIDES)
 
 
 class RegionProposals(RegionProposalNetwork):
-    """Anchors of 8 strides a side in three shapes. 256 anchors of each image are learnt from, at most half positive."""
+    """Anchors have a side of 8 strides, in three shapes. 256 anchors of an image are sampled, at most half positive."""
 
     def __init__(self, channels: int) -> None:
         anchors = AnchorGenerator(_SIZES, _RATIOS)

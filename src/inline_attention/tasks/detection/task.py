@@ -86,7 +86,7 @@ class Detection(DenseTask):
         return {PRECISION: partial(write_figures, precision), PER_CLASS: partial(write_per_class, precision)}
 
     def figures(self, precision: ApResult) -> dict[str, float]:
-        """By names such as box_ap50. Those without objects are left out, except the main ones, which are then 0."""
+        """Figures by names such as box_ap50. A figure without objects is left out, or 0 if it is a main one."""
         named = {
             f"{kind}_{name.lower()}": value
             for kind, values in precision.by_kind().items()
@@ -99,8 +99,8 @@ class Detection(DenseTask):
 def sizes_for(images: Sequence[AnnotatedImage]) -> dict[str, Any]:
     """Short sides for evaluation and for training.
 
-    Images keep the median size, or are enlarged until nine of ten objects have the side of the smallest anchors. They
-    get at most the published size. In training, sides are drawn from 60% of that size on, as in the 3× schedule.
+    The side is the median of the images. It is larger if needed for nine of ten objects to be as large as the smallest
+    anchors, and at most the published one. In training, sides are drawn from 60% of it on, as in the 3× schedule.
     """
     objects = [instance.box for image in images for instance in image.objects]
     sides = sorted(math.sqrt((x1 - x0) * (y1 - y0)) for x0, y0, x1, y1 in objects)

@@ -6,7 +6,6 @@ from inline_attention.tasks.detection.model import HEADS, Detector, create_detec
 
 TrainedDetector = TrainedModel[Detector, DetectionDataConfig]
 
-
 MODELS: TaskModels[Detector, DetectorConfig, DetectionDataConfig] = TaskModels(
     task="detection",
     command="inline detect train",

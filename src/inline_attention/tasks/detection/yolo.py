@@ -4,12 +4,11 @@
     images/train/1.jpg
     labels/train/1.txt   a line for each object: class cx cy w h, as shares of the image's width and height
 
-The splits may also be train/images and train/labels. An image without a text file has no objects.
+A split may also be train/images with train/labels. An image without a text file has no objects.
 """
 
 import logging
 import math
-import reprlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from inline_attention.tasks.detection.annotations import (
     Box,
     Instance,
     box_inside,
+    excerpt,
     header_size,
 )
 from inline_attention.tasks.detection.boxes import Size
@@ -35,11 +35,11 @@ _logger = logging.getLogger(__name__)
 
 DESCRIPTION = "data.yaml"
 MAX_BYTES = 2**24  # of a text file, far above any real one
-_SLACK = 0.01  # by which rounding may move a coordinate out of the image
+_SLACK = 0.01  # rounding may move a coordinate this far out of the image
 
 
 def find_description(path: Path) -> Path | None:
-    """`path` if it is a YAML file, or the data.yaml (or the only YAML file) in a folder; None if there is none"""
+    """`path` if it is a YAML file, else the data.yaml of a folder, or its only YAML file. None if there is none."""
     if path.suffix in (".yaml", ".yml"):
         return path if path.is_file() else None
     if (path / DESCRIPTION).is_file():
@@ -54,7 +54,7 @@ def read_yolo(path: str | Path, split: str) -> AnnotatedData:
     Objects with an empty box are left out, and their number is logged.
 
     Args:
-        path: folder with data.yaml, or the file itself. Its other paths are inside its folder.
+        path: folder with data.yaml, or the file itself. The paths in data.yaml must be inside its folder.
         split: an entry of data.yaml: "train", "val" (or "valid"), "test".
     """
     source = find_description(Path(path))
@@ -100,7 +100,7 @@ def _read_text(path: Path) -> str:
 
 
 def _parse(source: Path) -> dict[str, Any]:
-    """The entries, with every scalar as text: a class called `no` is not False"""
+    """The entries. Every scalar is text, so that a class called `no` does not become False."""
     text = _read_text(source)
     try:
         content = parse_yaml(text)
@@ -109,7 +109,7 @@ def _parse(source: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{source} nests lists too deeply; expected the entries names, train and val") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{source} holds {_excerpt(content)}; expected the entries names, train and val")
+        raise ValueError(f"{source} holds {excerpt(content)}; expected the entries names, train and val")
     return content
 
 
@@ -117,18 +117,18 @@ def _class_names(content: dict[str, Any], source: Path) -> list[str]:
     names = content.get("names")
     if isinstance(names, dict):
         if set(names) != {str(number) for number in range(len(names))}:
-            raise ValueError(f"{source}: names has the keys {_excerpt(list(names))}; expected 0, 1, 2, …")
+            raise ValueError(f"{source}: names has the keys {excerpt(list(names))}; expected 0, 1, 2, …")
         names = [names[str(number)] for number in range(len(names))]
     if not isinstance(names, list) or not names or len(names) > MAX_CLASSES:
-        raise ValueError(f"{source}: names is {_excerpt(names)}; expected a list of class names")
+        raise ValueError(f"{source}: names is {excerpt(names)}; expected a list of class names")
     for name in names:
         if not isinstance(name, str):
-            raise ValueError(f"{source}: names has {_excerpt(name)}; expected text")
+            raise ValueError(f"{source}: names has {excerpt(name)}; expected text")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"{source}: names has {_excerpt(twice[0])} twice; expected each class once")
+        raise ValueError(f"{source}: names has {excerpt(twice[0])} twice; expected each class once")
     if content.get("nc", str(len(names))) != str(len(names)):
-        raise ValueError(f"{source}: nc is {_excerpt(content['nc'])}, but names has {len(names)} classes")
+        raise ValueError(f"{source}: nc is {excerpt(content['nc'])}, but names has {len(names)} classes")
     return [str(name) for name in names]
 
 
@@ -140,11 +140,11 @@ def _image_folders(content: dict[str, Any], source: Path, split: str) -> list[Pa
     if not all(isinstance(entry, str) for entry in entries) or not entries:
         splits = [name for name in ("train", "val", "valid", "test") if content.get(name)]
         raise ValueError(
-            f"{source}: {key} is {_excerpt(value)}; expected the folder of the split's images. "
+            f"{source}: {key} is {excerpt(value)}; expected the folder of the split's images. "
             f"It names {', '.join(splits) or 'no split'} (data.train_split and data.val_split; inline detect eval: "
             "--split)"
         )
-    # `path` is often a folder of the author's machine. It is used only if it exists in here.
+    # `path` is often a folder on the author's machine. It counts only if it exists below data.yaml.
     root, below = source.parent, content.get("path")
     if isinstance(below, str) and is_inside(below) and (root / below).is_dir():
         root = root / below
@@ -160,7 +160,7 @@ def _image_folders(content: dict[str, Any], source: Path, split: str) -> list[Pa
 
 
 def _label_file(image: Path, root: Path) -> Path:
-    """Exchanges the last folder called images below the root for labels, and the ending for .txt"""
+    """The path of an image's labels: the last folder called images below the root becomes labels, the ending .txt."""
     parts = list(image.relative_to(root).with_suffix(".txt").parts)
     places = [place for place, part in enumerate(parts[:-1]) if part == "images"]
     if places:
@@ -177,43 +177,32 @@ def _add_instances(image: AnnotatedImage, labels: Path, names: list[str]) -> int
             continue
         where = f"{labels}, line {number}"
         if len(words) != 5:
-            raise ValueError(f"{where} is {_excerpt(line)}; expected class cx cy w h")
-        label, box = _class_number(words[0], names, where), _box(words[1:], image.size, where)
+            raise ValueError(f"{where} is {excerpt(line)}; expected class cx cy w h, five numbers")
+        label, box = _number(words[0]), _box(words[1:], image.size, where)
+        if not (0 <= label < len(names) and label.is_integer()):
+            raise ValueError(f"{where}: class is {excerpt(words[0])}; expected a number from 0 to {len(names) - 1}")
         if box is None:
             left_out += 1
         else:
-            image.add(Instance(label + 1, box, segmentation=None, area=None, crowd=False), where)
+            image.add(Instance(int(label) + 1, box, segmentation=None, area=None, crowd=False), where)
     return left_out
 
 
-def _class_number(text: str, names: list[str], where: str) -> int:
-    number = _number(text)
-    if not (0 <= number < len(names) and number.is_integer()):
-        raise ValueError(f"{where}: class is {_excerpt(text)}; expected a number from 0 to {len(names) - 1}")
-    return int(number)
-
-
 def _box(words: list[str], size: Size, where: str) -> Box | None:
-    """cx, cy, w, h as shares of the image → x0, y0, x1, y1 in pixels, cut at the border. None: nothing is left"""
+    """cx, cy, w, h as shares of the image → x0, y0, x1, y1 in pixels, cut at the border. None: the box is empty."""
     values = [_number(word) for word in words]
     for name, word, value in zip(("cx", "cy", "w", "h"), words, values, strict=True):
-        if not -_SLACK <= value <= 1 + _SLACK:  # NaN is not
+        if not -_SLACK <= value <= 1 + _SLACK:  # also false for NaN
             raise ValueError(
-                f"{where}: {name} is {_excerpt(word)}; expected a share of the image's width or height, from 0 to 1"
+                f"{where}: {name} is {excerpt(word)}; expected a share of the image's width or height, from 0 to 1"
             )
     (cx, cy, w, h), (height, width) = values, size
     return box_inside((cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height, size)
 
 
 def _number(text: str) -> float:
-    """NaN if it is none"""
+    """The number that a text holds; NaN if it holds none."""
     try:
         return float(text)
     except ValueError:
         return math.nan
-
-
-def _excerpt(value: Any) -> str:
-    """The beginning of a value, for messages. Lists in lists that repeat each other stay short."""
-    text = "missing" if value is None else reprlib.repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"

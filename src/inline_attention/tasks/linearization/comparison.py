@@ -1,4 +1,4 @@
-"""How near the outputs of a linearised model are to those of its teacher."""
+"""Compares the outputs of a linearised model with those of its teacher."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from inline_attention.data import EvalLoader
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.tasks.classification.evaluation import padded_batches
+from inline_attention.tasks.evaluation import check_readable, over_ranks
 from inline_attention.training.distributed import is_distributed
 
 
@@ -58,8 +59,7 @@ def compare_outputs(
     if is_distributed():
         dist.all_reduce(sums)
     total, images_seen, agreed, correct = sums.tolist()
-    if not images_seen:
-        raise ValueError(f"nothing to compare: none of the {loader.num_images} images could be read")
+    check_readable(loader, images=int(images_seen), skipped=sum(over_ranks(len(loader.skipped))))
     return Nearness(
         images=int(images_seen),
         cosine=100 * total / images_seen,

@@ -17,12 +17,12 @@ class StudentConfig(BackboneConfig):
     name: str = ""  # of the teacher; not needed if its weights file names it
     weights: str | None = "pretrained"  # of the teacher: "pretrained", or a file
     attention: str = "tangent"  # or "inline", "linear", "mala"
-    anchors: int = 1  # of "tangent": queries around which it expands
+    anchors: int = 1  # of "tangent": the number of queries around which it expands softmax
     feature_map: str | None = None  # φ of all attentions but "tangent"; null: the published one
     local_residual: bool = True
     keep_softmax: list[str] = field(default_factory=list)  # names of attentions that stay softmax, or auto:K
     kept: list[str] | None = None  # set by the command: the names of the kept attentions
-    start: str | None = None  # set by the command: the weights of the previous stage
+    start: str | None = None  # set by the command: the file of the previous stage
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,9 @@ class DistillConfig:
     """Stage 2: the whole student learns the teacher's output."""
 
     enabled: bool = True  # false skips this stage
-    labels: float = 0.1  # share of the labels in the loss, if the teacher has a head and the data have labels
+    labels: float = (
+        0.1  # share of the loss that compares with labels, if the teacher has a head and the data have labels
+    )
     temperature: float = 2.0  # of the softmax of teacher and student; not used without a head
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class LinearizationConfig(LoopConfig):
 
     recipe: str = "linearize"
     model: StudentConfig = field(default_factory=StudentConfig)
-    # The user must give a path. Size and preparation are the teacher's.
+    # No path: the user must give one. Size and preparation are the teacher's.
     data: DataConfig = field(default_factory=lambda: DataConfig(path="", img_size=None))
     match: MatchConfig = field(default_factory=MatchConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)

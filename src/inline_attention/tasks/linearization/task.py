@@ -1,7 +1,6 @@
 """Linearising as tasks of the training engine: match each layer to the softmax it replaces, then distil the whole.
 
-The teacher is a model of this library or of timm. It is not part of the student, so no checkpoint stores it. Its
-outputs are computed again for every batch.
+The teacher is a model of this library or of timm. No checkpoint stores it. Its outputs are computed for every batch.
 """
 
 import json
@@ -24,7 +23,13 @@ from inline_attention.linearize.convert import linearized_modules
 from inline_attention.models.schema import CLASS_NAMES, MULTI_LABEL, PREPROCESSING
 from inline_attention.models.weights import describe_model, load_weights
 from inline_attention.optimize import optimize
-from inline_attention.tasks.classification.classifier import Classifier, load_classifier, model_name, preprocessing
+from inline_attention.tasks.classification.classifier import (
+    PREPARATION,
+    Classifier,
+    load_classifier,
+    model_name,
+    preprocessing,
+)
 from inline_attention.tasks.linearization.comparison import compare_outputs, relative_error
 from inline_attention.tasks.linearization.config import RECIPES, LinearizationConfig, StudentConfig
 from inline_attention.training.distributed import Ranks
@@ -58,12 +63,13 @@ def load_teacher(config: LinearizationConfig) -> Classifier:
 
 def data_for(teacher: Classifier, config: LinearizationConfig) -> DataConfig:
     """The data of a run, with the teacher's image size and preparation."""
-    prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "eval_transform", "crop_pct")
-    return replace(config.data, **{name: getattr(teacher.data, name) for name in prepared})
+    return replace(
+        config.data, **{name: getattr(teacher.data, name) for name in ("img_size", "in_chans", *PREPARATION)}
+    )
 
 
 def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tuple[nn.Module, Report]:
-    """A linearised copy of the teacher, and what was done to its layers."""
+    """A linearised copy of the teacher, and a report on its layers."""
     student = deepcopy(teacher)
     torch.manual_seed(derive_seed("weights", seed))  # for the local residual's first layer
     report = linearize(
@@ -79,7 +85,7 @@ def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tup
 
 
 def student_metadata(teacher: Classifier, config: LinearizationConfig) -> dict[str, str]:
-    """The metadata of a student's file, other than how to build the model."""
+    """The metadata of a student's file, apart from how to build the model."""
     num_classes: int = teacher.model.num_classes  # type: ignore[assignment]  # timm's contract
     names = teacher.class_names
     if names is None:  # the names that predictions use
@@ -93,7 +99,7 @@ def student_metadata(teacher: Classifier, config: LinearizationConfig) -> dict[s
 
 
 class Linearization(Task):
-    """What the stages share: the data, the teacher, and the student made from it."""
+    """The base of both stages: the data, the teacher, and the student made from it."""
 
     recipes = RECIPES
     default_recipe = "linearize"
@@ -135,8 +141,8 @@ class Linearization(Task):
         self.data.val.check_one_label("linearising with labels (not --no-labels)")
         if config.data.labels and self.has_head and self.data.num_classes != self.teacher.num_classes:
             raise ValueError(
-                f"{config.data.path} has {self.data.num_classes} classes and the teacher {self.teacher.num_classes}, "
-                "whose names are not known: give the teacher's classes, or --no-labels"
+                f"{config.data.path} has {self.data.num_classes} classes, but the teacher has "
+                f"{self.teacher.num_classes}, whose names are not known: give data with its classes, or --no-labels"
             )
         self.mixup = Mixup(config.data, num_classes=max(1, self.data.num_classes), seed=config.seed)
         return self.data.to(ranks.device)
@@ -162,8 +168,8 @@ class Linearization(Task):
 class Matching(Linearization):
     """Stage 1. Each linear attention learns the output of the softmax that it replaces.
 
-    In training, each attention passes on the output of the teacher's. So all layers get the teacher's inputs and learn
-    at the same time. Everything but the attentions is frozen. In evaluation, the student uses its own outputs.
+    In training, each attention returns the teacher's output. So every layer gets the inputs of the teacher's layer, and
+    all of them learn at the same time. Everything else is frozen. In evaluation, the student uses its own outputs.
     """
 
     headline = Headline("cosine", "cosine to the teacher")

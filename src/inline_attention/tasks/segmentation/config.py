@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from inline_attention.data import LoaderConfig
-from inline_attention.tasks.dense.config import HeadedConfig, is_inside
-from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig
+from inline_attention.tasks.dense.config import DenseDataConfig, HeadedConfig
+from inline_attention.training.config import LoopConfig, OptimConfig, ScheduleConfig, check_setting
 
 Layout = Literal["auto", "folders", "ade20k", "cityscapes"]
 
@@ -19,31 +18,38 @@ class SegmenterConfig(HeadedConfig):
     head_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the head, such as dim
     auxiliary_weight: float = 0.4  # weight of the auxiliary head's loss, if there is one
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weight = self.auxiliary_weight
+        check_setting("model.auxiliary_weight", weight, weight >= 0, "0 or more")
+
 
 @dataclass
-class SegmentDataConfig(LoaderConfig):
-    """Images with masks, which are PNG files of the same size that hold a class number for each pixel.
+class SegmentDataConfig(DenseDataConfig):
+    """Images with masks: PNG files of the same size, whose pixels are class numbers.
 
-    `layout` "folders" is images/SPLIT/NAME.jpg with masks/SPLIT/NAME.png, at any depth. "ade20k" and "cityscapes" are
-    these data sets as distributed. "auto" is the one of them that `path` holds.
+    The layout "folders" is images/SPLIT/NAME.jpg with masks/SPLIT/NAME.png, at any depth. "ade20k" and "cityscapes" are
+    these data sets as distributed. "auto" recognises the layout of `path`.
     """
 
-    layout: Layout = "auto"  # folders, ade20k, cityscapes, or auto for the one that data.path holds
-    classes: str | list[str] | None = None  # names, or a file with a name per line; null: classes.txt in the folder
+    layout: Layout = "auto"  # folders, ade20k, cityscapes; auto: recognised from data.path
+    classes: str | list[str] | None = None  # names, or a file with one name per line; null: classes.txt in data.path
     ignore_index: int = 255  # class number of ignored pixels
 
     batch_size: int = 16
     crop: int | list[int] = 512  # size of training crops: side, or [height, width]
-    short_side: int | None = 512  # images are resized to this, also in evaluation; null: not resized
-    max_long_side: int = 2048  # limit of the other side
-    scale: list[float] = field(default_factory=lambda: [0.5, 2.0])  # range of a further random factor in training
-    max_class_share: float = 0.75  # a crop with more of one class is drawn again, up to ten times
+    short_side: int | None = 512  # of resized images, in training and evaluation; null: images keep their size
+    max_long_side: int = 2048  # limit of a resized image's long side
+    scale: list[float] = field(
+        default_factory=lambda: [0.5, 2.0]
+    )  # in training, the size is multiplied by a random factor in this range
+    max_class_share: float = 0.75  # a crop with a larger share of one class is drawn again, up to ten times
     hflip: float = 0.5
     photometric: bool = True  # brightness, contrast, saturation and hue, each with probability 1/2
 
-    eval_batch_size: int = 1  # number of images of the same size that are evaluated together
+    eval_batch_size: int = 1  # images per batch; only those of the same size run together
     window: int | list[int] | None = None  # evaluate in windows of this size; null: evaluate the whole image
-    window_stride: float = 2 / 3  # distance of two windows, as a share of the window's side
+    window_stride: float = 2 / 3  # distance between windows, as a share of the window's side
     eval_scales: list[float] = field(default_factory=lambda: [1.0])  # average over images scaled by these factors
     eval_flip: bool = False  # average over the image and its mirror image
 
@@ -58,8 +64,6 @@ class SegmentDataConfig(LoaderConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("train_split", "val_split"):
-            self.check(name, is_inside(getattr(self, name)), "the name of a folder inside data.path")
         check = self.check
         for name, size in (("crop", self.crop), ("window", self.window)):
             is_pair = size is None or isinstance(size, int) or len(size) == 2
@@ -82,7 +86,7 @@ class SegmentConfig(LoopConfig):
 
     model: SegmenterConfig = field(default_factory=lambda: SegmenterConfig(drop_path=0.3))
     data: SegmentDataConfig = field(default_factory=SegmentDataConfig)
-    # The published rates are those of 16 images a step.
+    # The published rates are for 16 images per update.
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=6e-5, rate_batch=16, weight_decay=0.01, clip_norm=None)
     )

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 
 from inline_attention.data.collate import UnnormalisedBatch
 from inline_attention.data.dataset import read_each, read_or_replace
-from inline_attention.data.decode import UnreadableImage, read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
 from inline_attention.data.prefetcher import Prefetcher
 from inline_attention.data.sampler import SampleKey, TrainBatchSampler
@@ -21,7 +20,7 @@ from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.tasks.dense.data import eval_batches, open_train_loader
 from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
-from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, open_split
+from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, Pair, open_split
 from inline_attention.tasks.segmentation.transforms import TrainTransform, target_size
 
 
@@ -46,7 +45,7 @@ class RawCrops(UnnormalisedBatch):
 class CropDataset(Dataset[RawCrops]):
     """Training crops. An unreadable image is replaced by another."""
 
-    def __init__(self, source: "MaskSource | DecodedSource", *, config: SegmentDataConfig, seed: int) -> None:
+    def __init__(self, source: MaskSource, *, config: SegmentDataConfig, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
         self._transform = TrainTransform(config)
 
@@ -74,12 +73,13 @@ class CropDataset(Dataset[RawCrops]):
 
     def _read(self, key: SampleKey, index: int) -> tuple[np.ndarray, np.ndarray, int]:
         pixels, mask = self._source.read(index)
+        assert mask is not None
         seed_generators(derive_seed("augment", self._seed, *key))
         return *self._transform(pixels, mask), index
 
 
 class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
-    """Transfers bytes rather than floats, then normalises."""
+    """Transfers crops as bytes and normalises them on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class CropPrefetcher(Prefetcher[RawCrops, SegmentBatch]):
 
 @dataclass
 class EvalImage:
-    """An image to evaluate, at the size that the model sees"""
+    """An image to evaluate, resized for the model. Its mask keeps the size of the file."""
 
     sample_id: int
     pixels: Tensor  # (3, h, w) uint8
@@ -116,9 +116,9 @@ class RawEval:
 
 
 class EvalDataset(Dataset[RawEval]):
-    """Images with their masks, or files without; an unreadable one is left out."""
+    """Resized images with their masks, or without if the source has none. Unreadable ones are left out."""
 
-    def __init__(self, source: "MaskSource | DecodedSource | PlainFiles", *, config: SegmentDataConfig) -> None:
+    def __init__(self, source: MaskSource, *, config: SegmentDataConfig) -> None:
         self._source, self._config = source, config
 
     def __getitems__(self, indices: Sequence[int]) -> RawEval:
@@ -126,40 +126,18 @@ class EvalDataset(Dataset[RawEval]):
 
     def _read(self, index: int) -> EvalImage:
         pixels, mask = self._source.read(index)
-        return prepare(pixels, mask, sample_id=index, config=self._config)
-
-
-class PlainFiles:
-    """Image files without masks."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self.class_names: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def path(self, index: int) -> str:
-        return str(self._paths[index])
-
-    def read(self, index: int) -> tuple[np.ndarray, None]:
-        return np.asarray(read_image(self._paths[index])), None
-
-
-def prepare(pixels: np.ndarray, mask: np.ndarray | None, *, sample_id: int, config: SegmentDataConfig) -> EvalImage:
-    """Resize the image, pixels (H, W, 3), as `config` says. The mask (H, W) keeps its size."""
-    height, width = target_size(pixels.shape, config)
-    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
-    return EvalImage(
-        sample_id,
-        torch.from_numpy(np.asarray(resized).transpose(2, 0, 1).copy()),
-        size=(pixels.shape[0], pixels.shape[1]),
-        mask=None if mask is None else torch.from_numpy(mask),
-    )
+        height, width = target_size(pixels.shape, self._config)
+        resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
+        return EvalImage(
+            index,
+            torch.from_numpy(np.asarray(resized).transpose(2, 0, 1).copy()),
+            size=(pixels.shape[0], pixels.shape[1]),
+            mask=None if mask is None else torch.from_numpy(mask),
+        )
 
 
 class EvalPrefetcher(Prefetcher[RawEval, list[EvalImage]]):
-    """Passes images on. They differ in size, so the predictor transfers them."""
+    """Leaves images on the CPU. They differ in size, so the predictor transfers each one."""
 
     def finish(self, raw: RawEval) -> list[EvalImage]:
         return raw.images
@@ -176,38 +154,10 @@ class SegmentData:
     num_train_images: int
 
 
-class DecodedSource:
-    """A source whose files are decoded once and kept in memory."""
-
-    def __init__(self, source: MaskSource) -> None:
-        self._source = source
-        self.class_names = source.class_names
-        self._decoded = [_read_or_reason(source, index) for index in range(len(source))]
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def path(self, index: int) -> str:
-        return self._source.path(index)
-
-    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        decoded = self._decoded[index]
-        if isinstance(decoded, str):
-            raise UnreadableImage(decoded)
-        return decoded
-
-
-def _read_or_reason(source: MaskSource, index: int) -> tuple[np.ndarray, np.ndarray] | str:
-    try:
-        return source.read(index)
-    except UnreadableImage as error:
-        return str(error)
-
-
 def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, world_size: int = 1) -> SegmentData:
     """Open both splits. ValueError if something is wrong with the configuration or the data."""
     config.validate()
-    source = _open(config, config.train_split)
+    source = open_split(config, config.train_split)
     sampler = TrainBatchSampler(len(source), batch_size=config.batch_size, seed=seed, rank=rank, world_size=world_size)
     dataset = CropDataset(source, config=config, seed=seed)
     train = open_train_loader(
@@ -220,22 +170,16 @@ def open_segment_data(config: SegmentDataConfig, *, seed: int, rank: int = 0, wo
 def open_eval_images(config: SegmentDataConfig, *, rank: int = 0, world_size: int = 1) -> EvalImages:
     """Open only the split `config.val_split`."""
     config.validate()
-    return _eval_images(_open(config, config.val_split), config=config, rank=rank, world_size=world_size)
+    return _eval_images(open_split(config, config.val_split), config=config, rank=rank, world_size=world_size)
 
 
 def open_image_files(paths: Sequence[Path], *, config: SegmentDataConfig) -> EvalImages:
-    """Files without masks: `sample_id` is the position in `paths`."""
-    return _eval_images(PlainFiles(paths), config=config)
+    """Open files without masks. `sample_id` is the position in `paths`."""
+    source = MaskSource([Pair(path, None) for path in paths], class_names=[], labels=np.empty(0, np.int16))
+    return _eval_images(source, config=config)
 
 
-def _open(config: SegmentDataConfig, split: str) -> MaskSource | DecodedSource:
-    source = open_split(config, split)
-    return DecodedSource(source) if config.in_memory else source
-
-
-def _eval_images(
-    source: MaskSource | DecodedSource | PlainFiles, *, config: SegmentDataConfig, rank: int = 0, world_size: int = 1
-) -> EvalImages:
+def _eval_images(source: MaskSource, *, config: SegmentDataConfig, rank: int = 0, world_size: int = 1) -> EvalImages:
     dataset, batch_size = EvalDataset(source, config=config), config.eval_batch_size
     return EvalLoader(
         eval_batches(

@@ -10,24 +10,25 @@ from torch import Tensor
 
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.tasks.dense.images import Normalise
+from inline_attention.tasks.evaluation import check_readable, over_ranks
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.data import EvalImages
 from inline_attention.tasks.segmentation.inference import Inference, segment_images
 from inline_attention.tasks.segmentation.metrics import Confusion, Scores
 from inline_attention.tasks.segmentation.model import Segmenter
 from inline_attention.tasks.segmentation.pictures import Example
-from inline_attention.training.distributed import gathered, is_distributed
+from inline_attention.training.distributed import gathered
 
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """The result over all ranks; `examples` are this rank's"""
+    """The result over all ranks."""
 
     scores: Scores
     images: int
-    skipped: int  # images of this rank that could not be read
+    skipped: int  # images that could not be read
     seconds: float
-    examples: list[Example]
+    examples: list[Example]  # of this rank
 
 
 @torch.no_grad()
@@ -41,16 +42,16 @@ def evaluate(
     examples: int = 0,
     on_images: Callable[[int], None] | None = None,
 ) -> SegmentResult:
-    """Run the model in evaluation mode over every image once; every module's mode is restored afterwards.
+    """Compare predictions with the masks, at the masks' own size.
 
-    Predictions are compared with the masks at the masks' own size. If torch.distributed is initialised, every rank
-    calls this. `examples` is the number of images to keep with their predictions. `on_images` is called with the number
-    of images done.
+    The model runs in evaluation mode, and every module's mode is restored afterwards. In a process group every rank
+    calls this and gets the result over all ranks. `examples` is the number of images to keep with their predictions.
+    `on_images` is called with the number of images of each batch, for a progress bar.
     """
     confusion = Confusion(model.num_classes, device=device)
     predictor = Predictor(model, config=config, device=device, amp_dtype=amp_dtype)
     kept: list[Example] = []
-    seen = torch.zeros((), dtype=torch.int64, device=device)
+    seen = 0
     start = time.perf_counter()
     with evaluation_mode(model), gathered(model):
         for batch in images:
@@ -59,15 +60,16 @@ def evaluate(
                 assert image.mask is not None
                 confusion.add(predicted, image.mask.to(device))
                 if len(kept) < examples:
-                    kept.append(_example(image.pixels, predicted, image.mask))
+                    pixels, classes = image.pixels.permute(1, 2, 0).numpy(), predicted.cpu().numpy().astype(np.uint8)
+                    kept.append(Example(pixels, classes, image.mask.numpy()))
             seen += len(batch)
             if on_images is not None:
                 on_images(len(batch))
-    scores = Scores.of(confusion.over_ranks())
-    if is_distributed():
-        torch.distributed.all_reduce(seen)
+    counts = confusion.over_ranks()
+    total, skipped = map(sum, zip(*over_ranks((seen, len(images.skipped))), strict=True))
     seconds = time.perf_counter() - start
-    return SegmentResult(scores, int(seen), len(images.skipped), seconds, kept)
+    check_readable(images, images=total, skipped=skipped)
+    return SegmentResult(Scores.of(counts), total, skipped, seconds, kept)
 
 
 class Predictor:
@@ -87,7 +89,3 @@ class Predictor:
     def _segment(self, images: Tensor) -> Tensor:
         with torch.autocast(self._device.type, dtype=self._amp_dtype, enabled=self._amp_dtype is not None):
             return self._model.segment(images)
-
-
-def _example(pixels: Tensor, predicted: Tensor, mask: Tensor) -> Example:
-    return Example(pixels.permute(1, 2, 0).numpy(), predicted.cpu().numpy().astype(np.uint8), mask.numpy())

@@ -3,9 +3,8 @@
 UperNet: "Unified Perceptual Parsing for Scene Understanding", arXiv 1807.10221.
 Semantic FPN: "Panoptic Feature Pyramid Networks", arXiv 1901.02446.
 
-In a batch of padded images, `sizes` (B, 2) are the true (height, width) of each. Maps are zero beyond the border of an
-image, as if the image were alone. Pooling, resizing and the statistics of batch norm use only the image's own part of a
-map.
+In a batch of padded images, `sizes` (B, 2) are the true (height, width) of each. An image gets the same result as if it
+were alone: maps are zero beyond its border, and pooling, resizing and batch norm use only its own part of a map.
 """
 
 import math
@@ -33,6 +32,8 @@ class ConvNormAct(nn.Sequential):
     """Convolution that keeps the size, batch norm, ReLU"""
 
     def __init__(self, in_dim: int, dim: int, kernel: int) -> None:
+        if min(in_dim, dim) < 1:
+            raise ValueError(f"a convolution from {in_dim} to {dim} channels: set dim and pyramid_dim to 1 or more")
         conv = nn.Conv2d(in_dim, dim, kernel, padding=kernel // 2, bias=False)
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         super().__init__(conv, BatchNorm(dim), nn.ReLU())
@@ -52,7 +53,7 @@ class PixelClassifier(nn.Sequential):
     def __init__(self, dim: int, num_classes: int, *, drop: float) -> None:
         conv = nn.Conv2d(dim, num_classes, 1)
         nn.init.normal_(conv.weight, std=0.01)
-        nn.init.zeros_(conv.bias)  # type: ignore[arg-type]  # a convolution with a bias has one
+        nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         super().__init__(ChannelDrop(drop, dim), conv)
 
 
@@ -77,7 +78,10 @@ def resize(x: Tensor, size: Sequence[int], *, own: Own = None, new_own: Own = No
 
 
 def to_pixels(logits: Tensor, size: Sequence[int], *, sizes: Tensor | None = None, stride: int = STRIDES[0]) -> Tensor:
-    """Logits (B, classes, h, w) at a stride → (B, classes, *size) in at least float32, for images of these sizes"""
+    """Logits (B, classes, h, w) at a stride → (B, classes, *size), in at least float32
+
+    sizes (B, 2): of padded images.
+    """
     (own,) = own_levels(sizes, [stride])
     return resize(logits.to(accumulation_dtype(logits.dtype)), size, own=own, new_own=sizes)
 
@@ -90,10 +94,7 @@ def pool_cells(x: Tensor, cells: int, *, own: Own = None) -> Tensor:
     weights = []
     for axis in range(2):
         length = own[:, axis, None]
-        begin, end = (
-            cell * length // cells,
-            ((cell + 1) * length + cells - 1) // cells,
-        )  # (B, cells), as in torch
+        begin, end = cell * length // cells, ((cell + 1) * length + cells - 1) // cells  # (B, cells), as in torch
         position = torch.arange(x.shape[2 + axis], device=x.device)
         inside = (position >= begin[..., None]) & (position < end[..., None])
         weights.append(inside / (end - begin)[..., None].to(accumulation_dtype(x.dtype)))
@@ -101,14 +102,9 @@ def pool_cells(x: Tensor, cells: int, *, own: Own = None) -> Tensor:
 
 
 def _resampled(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """(B, C, H, W) → (B, C, h, w) by the weights (B, h, H) and (B, w, W), in their precision, also under autocast"""
+    """(B, C, H, W) → (B, C, h, w) by the weights (B, h, H) and (B, w, W). Autocast does not lower the precision."""
     with without_autocast(x.device):
         return torch.einsum("bih,bchw,bjw->bcij", rows, x.to(rows.dtype), columns).to(x.dtype)
-
-
-def repeat(x: Tensor, size: Sequence[int]) -> Tensor:
-    """(B, C, H, W) → (B, C, *size), the nearest value"""
-    return F.interpolate(x, size=tuple(size), mode="nearest")
 
 
 class PyramidPooling(nn.Module):
@@ -157,7 +153,7 @@ class UperNet(nn.Module):
 
 
 class SemanticFPN(nn.Module):
-    """A feature pyramid whose levels are brought to stride 4 by convolutions and doublings, and added.
+    """A feature pyramid. Convolutions and doublings bring its levels to stride 4, where they are added.
 
     maps → logits (B, num_classes, H / 4, W / 4)
     """
@@ -183,7 +179,7 @@ class SemanticFPN(nn.Module):
         levels = [lateral(x) for lateral, x in zip(self.laterals, maps, strict=True)]
         for fine in reversed(range(len(levels) - 1)):
             # Nearest neighbours do not depend on padding: a side is doubled, or doubled minus one.
-            levels[fine] = levels[fine] + repeat(levels[fine + 1], levels[fine].shape[2:])
+            levels[fine] = levels[fine] + F.interpolate(levels[fine + 1], levels[fine].shape[2:], mode="nearest")
         smooth = [
             zero_padding(smoothing(zero_padding(x, o, channels="first")), o, channels="first")
             for smoothing, x, o in zip(self.smoothings, levels, own, strict=True)
@@ -192,7 +188,7 @@ class SemanticFPN(nn.Module):
         return self.classifier(torch.stack(refined).sum(0))
 
     def _refine(self, level: int, levels: list[Tensor], own: list[Own]) -> Tensor:
-        """Convolve and enlarge in turn, each time to the size of the next finer level."""
+        """Alternate convolutions and enlargements, each to the size of the next finer level."""
         x = levels[level]
         convs = self.refinements[level]
         assert isinstance(convs, nn.ModuleList)

@@ -27,7 +27,7 @@ class Inference:
 
     def __call__(self, segment: Segment, images: Tensor, size: Sequence[int]) -> Tensor:
         """Classes (B, *size) of images (B, 3, h, w)."""
-        if len(self.scales) == 1 and not self.flip:  # the greatest logit is the greatest probability
+        if len(self.scales) == 1 and not self.flip:  # no softmax: the largest logit has the largest probability
             return _fitted(self._logits(segment, images, self.scales[0]), size).argmax(1)
         total: Tensor | None = None
         for scale in self.scales:

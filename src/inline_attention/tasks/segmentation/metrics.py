@@ -33,8 +33,11 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores in per cent. A class that is neither in the masks nor predicted has no IoU (NaN) and is not in the mean.
-    A class that is not in the masks has no accuracy and is not in that mean."""
+    """Scores in per cent.
+
+    The IoU of a class that is neither in the masks nor predicted is NaN, and means leave it out. The same holds for the
+    accuracy of a class that is not in the masks.
+    """
 
     miou: float
     macc: float

@@ -1,4 +1,4 @@
-"""Batch norm over the batches of all ranks, without padding."""
+"""Batch norm over all ranks that ignores the padding of images."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from inline_attention.training.distributed import is_distributed
 class BatchNorm(nn.BatchNorm2d):
     """Batch norm with statistics over the batches of all ranks, without the padding of images.
 
-    torch's SyncBatchNorm does not run on CPUs. With this one, two ranks train like one on CPUs too.
+    Unlike torch's SyncBatchNorm, it also runs on CPUs.
     """
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from inline_attention.tasks.dense.prediction import for_files, output_name
+from inline_attention.tasks.dense.prediction import for_files, open_output
 from inline_attention.tasks.segmentation.data import open_image_files
 from inline_attention.tasks.segmentation.evaluation import Predictor
 from inline_attention.tasks.segmentation.pictures import overlay, save_mask
@@ -32,15 +32,14 @@ def segment_files(
     on_file: Callable[[SegmentedFile], None] = lambda file: None,
 ) -> list[SegmentedFile]:
     """Write a mask and an overlay of every readable image to the folder `output`. `on_file` is called after each."""
-    output.mkdir(parents=True, exist_ok=True)
+    results = open_output(output, paths, endings=(".png", ".overlay.jpg"))
     predictor = Predictor(trained.model.to(device), config=trained.data, device=device, amp_dtype=amp_dtype)
     done = []
     for batch in open_image_files(paths, config=for_files(trained.data, paths)):
         for image in batch:
             (predicted,) = predictor([image.pixels], [image.size])
             classes = predicted.cpu().numpy().astype(np.uint8)
-            name = output_name(paths, image.sample_id)
-            mask, picture = output / f"{name}.png", output / f"{name}.overlay.jpg"
+            mask, picture = (Path(f"{results[image.sample_id]}{ending}") for ending in (".png", ".overlay.jpg"))
             save_mask(classes, mask)
             Image.fromarray(overlay(image.pixels.permute(1, 2, 0).numpy(), classes)).save(picture, quality=92)
             shares = np.bincount(classes.ravel(), minlength=len(trained.class_names)) / classes.size

@@ -1,4 +1,4 @@
-"""Published results of segmenters, and the cost of ours, counted on the meta device."""
+"""Published results of segmenters, and the cost of ours, counted without computing anything."""
 
 from typing import NamedTuple
 

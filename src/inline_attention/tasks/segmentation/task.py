@@ -64,14 +64,14 @@ class Segmentation(DenseTask):
         config = self.config
         self.data = open_segment_data(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         if config.model.head == "upernet" and self.data.train.batch_size * ranks.world_size == 1:
-            raise ValueError("data.batch_size=1: UperNet's batch norm over a mean of the image needs 2 images or more")
+            raise ValueError("data.batch_size=1: UperNet's batch norm of image means needs 2 images or more")
         self.data.train.to(ranks.device)
         if ranks.is_first:
             self._warn_of_many_epochs()
         return self.data
 
     def _warn_of_many_epochs(self) -> None:
-        """Published recipes count updates, which are far too many for a few images."""
+        """Published recipes set a number of updates, which is far too large for a few images."""
         steps, train = self.config.schedule.steps, self.data.train
         epochs = 0 if steps is None else steps * self.config.optim.accumulate / train.steps_per_epoch
         if epochs > _MANY_EPOCHS:

@@ -1,4 +1,4 @@
-"""Augmentation of an image and its mask. Python's generator is seeded for each sample."""
+"""Augmentation of an image and its mask. The caller seeds Python's generator for each sample."""
 
 import random
 
@@ -66,8 +66,10 @@ def _cut(
 
 
 def distort(image: Image.Image) -> Image.Image:
-    """Brightness ±32, contrast and saturation by 0.5 to 1.5, hue ±36°: each with probability 1/2, contrast first or
-    last."""
+    """Change brightness by ±32, contrast and saturation by 0.5 to 1.5, and hue by ±36°, each with probability 1/2.
+
+    Contrast comes before or after saturation and hue.
+    """
     values = np.arange(256)
     if random.random() < 0.5:
         image = _mapped(image, values + random.uniform(-32, 32))

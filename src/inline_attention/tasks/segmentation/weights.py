@@ -7,7 +7,6 @@ from inline_attention.tasks.segmentation.model import HEADS, Segmenter, create_s
 
 TrainedSegmenter = TrainedModel[Segmenter, SegmentDataConfig]
 
-
 MODELS: TaskModels[Segmenter, SegmenterConfig, SegmentDataConfig] = TaskModels(
     task="segmentation",
     command="inline segment train",

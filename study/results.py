@@ -172,40 +172,42 @@ class Results:
         return min(found, key=lambda r: r.run.seed, default=None)
 
 
-def no_results() -> Results:
-    return Results(runs=[], again=[], failures={}, device_seconds=0.0, probes=None, speed=None, sweep=None)
-
-
-def has_runs(out: Path) -> bool:
-    """Whether a folder has runs or probes to report."""
-    return out.is_dir() and (bool(run_folders(out)) or (out / PROBES).exists())
-
-
 def run_folders(out: Path) -> list[tuple[Run, Path]]:
+    if not out.is_dir():
+        return []
     found = [(parse_name(folder.name), folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
     return [(run, folder) for run, folder in found if run is not None]
 
 
-def collect(out: Path, *, onto: Path | None = None) -> Results:
+def collect(out: Path, *, onto: Path | None = None, may_be_empty: bool = False) -> Results:
     """Finished runs of a folder, added to those of an earlier report's results.json if `onto` names one.
 
-    With `onto`, the folder may be missing or empty. ValueError if there are no runs at all.
+    With `onto`, the folder may be missing or empty. ValueError if there is no result at all, unless that is expected.
     """
     if onto is not None:
-        old = read_report(onto)
-        return _added(old, collect(out)) if has_runs(out) else old
-    if not out.is_dir():
+        return _added(read_report(onto), _read_folder(out), out)
+    if not out.is_dir() and not may_be_empty:
         raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` creates it")
-    folders = run_folders(out)
-    runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
-    failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
-    probes = _read_json(out / PROBES)
-    if not runs and probes is None:
+    results = _read_folder(out)
+    if not results.runs and results.probes is None and not may_be_empty:
+        failures = results.failures
         failed = f"; {', '.join(failures)} failed, {FAILURE} in the folder says why" if failures else ""
         raise ValueError(f"neither finished runs nor probes in {str(out)!r}{failed}")
-    sessions = out / SESSIONS
-    seconds = sum(session["seconds"] for session in _read_lines(sessions)) if sessions.exists() else 0.0
-    return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED), _read_sweep(out / SWEEP))
+    return results
+
+
+def _read_folder(out: Path) -> Results:
+    folders = run_folders(out)
+    sessions = _read_lines(out / SESSIONS) if (out / SESSIONS).exists() else []
+    return Results(
+        runs=_finished(folders),
+        again=_finished(run_folders(out / AGAIN)),
+        failures={folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)},
+        device_seconds=sum(session["seconds"] for session in sessions),
+        probes=_read_json(out / PROBES),
+        speed=_read_json(out / SPEED),
+        sweep=_read_sweep(out / SWEEP),
+    )
 
 
 def read_report(path: Path) -> Results:
@@ -276,17 +278,16 @@ def _made_again(entry: dict[str, Any]) -> RunResult:
     )
 
 
-def _added(old: Results, new: Results) -> Results:
-    """Add new runs. They replace old ones of the same name."""
+def _added(old: Results, new: Results, out: Path) -> Results:
+    """Add new runs, which replace old ones of the same name, and analyses in `out` of old runs."""
+    kept = [replace(r, analysis=_read_json(out / r.run.name / ANALYSIS) or r.analysis) for r in old.runs]
     made = {result.run for result in new.runs}
     speed = old.speed or new.speed
     if old.speed and new.speed and old.speed["machine"] == new.speed["machine"]:
         commits = sorted({*old.speed["commits"], *new.speed["commits"]})
         speed = {**old.speed, "rows": {**old.speed["rows"], **new.speed["rows"]}, "commits": commits}
     return Results(
-        runs=sorted(
-            [*(result for result in old.runs if result.run not in made), *new.runs], key=lambda result: result.run.name
-        ),
+        runs=sorted([*(r for r in kept if r.run not in made), *new.runs], key=lambda r: r.run.name),
         again=[*old.again, *new.again],
         failures={**old.failures, **new.failures},
         device_seconds=old.device_seconds + new.device_seconds,

@@ -71,10 +71,11 @@ def ablated(model: nn.Module, *, residual: bool, attention: bool) -> Iterator[No
             module.__dict__.pop("attend", None)
 
 
+WITHOUT_RESIDUAL, SPREAD_EVENLY = "without the residual", "attention spread evenly"
 CONDITIONS = {
     "the whole model": dict(residual=False, attention=False),
-    "without the residual": dict(residual=True, attention=False),
-    "attention spread evenly": dict(residual=False, attention=True),
+    WITHOUT_RESIDUAL: dict(residual=True, attention=False),
+    SPREAD_EVENLY: dict(residual=False, attention=True),
     "without both": dict(residual=True, attention=True),
 }
 

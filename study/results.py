@@ -3,7 +3,7 @@
 import json
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -95,6 +95,11 @@ class Sample:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
+def is_early(analysis: Mapping[str, Any]) -> bool:
+    """Whether an analysis is from before version 0.2, which defined confusion and random masks differently."""
+    return "loose_confusion" in analysis or "confusion" in analysis
+
+
 def describe_seeds(samples: Iterable[Sample]) -> str:
     """A text such as "one seed each", "3 seeds each" or "1 or 3 seeds"."""
     seeds = sorted({sample.seeds for sample in samples})
@@ -152,19 +157,29 @@ class Results:
         found = {}
         for setting in filter(lambda s: s.is_evidence, self.settings):
             samples = self.rows(setting)
-            if set(rows) <= samples.keys() and (seeds := set.intersection(*(set(samples[r].by_seed) for r in rows))):
+            if set(rows) <= samples.keys() and (seeds := self.common_seeds(setting, rows)):
                 found[setting] = (len(seeds), setting.epochs)
         return sorted(found, key=found.__getitem__, reverse=True)
+
+    def common_seeds(self, setting: Setting, rows: Sequence[str]) -> dict[int, dict[str, float]]:
+        """seed → row → top-1, for the seeds that all of these rows have."""
+        samples = self.rows(setting)
+        seeds = set.intersection(*(set(samples[row].by_seed) for row in rows))
+        return {seed: {row: samples[row].by_seed[seed] for row in rows} for seed in sorted(seeds)}
 
     def difference(self, setting: Setting, a: str, b: str) -> Effect | None:
         """Row a − row b in points, paired by seed. None if a row or a common seed is missing."""
         rows = self.rows(setting)
         return paired(rows[a].by_seed, rows[b].by_seed) if {a, b} <= rows.keys() else None
 
-    def analyses(self, setting: Setting, row: str) -> dict[int, dict[str, Any]]:
-        """The analyses of a row by seed. Those of an early definition, which decide nothing, are left out."""
+    def analyses(self, setting: Setting, row: str, *parts: str) -> dict[int, dict[str, Any]]:
+        """The analyses of a row by seed that have these parts. Those of an early definition decide nothing."""
         found = ((r.run.seed, r.analysis) for r in self.runs if r.setting == setting and r.run.row == row)
-        return {seed: analysis for seed, analysis in found if analysis is not None and "confused" in analysis}
+        return {
+            seed: analysis
+            for seed, analysis in found
+            if analysis is not None and not is_early(analysis) and set(parts) <= analysis.keys()
+        }
 
     def find(self, setting: Setting, row: str) -> RunResult | None:
         """The run of the lowest seed."""

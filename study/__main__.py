@@ -204,8 +204,8 @@ def run_ablation(args: argparse.Namespace) -> int:
     model, loader = open_model(*which, path=args.data, device=device, images=images, batch_size=args.batch_size)
     rows = ablate(model, loader, on_row=show)
     if args.json:
-        model = SHIPPED if args.weights is None else Path(args.weights).name
-        facts = dict(environment=describe_environment(), model=model, rows=to_plain(rows))
+        name = SHIPPED if args.weights is None else Path(args.weights).name
+        facts = dict(environment=describe_environment(), model=name, rows=to_plain(rows))
         write_json(args.json, facts)
     return 0
 

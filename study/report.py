@@ -268,6 +268,13 @@ def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
     return points
 
 
+def _rates(results: Results, setting: Setting, row: str) -> list[str]:
+    """Images a second in training and in inference, as cells."""
+    speeds = {} if results.speed is None else results.speed["rows"]
+    entry = speeds.get(speed_name(setting.dataset, setting.patch, row), {})
+    return [f"{entry[key]:,.0f}" if entry.get(key) else "–" for key in ("train", "infer")]
+
+
 def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
     """The main setting and, for other data, the one with the most tokens; by the name of the figure."""
     found = {main: "speed.png"}
@@ -550,12 +557,10 @@ def front_table(results: Results, setting: Setting) -> str:
     """The main rows in the few columns that fit into the README, with the lengths of training beside each other."""
     settings = [setting, *results.longer_settings]
     samples = {s: {row: sample for row, sample in results.rows(s).items() if row in MAIN} for s in settings}
-    speeds = {point["title"]: point for point in speed_points(results, setting)}
-    lines = []
-    for row in samples[setting]:
-        speed = speeds.get(ROWS[row].title, {})
-        rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
-        lines.append([ROWS[row].title, *(samples[s].get(row, "–") for s in settings), *rates])
+    lines = [
+        [ROWS[row].title, *(samples[s].get(row, "–") for s in settings), *_rates(results, setting, row)]
+        for row in samples[setting]
+    ]
     accuracy = [f"top-1 (%), {s.epochs} epochs, {describe_seeds(samples[s].values())}" for s in settings if samples[s]]
     return _table(["model", *accuracy, "training, images/s", "inference, images/s"], lines)
 
@@ -566,42 +571,22 @@ def leaderboard(results: Results) -> str:
     if not settings:
         return ""
     setting = max(settings, key=lambda s: (settings.count(s), s.epochs))
-    rows = results.rows(setting)
-    ranked = sorted((row for row in rows if row in FAMILY_ROWS), key=lambda row: -rows[row].mean)
-    return _short_table(results, setting, ranked)
-
-
-def _short_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
-    speeds = {point["title"]: point for point in speed_points(results, setting)}
     samples = results.rows(setting)
-    lines = []
-    for row in rows:
-        speed = speeds.get(ROWS[row].title, {})
-        rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
-        lines.append([ROWS[row].title, str(samples[row]), len(samples[row].values), *rates])
+    ranked = sorted((row for row in samples if row in FAMILY_ROWS), key=lambda row: -samples[row].mean)
+    lines = [[ROWS[row].title, samples[row], samples[row].seeds, *_rates(results, setting, row)] for row in ranked]
     return _table(["model", "top-1 (%)", "seeds", "training, images/s", "inference, images/s"], lines)
 
 
 def setting_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
-    speeds = {point["title"]: point for point in speed_points(results, setting)}
-    samples = results.rows(setting)
-    masked = _most_masked(results, setting, rows)
+    samples, masked = results.rows(setting), _most_masked(results, setting, rows)
     lines = []
     for row in rows:
-        result, sample = results.find(setting, row), samples[row]
+        result = results.find(setting, row)
         assert result is not None
-        parameters = count_parameters(result.run)
-        speed, analysis = speeds.get(ROWS[row].title, {}), result.analysis
-        lines.append(
-            [
-                ROWS[row].title,
-                str(sample),
-                ", ".join(str(r.run.seed) for r in results.runs if r.setting == setting and r.run.row == row),
-                f"{parameters / 1e6:.2f}M",
-                *(f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer")),
-                *(["–"] * len(_ANALYSED) if analysis is None else _analysed(analysis, masked)),
-            ]
-        )
+        seeds = ", ".join(map(str, samples[row].by_seed))
+        parameters = f"{count_parameters(result.run) / 1e6:.2f}M"
+        cells = _analysed(result.analysis or {}, masked)
+        lines.append([ROWS[row].title, samples[row], seeds, parameters, *_rates(results, setting, row), *cells])
     header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s", *_ANALYSED]
     return _table(header, lines)
 
@@ -614,16 +599,20 @@ _ANALYSED = (
 
 def _analysed(analysis: Mapping[str, Any], masked: int) -> list[str]:
     """Cells of a row. Early analyses have no count of confused pairs, and interrupted ones lack parts."""
-    locality, masking, rank = (analysis.get(part) for part in ("locality", "masking", "rank"))
-    first = locality and locality["by_layer"][0] / locality["chance"][0]
-    has_taps = masking and any(outcome["local_terms"] != "none" for outcome in masking["outcomes"])
-    return [
-        " / ".join(f"{1e6 * found['share_of_pairs']:.1f}" for found in analysis.get("confused", ())) or "–",
-        f"{first:.2f}, {locality['mean_over_chance']:.2f}".replace("-", "−") if locality else "–",
-        _masked(masking_drops(masking), masked) if masking else "–",
-        _masked(masking_drops(masking, taps="zeroed"), masked) if has_taps else "–",
-        f"{rank['mean_effective']:.1f}" if rank else "–",
-    ]
+    cells = dict.fromkeys(_ANALYSED, "–")
+    pairs, neighbourhood, kept, zeroed, effective_rank = _ANALYSED
+    if "confused" in analysis:
+        cells[pairs] = " / ".join(f"{1e6 * found['share_of_pairs']:.1f}" for found in analysis["confused"])
+    if locality := analysis.get("locality"):
+        first = locality["by_layer"][0] / locality["chance"][0]
+        cells[neighbourhood] = f"{first:.2f}, {locality['mean_over_chance']:.2f}".replace("-", "−")
+    if masking := analysis.get("masking"):
+        cells[kept] = _masked(masking_drops(masking), masked)
+        if any(outcome["local_terms"] != "none" for outcome in masking["outcomes"]):
+            cells[zeroed] = _masked(masking_drops(masking, taps="zeroed"), masked)
+    if rank := analysis.get("rank"):
+        cells[effective_rank] = f"{rank['mean_effective']:.1f}"
+    return list(cells.values())
 
 
 def analysis_table(results: Results) -> str:

@@ -173,10 +173,8 @@ def _other_linear(results: Results) -> Claim:
 # Probes
 
 
-def _probe(
-    name: str, claim: str, about: str, difference: Callable[[dict[str, Any]], Effect], *, limit: float = 0.0
-) -> Check:
-    empty = Claim(name, claim, about, limit=limit)
+def _probe(name: str, claim: str, about: str, difference: Callable[[dict[str, Any]], Effect]) -> Check:
+    empty = Claim(name, claim, about)
 
     def check(results: Results) -> Claim:
         if results.probes is None:
@@ -187,18 +185,10 @@ def _probe(
     return check
 
 
-def _scores(score: Mapping[str, Any]) -> dict[int, float]:
-    return dict(enumerate(score["values"]))
-
-
-def _probed(what: Callable[[dict[str, Any]], Mapping[str, Any]], better: str, worse: str) -> Callable[..., Effect]:
-    def difference(probes: dict[str, Any]) -> Effect:
-        scores = what(probes)
-        effect = paired(_scores(scores[better]), _scores(scores[worse]))
-        assert effect is not None
-        return effect
-
-    return difference
+def _probed(scores: Mapping[str, Any], better: str, worse: str) -> Effect:
+    effect = paired(*(dict(enumerate(scores[name]["values"])) for name in (better, worse)))
+    assert effect is not None
+    return effect
 
 
 def _control(probes: dict[str, Any]) -> Effect:
@@ -449,25 +439,25 @@ _CHECKS: tuple[Check, ...] = (
         "Linear attention cannot tell collinear queries apart, InLine attention can",
         "A bare layer must name the length of a query. No readout of linear attention with ReLU can do better than "
         "chance.",
-        _probed(lambda probes: probes["length"]["bare"], "InLine", "linear, ReLU"),
+        lambda probes: _probed(probes["length"]["bare"], "InLine", "linear, ReLU"),
     ),
     _probe(
         "length_skip",
         "Linear attention cannot tell them apart in a network either, where there is a skip",
         "The same layer with a skip connection, which every published network has.",
-        _probed(lambda probes: probes["length"]["skip"], "InLine", "linear, ReLU"),
+        lambda probes: _probed(probes["length"]["skip"], "InLine", "linear, ReLU"),
     ),
     _probe(
         "local_residual",
         "The 3×3 residual supplies local detail that attention alone does not",
         "One block must say which neighbour of a token is the brightest: InLine with against InLine without residual.",
-        _probed(lambda probes: probes["local"], "InLine + residual", "InLine"),
+        lambda probes: _probed(probes["local"], "InLine + residual", "InLine"),
     ),
     _probe(
         "local_softmax",
         "Softmax attention gets at local detail better than linear attention",
         "The same block: softmax against linear attention with ReLU.",
-        _probed(lambda probes: probes["local"], "softmax", "linear, ReLU"),
+        lambda probes: _probed(probes["local"], "softmax", "linear, ReLU"),
     ),
     _probe(
         "control",

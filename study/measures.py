@@ -150,24 +150,12 @@ def masking_drops(found: Mapping[str, Any], *, taps: str = "kept") -> dict[str, 
     Args:
         taps: of the local residual on masked tokens: "kept" (only attention is masked) or "zeroed".
     """
-    base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
-    return _by_tokens(found, lambda outcome: base - outcome["top1"], taps=taps)
-
-
-def masking_changes(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Share of predictions, in per cent, that change if only attention is masked."""
-    return _by_tokens(found, lambda outcome: 1 - outcome["agreement"], taps="kept")
-
-
-def _by_tokens(
-    found: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float], *, taps: str
-) -> dict[str, dict[int, float]]:
-    """A value of each outcome in per cent, by mask and number of tokens."""
-    values: dict[str, dict[int, float]] = {"local": {}, "random": {}}
+    whole = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
+    drops: dict[str, dict[int, float]] = {"local": {}, "random": {}}
     for outcome in found["outcomes"]:
-        if outcome["what"] in values and outcome["local_terms"] in ("none", taps):
-            values[outcome["what"]][outcome["tokens"]] = 100 * value(outcome)
-    return values
+        if outcome["what"] in drops and outcome["local_terms"] in ("none", taps):
+            drops[outcome["what"]][outcome["tokens"]] = 100 * (whole - outcome["top1"])
+    return drops
 
 
 def _images(loader: EvalLoader) -> Iterator[Tensor]:

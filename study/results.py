@@ -40,13 +40,8 @@ class Setting(NamedTuple):
     def tokens(self) -> int:
         return DATASETS[self.dataset].tokens(self.patch)
 
-    def describe(self, *, class_token: bool = True) -> str:
-        """A description. `class_token`: whether the models have one."""
-        data = DATASETS[self.dataset]
-        return f"{data.title}, {data.tokens(self.patch, class_token=class_token)} tokens, {self.epochs} epochs"
-
     def __str__(self) -> str:
-        return self.describe()
+        return f"{DATASETS[self.dataset].title}, {self.tokens} tokens, {self.epochs} epochs"
 
 
 @dataclass(frozen=True)
@@ -254,10 +249,10 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
             folder=Path(run.name),  # no longer exists
             top1=row["top1"][i],
             best=row["best"][i],
-            images=row.get("images", [0] * len(row["seeds"]))[i],  # missing in early reports
+            images=row["images"][i],
             curve=[(epoch, top1) for epoch, top1 in row["curves"][i]],
             seconds=row["seconds"][i],
-            analysis=_analysis_of(row, i),
+            analysis=row["analyses"][i],
             # The report has the command of the first seed only.
             changed=[word for word in shlex.split(row["command"])[1:] if word not in (*usual, *_of_seed(run, row))],
             commit=" and ".join(row["commit"]),
@@ -266,16 +261,8 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
 
 
 def _sweep_of(entry: dict[str, Any]) -> Sweep:
-    flash, written_out = (
-        {int(side): ratio for side, ratio in entry.get(key, {}).items()} for key in ("ratios", "math_ratios")
-    )
-    return Sweep(flash, written_out, entry["commit"], entry["machine"])
-
-
-def _analysis_of(row: dict[str, Any], index: int) -> dict[str, Any] | None:
-    if "analyses" in row:
-        return row["analyses"][index]
-    return row["analysis"] if index == 0 else None  # early reports have that of the first seed alone
+    ratios = {key: {int(side): ratio for side, ratio in entry[key].items()} for key in ("ratios", "math_ratios")}
+    return Sweep(**{**entry, **ratios})
 
 
 def _of_seed(run: Run, row: dict[str, Any]) -> list[str]:

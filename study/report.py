@@ -625,6 +625,11 @@ def analysis_table(results: Results) -> str:
             _with_interval(1e6 * found["share_of_pairs"], [1e6 * limit for limit in found["interval"]])
             for found in r.analysis.get("confused", ())
         ]
+        neighbourhood = "–"
+        if locality := r.analysis.get("locality"):
+            first, chance = (locality[key][0] for key in ("by_layer", "chance"))
+            limits = [of_layers[0] / chance for of_layers in locality["interval"]]
+            neighbourhood = _with_interval(first / chance, limits, digits=2)
         ablation = {
             row["title"]: _with_interval(row["lost"], row["lost_interval"]) for row in r.analysis.get("ablation", ())
         }
@@ -633,22 +638,24 @@ def analysis_table(results: Results) -> str:
             for outcome in sorted(r.analysis.get("masking", {}).get("outcomes", ()), key=lambda o: o["tokens"])
             if outcome["tokens"]
         }  # the largest mask of each kind
-        lost = {
+        drops = {
             key: _with_interval(100 * of["lost"], [100 * x for x in of["lost_interval"]]) for key, of in masks.items()
         }
         lines.append([
             ROWS[r.run.row].title, r.run.epochs, r.run.seed, r.analysis["images"],
-            *(confused or ["–"] * len(CONFUSED_AT)),
-            *(lost.get((what, "kept"), lost.get((what, "none"), "–")) for what in ("local", "random")),
+            *(confused or ["–"] * len(CONFUSED_AT)), neighbourhood,
+            *(drops.get((what, "kept"), drops.get((what, "none"), "–")) for what in ("local", "random")),
             *(ablation.get(title, "–") for title in (WITHOUT_RESIDUAL, SPREAD_EVENLY)),
         ])  # fmt: skip
     pairs = [f"confused, τ = {tau:g}, ρ = {rho:g}" for tau, rho in CONFUSED_AT]
-    masked = ["lost by local masks", "by random masks", "without the residual", "attention spread evenly"]
-    return _table(["model", "epochs", "seed", "images", *pairs, *masked], lines) if lines else ""
+    lost = ["lost by local masks", "by random masks", "without the residual", "with attention spread evenly"]
+    header = ["model", "epochs", "seed", "images", *pairs, "3×3 in the first layer, times chance", *lost]
+    return _table(header, lines) if lines else ""
 
 
-def _with_interval(value: float, interval: Sequence[float]) -> str:
-    return f"{value:.1f} ({interval[0]:.1f} to {interval[1]:.1f})".replace("-", "−")
+def _with_interval(value: float, interval: Sequence[float], *, digits: int = 1) -> str:
+    low, high = interval
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})".replace("-", "−")
 
 
 def _masked(drops: Mapping[str, Mapping[int, float]], expected: int) -> str:

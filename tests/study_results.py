@@ -68,6 +68,7 @@ def analysis(
             "chance": [0.1] * len(layers),
             "mean_over_chance": 1.0,
             "mean_over_uniform": 1.1,
+            "interval": [[0.09 * x for x in layers], [0.11 * x for x in layers]],
         },
         "rank": {"mean_effective": 3.0, "images": 10, "by_layer": [3.0]},
         "masking": {"images": 200, "outcomes": outcomes},

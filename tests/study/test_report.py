@@ -153,8 +153,10 @@ def test_analyses_have_intervals(tmp_path: Path) -> None:
     results = collect(tmp_path)
     lines = [line.split(" | ") for line in analysis_table(results).splitlines()[2:]]
     assert [line[0] for line in lines] == ["| InLine (with residual)", "| linear (ReLU)"]
-    assert lines[0][7:11] == ["10.0 (5.0 to 20.0)", "3.0 (−7.0 to 13.0)", "1.0 (−9.0 to 11.0)", "30.0 (29.0 to 31.0)"]
-    assert lines[1][4:10] == ["–"] * 6
+    assert lines[0][7:9] == ["10.0 (5.0 to 20.0)", "1.00 (0.90 to 1.10)"]
+    assert lines[0][9:12] == ["3.0 (−7.0 to 13.0)", "1.0 (−9.0 to 11.0)", "30.0 (29.0 to 31.0)"]
+    assert lines[1][4:8] == ["–"] * 4
+    assert lines[1][9:11] == ["–"] * 2
     assert "200 validation images" in tables(results, judge(results), [])
 
 

@@ -362,7 +362,8 @@ def run_report(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if not args.no_analyses:
         paths = dataset_paths(args.data)
-        shipped = {run: file for run, file in shipped_runs(results).items() if run.dataset in paths}
+        done = {r.run for r in results.runs if r.analysis is not None and measures.PARTS.keys() <= r.analysis.keys()}
+        shipped = {run: file for run, file in shipped_runs(results).items() if run.dataset in paths and run not in done}
         measures.analyse_runs(out, paths=paths, shipped=shipped, device=device, images=images, log=say)
     if not args.no_speed:
         runs = [run for run, folder in run_folders(out) if is_finished(folder)]

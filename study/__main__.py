@@ -192,24 +192,20 @@ def run_ablation(args: argparse.Namespace) -> int:
     from inline_attention.analysis.report import to_plain
     from inline_attention.environment import choose_device, describe_environment
     from inline_attention.printing import write_json
-    from study.ablation import IMAGES, SHIPPED, Row, ablate
+    from study.ablation import IMAGES, SHIPPED, Row, ablate, open_model
 
     def show(row: Row) -> None:
         say(f"{row.title:28} top-1 {row.top1:.1f}%  changed {row.changed:.1f}%  {row.images} images")
 
     images = IMAGES if args.max_images is None else args.max_images
     _check_least("--max-images", images, 1)
-    rows = ablate(
-        args.data,
-        weights=args.weights,
-        device=choose_device(args.device),
-        batch_size=args.batch_size,
-        images=images,
-        on_row=show,
-    )
+    which = (SHIPPED, "pretrained") if args.weights is None else (None, args.weights)
+    device = choose_device(args.device)
+    model, loader = open_model(*which, path=args.data, device=device, images=images, batch_size=args.batch_size)
+    rows = ablate(model, loader, on_row=show)
     if args.json:
-        model = SHIPPED if args.weights is None else Path(args.weights).name
-        facts = dict(environment=describe_environment(), model=model, rows=to_plain(rows))
+        name = SHIPPED if args.weights is None else Path(args.weights).name
+        facts = dict(environment=describe_environment(), model=name, rows=to_plain(rows))
         write_json(args.json, facts)
     return 0
 
@@ -327,14 +323,14 @@ def run_plan(args: argparse.Namespace) -> int:
     from inline_attention.printing import say_text, table
     from study.grid import DEFAULT_GROUPS, MAIN_EPOCHS, build_runs
     from study.plan import JOBS, plan
-    from study.results import collect, has_runs, no_results
+    from study.results import collect
 
     main_epochs = MAIN_EPOCHS if args.main_epochs is None else args.main_epochs
     _check_least("--main-epochs", main_epochs, 1)
     groups = args.groups or DEFAULT_GROUPS
     build_runs(groups)  # reports a wrong name
     out = Path(args.out)
-    results = collect(out, onto=args.onto) if args.onto or has_runs(out) else no_results()
+    results = collect(out, onto=args.onto, may_be_empty=True)
     plans = plan(results, groups, main_epochs=main_epochs)
     lines = [
         [p.name, p.question, len(p.runs), len(p.runs) - len(p.left), len(p.left), _minutes(p.minutes)] for p in plans
@@ -353,23 +349,25 @@ def run_report(args: argparse.Namespace) -> int:
     from inline_attention.bench.timing import Effort
     from inline_attention.environment import choose_device
     from study import measures
+    from study.pack import shipped_runs
     from study.report import write_docs, write_report
-    from study.results import collect, has_runs
-    from study.runner import dataset_paths
+    from study.results import collect, run_folders
+    from study.runner import dataset_paths, is_finished
 
     out, device = Path(args.out), choose_device(args.device)
     images = measures.IMAGES if args.max_images is None else args.max_images
     _check_least("--max-images", images, 1)
 
-    if args.onto is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    if args.onto is None or has_runs(out):
-        results = collect(out)
-        if results.runs and not args.no_analyses:
-            measures.analyse_runs(out, paths=dataset_paths(args.data), device=device, images=images, log=say)
-        if not args.no_speed:
-            runs = [result.run for result in results.runs]
-            measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), log=say)
+    results = collect(out, onto=args.onto)
+    out.mkdir(parents=True, exist_ok=True)
+    if not args.no_analyses:
+        paths = dataset_paths(args.data)
+        done = {r.run for r in results.runs if r.analysis is not None and measures.PARTS.keys() <= r.analysis.keys()}
+        shipped = {run: file for run, file in shipped_runs(results).items() if run.dataset in paths and run not in done}
+        measures.analyse_runs(out, paths=paths, shipped=shipped, device=device, images=images, log=say)
+    if not args.no_speed:
+        runs = [run for run, folder in run_folders(out) if is_finished(folder)]
+        measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), log=say)
     results = collect(out, onto=args.onto)
     files = write_report(results, out)
     if args.docs:

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from inline_attention.data import open_eval_data
+from inline_attention.data import EvalLoader, open_eval_data
 from inline_attention.layers import Attention
 from inline_attention.ops import Grid, local_residual
 from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import zero_absent
 from inline_attention.tasks.classification.classifier import load_classifier
 from study.intervals import bootstrap
 
@@ -43,8 +44,9 @@ def attend_to_all_alike(
     **_: Any,
 ) -> Tensor:
     """`Attention.attend` with the mean of all values instead of attention."""
-    v = unstack(projections)[2]
-    out = v.mean(1, keepdim=True).expand_as(v)
+    v = zero_absent(unstack(projections)[2], token_mask)
+    tokens = v.shape[1] if token_mask is None else token_mask.sum(1)[:, None, None, None]
+    out = (v.sum(1, keepdim=True) / tokens).expand_as(v)
     if local_weight is None:
         return out
     layout: dict[str, Any] = dict(grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask)
@@ -69,33 +71,35 @@ def ablated(model: nn.Module, *, residual: bool, attention: bool) -> Iterator[No
             module.__dict__.pop("attend", None)
 
 
+WITHOUT_RESIDUAL, SPREAD_EVENLY = "without the residual", "attention spread evenly"
 CONDITIONS = {
     "the whole model": dict(residual=False, attention=False),
-    "without the residual": dict(residual=True, attention=False),
-    "attention spread evenly": dict(residual=False, attention=True),
+    WITHOUT_RESIDUAL: dict(residual=True, attention=False),
+    SPREAD_EVENLY: dict(residual=False, attention=True),
     "without both": dict(residual=True, attention=True),
 }
 
 
-def ablate(
-    data: str,
-    *,
-    weights: str | None,
-    device: torch.device,
-    batch_size: int,
-    images: int = IMAGES,
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Accuracy and changed predictions for each part that is taken away. `weights` None: those of the package."""
-    classifier = load_classifier(SHIPPED if weights is None else None, weights or "pretrained")
+def open_model(
+    name: str | None, weights: str, *, path: str, device: torch.device, images: int, batch_size: int
+) -> tuple[nn.Module, EvalLoader]:
+    """A trained classifier, and `images` of its validation images, evenly spaced."""
+    classifier = load_classifier(name, weights)
     config = classifier.data
-    config.path, config.batch_size, config.workers, config.in_memory = data, batch_size, 0, True
+    config.path, config.batch_size, config.workers, config.in_memory = path, batch_size, 0, True
     loader = open_eval_data(config, class_names=classifier.class_names, max_images=images)
     loader.to(device)
-    model = classifier.model.to(device).eval()
+    return classifier.model.to(device).eval(), loader
+
+
+def ablate(model: nn.Module, loader: EvalLoader, *, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Accuracy and changed predictions for each part that is taken away. A model without residual has fewer rows."""
+    has_residual = any(isinstance(module, Attention) and module.local is not None for module in model.modules())
     rows: list[Row] = []
     whole: tuple[np.ndarray, np.ndarray] | None = None  # predictions, correct
     for title, parts in CONDITIONS.items():
+        if parts["residual"] and not has_residual:
+            continue
         with ablated(model, **parts), torch.inference_mode():
             found = [(model(batch.images).argmax(1).cpu(), batch.targets.cpu()) for batch in loader]
         predicted, targets = (torch.cat(column).numpy() for column in zip(*found, strict=True))

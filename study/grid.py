@@ -50,9 +50,9 @@ class Dataset:
     path: str | None = None  # None: the command line must give it
     is_evidence: bool = True  # False: only for trying the study out; it gives no verdicts
 
-    def tokens(self, patch: int, *, class_token: bool = True) -> int:
-        """The number of tokens. A DeiT has a class token, a Swin has none."""
-        return (self.settings["data.img_size"] // patch) ** 2 + class_token
+    def tokens(self, patch: int) -> int:
+        """The number of tokens of a DeiT, with its class token."""
+        return (self.settings["data.img_size"] // patch) ** 2 + 1
 
 
 DATASETS = {

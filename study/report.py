@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from inline_attention.bench.model import EAGER
-from study.claims import EARLIER, Claim, judge
+from study.ablation import SPREAD_EVENLY, WITHOUT_RESIDUAL
+from study.claims import CONTRADICTED, EARLIER, INCONCLUSIVE, NOT_TESTABLE, POINTS, SUPPORTED, Claim, explain, judge
 from study.grid import (
     BASELINES,
     DATASETS,
@@ -30,12 +31,24 @@ from study.grid import (
     shared_map_row,
 )
 from study.intervals import Effect
-from study.measures import build_model, masking_drops, speed_name, uniform_over_chance
+from study.measures import CONFUSED_AT, PARTS, build_model, masking_drops, speed_name, uniform_over_chance
 from study.pages import fill
 from study.plan import plan
-from study.results import Results, RunResult, Sample, Setting, describe_seeds
+from study.results import Results, RunResult, Sample, Setting, describe_seeds, is_early
 
 RESULTS, PAGE, TABLES = "results.json", "results.md", "tables.md"
+# Sections of the page, by the name in its template, with their claims.
+TOPICS = {
+    "gap": ("gap", "inline_linear", "inline_softmax", "inline_linear_residual", "other_linear", "windows"),
+    "injectivity": (
+        "injectivity", "injectivity_residual", "feature_maps", "mapped_softmax", "length", "length_skip", "confusion",
+    ),
+    "local": (
+        "residual_inline", "residual_linear", "local_residual", "local_softmax", "control", "locality", "locality_mean",
+        "masking", "masking_softmax",
+    ),
+    "speed": ("cost", "speed_math", "speed_flash", "window_speed"),
+}  # fmt: skip
 
 
 def count_parameters(run: Run) -> int:
@@ -118,6 +131,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
     return {
         "settings": settings,
         "claims": [_claim(claim) for claim in claims],
+        "explanations": [_claim(claim) for claim in explain(results)],
         "again": [{"run": r.run.name, "top1": r.top1, "commit": r.commit, "machine": r.machine} for r in results.again],
         "failures": results.failures,
         "device_minutes": round(results.device_seconds / 60, 1),
@@ -186,15 +200,17 @@ def _draw(results: Results, claims: Sequence[Claim], out: Path) -> list[Path]:
         where = f"{results.speed['machine']}, {_how_timed(results.speed)}"
         caption = f"{setting}; {_seeds_shown(results, [setting])}\nTimed on {where}"
         keep(plots.draw_speed(speed_points(results, setting), caption=caption), name)
-    found = [(ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis]
+    analysed = ((ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis)
+    found = [(title, analysis) for title, analysis in analysed if is_early(analysis) or PARTS.keys() <= analysis.keys()]
     if found:
         keep(plots.draw_causes(found, title=str(main)), "causes.png")
     return made
 
 
 def _is_drawn(claim: Claim) -> bool:
-    """Whether a claim is about accuracy on the main data and has an interval."""
-    return claim.effect is not None and claim.effect.margin is not None and "epochs" in claim.where
+    """Whether a claim is about the accuracy of models and has an interval."""
+    has_interval = claim.effect is not None and claim.effect.margin is not None
+    return has_interval and claim.unit == POINTS and "epochs" in claim.where
 
 
 def _variants_setting(results: Results) -> Setting | None:
@@ -252,6 +268,13 @@ def speed_points(results: Results, setting: Setting) -> list[dict[str, Any]]:
     return points
 
 
+def _rates(results: Results, setting: Setting, row: str) -> list[str]:
+    """Images a second in training and in inference, as cells."""
+    speeds = {} if results.speed is None else results.speed["rows"]
+    entry = speeds.get(speed_name(setting.dataset, setting.patch, row), {})
+    return [f"{entry[key]:,.0f}" if entry.get(key) else "–" for key in ("train", "infer")]
+
+
 def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
     """The main setting and, for other data, the one with the most tokens; by the name of the figure."""
     found = {main: "speed.png"}
@@ -270,12 +293,15 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     values: dict[str, object] = {
         "verdicts": _counts(claims),
-        "claim_table": claim_table(claims),
-        "claim_texts": claim_texts(claims),
+        "explanation_table": explanation_table(explain(results)),
         "changed_table": changed_table(claims),
         "answer_picture": _pictures(figures, "answer"),
         "missing_table": missing_table(results),
     }
+    for topic, names in TOPICS.items():
+        values[f"{topic}_claims"] = claim_table([claim for name in names for claim in claims if claim.name == name])
+    untestable = [[claim.claim, claim.about] for claim in claims if claim.verdict == NOT_TESTABLE]
+    values["untestable"] = _table(["claim", "why"], untestable)
     if main is not None:
         values |= {"setting": main, "highest": _highest(results, main)}
     return fill("results", values)
@@ -285,6 +311,8 @@ def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) ->
     """All tables, commands and commits, as Markdown. `figures` are links."""
     main = results.main_setting
     values: dict[str, object] = {
+        "comparison_table": comparison_table(claims),
+        "analysis_table": analysis_table(results),
         "settings": "\n".join(_setting(results, s) for s in sorted(results.settings, key=lambda s: s != main)),
         "gap_table": gap_table(results),
         "shared_map_table": shared_map_table(results),
@@ -317,15 +345,19 @@ def _counts(claims: Sequence[Claim]) -> str:
 
 
 def claim_table(claims: Sequence[Claim]) -> str:
-    lines = [[claim.claim, *_effect(claim), claim.where or "–", f"**{claim.verdict}**"] for claim in claims]
+    lines = [[claim.claim, *_effect(claim), claim.where or "–", _verdict(claim)] for claim in claims]
     return _table(["claim", "effect", "95 % interval", "measured on", "verdict"], lines)
+
+
+def _verdict(claim: Claim) -> str:
+    return f"**{claim.verdict}**" if claim.verdict in (SUPPORTED, CONTRADICTED) else claim.verdict
 
 
 def _effect(claim: Claim) -> tuple[str, str]:
     """The effect with its unit, and its interval."""
     effect = claim.effect
     if effect is None:
-        return "–", "–"
+        return "not measured", "–"
     if effect.low is None or effect.high is None:
         number = f"{effect.mean:.2f}" if effect.seeds == 0 else f"{effect.mean:+.2f}"
         return f"{number} {claim.unit}".replace("-", "−"), "–" if effect.seeds == 0 else "one seed"
@@ -333,21 +365,24 @@ def _effect(claim: Claim) -> tuple[str, str]:
     return f"{effect.mean:+.2f} {claim.unit}".replace("-", "−"), interval.replace("-", "−")
 
 
-def claim_texts(claims: Sequence[Claim]) -> str:
-    """At most four sentences for each claim: what was compared, and what the interval says."""
-    return "\n\n".join(
-        f"**{claim.claim}:** {claim.verdict}. {claim.about}{' ' if claim.reading else ''}{claim.reading}"
-        for claim in claims
-    )
+def comparison_table(claims: Sequence[Claim]) -> str:
+    """What each claim compares, and how its effect makes the verdict."""
+    return _table(["claim", "what is compared", "verdict"],
+                  [[c.claim, c.about, f"{c.verdict}. {c.reading}".rstrip()] for c in claims])  # fmt: skip
+
+
+def explanation_table(explanations: Sequence[Claim]) -> str:
+    lines = [[claim.claim, claim.about, *_effect(claim), _verdict(claim)] for claim in explanations]
+    return _table(["explanation", "experiment", "effect", "95 % interval", "verdict"], lines)
 
 
 def changed_table(claims: Sequence[Claim]) -> str:
-    """Verdicts that differ from those of an earlier report. Empty if nothing has changed."""
-    words = {"confirmed": "supported", "not confirmed": "contradicted"}
+    """Verdicts of an earlier report that do not hold any more. Empty if all do."""
+    held = {"confirmed": (SUPPORTED,), "not confirmed": (CONTRADICTED, INCONCLUSIVE)}
     lines = [
         [claim.claim, earlier, claim.verdict]
         for claim in claims
-        if (earlier := EARLIER.get(claim.name)) is not None and words[earlier] != claim.verdict
+        if (earlier := EARLIER.get(claim.name)) is not None and claim.verdict not in held[earlier]
     ]
     return _table(["claim", "version 0.1", "now"], lines) if lines else ""
 
@@ -522,12 +557,10 @@ def front_table(results: Results, setting: Setting) -> str:
     """The main rows in the few columns that fit into the README, with the lengths of training beside each other."""
     settings = [setting, *results.longer_settings]
     samples = {s: {row: sample for row, sample in results.rows(s).items() if row in MAIN} for s in settings}
-    speeds = {point["title"]: point for point in speed_points(results, setting)}
-    lines = []
-    for row in samples[setting]:
-        speed = speeds.get(ROWS[row].title, {})
-        rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
-        lines.append([ROWS[row].title, *(samples[s].get(row, "–") for s in settings), *rates])
+    lines = [
+        [ROWS[row].title, *(samples[s].get(row, "–") for s in settings), *_rates(results, setting, row)]
+        for row in samples[setting]
+    ]
     accuracy = [f"top-1 (%), {s.epochs} epochs, {describe_seeds(samples[s].values())}" for s in settings if samples[s]]
     return _table(["model", *accuracy, "training, images/s", "inference, images/s"], lines)
 
@@ -538,42 +571,22 @@ def leaderboard(results: Results) -> str:
     if not settings:
         return ""
     setting = max(settings, key=lambda s: (settings.count(s), s.epochs))
-    rows = results.rows(setting)
-    ranked = sorted((row for row in rows if row in FAMILY_ROWS), key=lambda row: -rows[row].mean)
-    return _short_table(results, setting, ranked)
-
-
-def _short_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
-    speeds = {point["title"]: point for point in speed_points(results, setting)}
     samples = results.rows(setting)
-    lines = []
-    for row in rows:
-        speed = speeds.get(ROWS[row].title, {})
-        rates = (f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer"))
-        lines.append([ROWS[row].title, str(samples[row]), len(samples[row].values), *rates])
+    ranked = sorted((row for row in samples if row in FAMILY_ROWS), key=lambda row: -samples[row].mean)
+    lines = [[ROWS[row].title, samples[row], samples[row].seeds, *_rates(results, setting, row)] for row in ranked]
     return _table(["model", "top-1 (%)", "seeds", "training, images/s", "inference, images/s"], lines)
 
 
 def setting_table(results: Results, setting: Setting, rows: Sequence[str]) -> str:
-    speeds = {point["title"]: point for point in speed_points(results, setting)}
-    samples = results.rows(setting)
-    masked = _most_masked(results, setting, rows)
+    samples, masked = results.rows(setting), _most_masked(results, setting, rows)
     lines = []
     for row in rows:
-        result, sample = results.find(setting, row), samples[row]
+        result = results.find(setting, row)
         assert result is not None
-        parameters = count_parameters(result.run)
-        speed, analysis = speeds.get(ROWS[row].title, {}), result.analysis
-        lines.append(
-            [
-                ROWS[row].title,
-                str(sample),
-                ", ".join(str(r.run.seed) for r in results.runs if r.setting == setting and r.run.row == row),
-                f"{parameters / 1e6:.2f}M",
-                *(f"{speed[key]:,.0f}" if speed.get(key) else "–" for key in ("train", "infer")),
-                *(["–"] * len(_ANALYSED) if analysis is None else _analysed(analysis, masked)),
-            ]
-        )
+        seeds = ", ".join(map(str, samples[row].by_seed))
+        parameters = f"{count_parameters(result.run) / 1e6:.2f}M"
+        cells = _analysed(result.analysis or {}, masked)
+        lines.append([ROWS[row].title, samples[row], seeds, parameters, *_rates(results, setting, row), *cells])
     header = ["model", "top-1 (%)", "seeds", "parameters", "training, images/s", "inference, images/s", *_ANALYSED]
     return _table(header, lines)
 
@@ -585,16 +598,64 @@ _ANALYSED = (
 
 
 def _analysed(analysis: Mapping[str, Any], masked: int) -> list[str]:
-    confused = analysis.get("confused", ())  # early runs used another definition
-    locality = analysis["locality"]
-    has_taps = any(outcome["local_terms"] != "none" for outcome in analysis["masking"]["outcomes"])
-    return [
-        " / ".join(f"{1e6 * found['share_of_pairs']:.1f}" for found in confused) or "–",
-        f"{locality['by_layer'][0] / locality['chance'][0]:.2f}, {locality['mean_over_chance']:.2f}".replace("-", "−"),
-        _masked(masking_drops(analysis["masking"]), masked),
-        _masked(masking_drops(analysis["masking"], taps="zeroed"), masked) if has_taps else "–",
-        f"{analysis['rank']['mean_effective']:.1f}",
-    ]
+    """Cells of a row. Early analyses have no count of confused pairs, and interrupted ones lack parts."""
+    cells = dict.fromkeys(_ANALYSED, "–")
+    pairs, neighbourhood, kept, zeroed, effective_rank = _ANALYSED
+    if "confused" in analysis:
+        cells[pairs] = " / ".join(f"{1e6 * found['share_of_pairs']:.1f}" for found in analysis["confused"])
+    if locality := analysis.get("locality"):
+        first = locality["by_layer"][0] / locality["chance"][0]
+        cells[neighbourhood] = f"{first:.2f}, {locality['mean_over_chance']:.2f}".replace("-", "−")
+    if masking := analysis.get("masking"):
+        cells[kept] = _masked(masking_drops(masking), masked)
+        if any(outcome["local_terms"] != "none" for outcome in masking["outcomes"]):
+            cells[zeroed] = _masked(masking_drops(masking, taps="zeroed"), masked)
+    if rank := analysis.get("rank"):
+        cells[effective_rank] = f"{rank['mean_effective']:.1f}"
+    return list(cells.values())
+
+
+def analysis_table(results: Results) -> str:
+    """Analyses of today's definitions, a line for each model and seed, with intervals over images."""
+    lines = []
+    for r in results.runs:
+        if r.analysis is None or is_early(r.analysis):
+            continue
+        confused = [
+            _with_interval(1e6 * found["share_of_pairs"], [1e6 * limit for limit in found["interval"]])
+            for found in r.analysis.get("confused", ())
+        ]
+        neighbourhood = "–"
+        if locality := r.analysis.get("locality"):
+            first, chance = (locality[key][0] for key in ("by_layer", "chance"))
+            limits = [of_layers[0] / chance for of_layers in locality["interval"]]
+            neighbourhood = _with_interval(first / chance, limits, digits=2)
+        ablation = {
+            row["title"]: _with_interval(row["lost"], row["lost_interval"]) for row in r.analysis.get("ablation", ())
+        }
+        masks = {
+            (outcome["what"], outcome["local_terms"]): outcome
+            for outcome in sorted(r.analysis.get("masking", {}).get("outcomes", ()), key=lambda o: o["tokens"])
+            if outcome["tokens"]
+        }  # the largest mask of each kind
+        drops = {
+            key: _with_interval(100 * of["lost"], [100 * x for x in of["lost_interval"]]) for key, of in masks.items()
+        }
+        lines.append([
+            ROWS[r.run.row].title, r.run.epochs, r.run.seed, r.analysis["images"],
+            *(confused or ["–"] * len(CONFUSED_AT)), neighbourhood,
+            *(drops.get((what, "kept"), drops.get((what, "none"), "–")) for what in ("local", "random")),
+            *(ablation.get(title, "–") for title in (WITHOUT_RESIDUAL, SPREAD_EVENLY)),
+        ])  # fmt: skip
+    pairs = [f"confused, τ = {tau:g}, ρ = {rho:g}" for tau, rho in CONFUSED_AT]
+    lost = ["lost by local masks", "by random masks", "without the residual", "with attention spread evenly"]
+    header = ["model", "epochs", "seed", "images", *pairs, "3×3 in the first layer, times chance", *lost]
+    return _table(header, lines) if lines else ""
+
+
+def _with_interval(value: float, interval: Sequence[float], *, digits: int = 1) -> str:
+    low, high = interval
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})".replace("-", "−")
 
 
 def _masked(drops: Mapping[str, Mapping[int, float]], expected: int) -> str:
@@ -613,8 +674,8 @@ def _analyses(results: Results, setting: Setting, rows: Sequence[str]) -> list[d
 
 def _most_masked(results: Results, setting: Setting, rows: Sequence[str]) -> int:
     """The number of tokens in the largest mask of these rows."""
-    found = _analyses(results, setting, rows)
-    return max((outcome["tokens"] for analysis in found for outcome in analysis["masking"]["outcomes"]), default=0)
+    found = (analysis["masking"] for analysis in _analyses(results, setting, rows) if "masking" in analysis)
+    return max((outcome["tokens"] for masking in found for outcome in masking["outcomes"]), default=0)
 
 
 def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
@@ -622,17 +683,27 @@ def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
     found = _analyses(results, setting, rows)
     if not found:
         return ""
-    first, confused = found[0], found[0].get("confused", ())  # early runs used another definition
-    values = {
-        "images": first["images"],
-        "rank_images": first["rank"]["images"],
-        "masked": _most_masked(results, setting, rows),
-        "points": f"{100 / first['masking']['images']:g}",
-        "thresholds": " / ".join(f"τ = {pair['tau']:g}, ρ = {pair['rho']:g}" for pair in confused),
+
+    def counts(part: str) -> list[int]:
+        return sorted({analysis[part]["images"] for analysis in found if part in analysis})
+
+    values: dict[str, object] = {
+        "images": _or(sorted({analysis["images"] for analysis in found})),
+        "rank_images": _or(counts("rank")),
+        "masked": _most_masked(results, setting, rows) or None,
+        "points": " or ".join(f"{100 / images:g}" for images in counts("masking")),
+        "thresholds": " / ".join(f"τ = {tau:g}, ρ = {rho:g}" for tau, rho in CONFUSED_AT)
+        if any("confused" in analysis for analysis in found)
+        else None,
     }
-    if len({chance for analysis in found for chance in analysis["locality"]["chance"]}) == 1:  # equal maps
-        values["even"] = f"{uniform_over_chance(first['locality']):.2f}"
+    localities = [analysis["locality"] for analysis in found if "locality" in analysis]
+    if len({chance for locality in localities for chance in locality["chance"]}) == 1:  # equal maps
+        values["even"] = f"{uniform_over_chance(localities[0]):.2f}"
     return fill("analyses", values, between=" ")
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(f"{number:,}" for number in numbers)
 
 
 def probe_table(probes: dict[str, Any]) -> str:

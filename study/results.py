@@ -3,7 +3,7 @@
 import json
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -40,13 +40,8 @@ class Setting(NamedTuple):
     def tokens(self) -> int:
         return DATASETS[self.dataset].tokens(self.patch)
 
-    def describe(self, *, class_token: bool = True) -> str:
-        """A description. `class_token`: whether the models have one."""
-        data = DATASETS[self.dataset]
-        return f"{data.title}, {data.tokens(self.patch, class_token=class_token)} tokens, {self.epochs} epochs"
-
     def __str__(self) -> str:
-        return self.describe()
+        return f"{DATASETS[self.dataset].title}, {self.tokens} tokens, {self.epochs} epochs"
 
 
 @dataclass(frozen=True)
@@ -93,6 +88,11 @@ class Sample:
 
     def __str__(self) -> str:
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+def is_early(analysis: Mapping[str, Any]) -> bool:
+    """Whether an analysis is from before version 0.2, which defined confusion and random masks differently."""
+    return "loose_confusion" in analysis or "confusion" in analysis
 
 
 def describe_seeds(samples: Iterable[Sample]) -> str:
@@ -152,19 +152,29 @@ class Results:
         found = {}
         for setting in filter(lambda s: s.is_evidence, self.settings):
             samples = self.rows(setting)
-            if set(rows) <= samples.keys() and (seeds := set.intersection(*(set(samples[r].by_seed) for r in rows))):
+            if set(rows) <= samples.keys() and (seeds := self.common_seeds(setting, rows)):
                 found[setting] = (len(seeds), setting.epochs)
         return sorted(found, key=found.__getitem__, reverse=True)
+
+    def common_seeds(self, setting: Setting, rows: Sequence[str]) -> dict[int, dict[str, float]]:
+        """seed → row → top-1, for the seeds that all of these rows have."""
+        samples = self.rows(setting)
+        seeds = set.intersection(*(set(samples[row].by_seed) for row in rows))
+        return {seed: {row: samples[row].by_seed[seed] for row in rows} for seed in sorted(seeds)}
 
     def difference(self, setting: Setting, a: str, b: str) -> Effect | None:
         """Row a − row b in points, paired by seed. None if a row or a common seed is missing."""
         rows = self.rows(setting)
         return paired(rows[a].by_seed, rows[b].by_seed) if {a, b} <= rows.keys() else None
 
-    def analyses(self, setting: Setting, row: str) -> dict[int, dict[str, Any]]:
-        """The analyses of a row by seed. Those of an early definition, which decide nothing, are left out."""
+    def analyses(self, setting: Setting, row: str, *parts: str) -> dict[int, dict[str, Any]]:
+        """The analyses of a row by seed that have these parts. Those of an early definition decide nothing."""
         found = ((r.run.seed, r.analysis) for r in self.runs if r.setting == setting and r.run.row == row)
-        return {seed: analysis for seed, analysis in found if analysis is not None and "confused" in analysis}
+        return {
+            seed: analysis
+            for seed, analysis in found
+            if analysis is not None and not is_early(analysis) and set(parts) <= analysis.keys()
+        }
 
     def find(self, setting: Setting, row: str) -> RunResult | None:
         """The run of the lowest seed."""
@@ -172,40 +182,42 @@ class Results:
         return min(found, key=lambda r: r.run.seed, default=None)
 
 
-def no_results() -> Results:
-    return Results(runs=[], again=[], failures={}, device_seconds=0.0, probes=None, speed=None, sweep=None)
-
-
-def has_runs(out: Path) -> bool:
-    """Whether a folder has runs or probes to report."""
-    return out.is_dir() and (bool(run_folders(out)) or (out / PROBES).exists())
-
-
 def run_folders(out: Path) -> list[tuple[Run, Path]]:
+    if not out.is_dir():
+        return []
     found = [(parse_name(folder.name), folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
     return [(run, folder) for run, folder in found if run is not None]
 
 
-def collect(out: Path, *, onto: Path | None = None) -> Results:
+def collect(out: Path, *, onto: Path | None = None, may_be_empty: bool = False) -> Results:
     """Finished runs of a folder, added to those of an earlier report's results.json if `onto` names one.
 
-    With `onto`, the folder may be missing or empty. ValueError if there are no runs at all.
+    With `onto`, the folder may be missing or empty. ValueError if there is no result at all, unless that is expected.
     """
     if onto is not None:
-        old = read_report(onto)
-        return _added(old, collect(out)) if has_runs(out) else old
-    if not out.is_dir():
+        return _added(read_report(onto), _read_folder(out), out)
+    if not out.is_dir() and not may_be_empty:
         raise ValueError(f"there is no folder {str(out)!r}; `python -m study train --output {out}` creates it")
-    folders = run_folders(out)
-    runs, again = _finished(folders), _finished(run_folders(out / AGAIN) if (out / AGAIN).is_dir() else [])
-    failures = {folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)}
-    probes = _read_json(out / PROBES)
-    if not runs and probes is None:
+    results = _read_folder(out)
+    if not results.runs and results.probes is None and not may_be_empty:
+        failures = results.failures
         failed = f"; {', '.join(failures)} failed, {FAILURE} in the folder says why" if failures else ""
         raise ValueError(f"neither finished runs nor probes in {str(out)!r}{failed}")
-    sessions = out / SESSIONS
-    seconds = sum(session["seconds"] for session in _read_lines(sessions)) if sessions.exists() else 0.0
-    return Results(runs, again, failures, seconds, probes, _read_json(out / SPEED), _read_sweep(out / SWEEP))
+    return results
+
+
+def _read_folder(out: Path) -> Results:
+    folders = run_folders(out)
+    sessions = _read_lines(out / SESSIONS) if (out / SESSIONS).exists() else []
+    return Results(
+        runs=_finished(folders),
+        again=_finished(run_folders(out / AGAIN)),
+        failures={folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)},
+        device_seconds=sum(session["seconds"] for session in sessions),
+        probes=_read_json(out / PROBES),
+        speed=_read_json(out / SPEED),
+        sweep=_read_sweep(out / SWEEP),
+    )
 
 
 def read_report(path: Path) -> Results:
@@ -237,10 +249,10 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
             folder=Path(run.name),  # no longer exists
             top1=row["top1"][i],
             best=row["best"][i],
-            images=row.get("images", [0] * len(row["seeds"]))[i],  # missing in early reports
+            images=row["images"][i],
             curve=[(epoch, top1) for epoch, top1 in row["curves"][i]],
             seconds=row["seconds"][i],
-            analysis=_analysis_of(row, i),
+            analysis=row["analyses"][i],
             # The report has the command of the first seed only.
             changed=[word for word in shlex.split(row["command"])[1:] if word not in (*usual, *_of_seed(run, row))],
             commit=" and ".join(row["commit"]),
@@ -249,16 +261,8 @@ def _runs(setting: dict[str, Any], row: dict[str, Any]) -> Iterator[RunResult]:
 
 
 def _sweep_of(entry: dict[str, Any]) -> Sweep:
-    flash, written_out = (
-        {int(side): ratio for side, ratio in entry.get(key, {}).items()} for key in ("ratios", "math_ratios")
-    )
-    return Sweep(flash, written_out, entry["commit"], entry["machine"])
-
-
-def _analysis_of(row: dict[str, Any], index: int) -> dict[str, Any] | None:
-    if "analyses" in row:
-        return row["analyses"][index]
-    return row["analysis"] if index == 0 else None  # early reports have that of the first seed alone
+    ratios = {key: {int(side): ratio for side, ratio in entry[key].items()} for key in ("ratios", "math_ratios")}
+    return Sweep(**{**entry, **ratios})
 
 
 def _of_seed(run: Run, row: dict[str, Any]) -> list[str]:
@@ -276,17 +280,16 @@ def _made_again(entry: dict[str, Any]) -> RunResult:
     )
 
 
-def _added(old: Results, new: Results) -> Results:
-    """Add new runs. They replace old ones of the same name."""
+def _added(old: Results, new: Results, out: Path) -> Results:
+    """Add new runs, which replace old ones of the same name, and analyses in `out` of old runs."""
+    kept = [replace(r, analysis=_read_json(out / r.run.name / ANALYSIS) or r.analysis) for r in old.runs]
     made = {result.run for result in new.runs}
     speed = old.speed or new.speed
     if old.speed and new.speed and old.speed["machine"] == new.speed["machine"]:
         commits = sorted({*old.speed["commits"], *new.speed["commits"]})
         speed = {**old.speed, "rows": {**old.speed["rows"], **new.speed["rows"]}, "commits": commits}
     return Results(
-        runs=sorted(
-            [*(result for result in old.runs if result.run not in made), *new.runs], key=lambda result: result.run.name
-        ),
+        runs=sorted([*(r for r in kept if r.run not in made), *new.runs], key=lambda r: r.run.name),
         again=[*old.again, *new.again],
         failures={**old.failures, **new.failures},
         device_seconds=old.device_seconds + new.device_seconds,

@@ -6,6 +6,7 @@ from typing import Any
 
 from inline_attention.training import settings
 from study.grid import Run
+from study.measures import CONFUSED_AT
 
 LINEAR, SOFTMAX = [40.0, 40.4, 40.2], [43.5, 43.6, 43.4]
 
@@ -35,27 +36,39 @@ def write_runs(
 
 
 def analysis(
-    *, strict: float = 1e-6, loose: float = 1e-5, layers: tuple[float, ...] = (1.0, 1.0), local: float, random: float
+    *,
+    strict: float = 1e-6,
+    loose: float = 1e-5,
+    layers: tuple[float, ...] = (1.0, 1.0),
+    local: float,
+    random: float,
+    without_residual: float = 30.0,
 ) -> dict[str, Any]:
     """Of a model with a local residual; `local` and `random` are the shares of top-1 that masks of 49 tokens cost."""
 
     def outcome(what: str, taps: str, top1: float) -> dict[str, Any]:
         shown = {"what": what, "tokens": 0 if what == "none" else 49, "local_terms": taps}
-        return {**shown, "top1": top1, "agreement": 0.5 + top1}
+        lost = {"lost": 0.5 - top1, "lost_interval": [0.4 - top1, 0.6 - top1]}
+        return {**shown, **lost, "top1": top1, "agreement": 0.5 + top1}
 
     outcomes = [outcome("none", "none", 0.5), outcome("local", "kept", 0.5 - local), outcome("local", "zeroed", 0.1)]
     outcomes += [outcome("random", "kept", 0.5 - random), outcome("random", "zeroed", 0.4)]
     return {
         "images": 200,
         "confused": [
-            {"share_of_pairs": strict, "by_layer": [strict], "tau": 0.1, "rho": 0.3},
-            {"share_of_pairs": loose, "by_layer": [loose], "tau": 0.3, "rho": 1.0},
+            {"share_of_pairs": share, "interval": [share / 2, 2 * share], "by_layer": [share], "tau": tau, "rho": rho}
+            for (tau, rho), share in zip(CONFUSED_AT, (strict, strict, strict, loose), strict=True)
+        ],
+        "ablation": [
+            {"title": title, "lost": lost, "lost_interval": [lost - 1, lost + 1]}
+            for title, lost in (("the whole model", 0.0), ("without the residual", without_residual))
         ],
         "locality": {
             "by_layer": [0.1 * x for x in layers],
             "chance": [0.1] * len(layers),
             "mean_over_chance": 1.0,
             "mean_over_uniform": 1.1,
+            "interval": [[0.09 * x for x in layers], [0.11 * x for x in layers]],
         },
         "rank": {"mean_effective": 3.0, "images": 10, "by_layer": [3.0]},
         "masking": {"images": 200, "outcomes": outcomes},

@@ -33,6 +33,14 @@ def test_without_both_a_token_is_told_only_the_mean(attention: str) -> None:
         torch.testing.assert_close(model(images), whole)
 
 
+def test_an_even_spread_leaves_out_absent_tokens() -> None:
+    attn = create_model("inline_deit_tiny", img_size=32, depth=1, num_classes=2).blocks[0].attn
+    qkv = torch.randn(1, 5, 3, 3, 64)
+    mask = torch.tensor([[True, True, False, True, False]])
+    found = ablation.attend_to_all_alike(attn, [qkv], grid=(2, 2), token_mask=mask, local_weight=None)
+    torch.testing.assert_close(found[:, :1], qkv[:, [0, 1, 3], 2].mean(1, keepdim=True))
+
+
 def test_command(tmp_path: Path) -> None:
     names = load_classifier(ablation.SHIPPED, "pretrained").class_names
     assert names is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from study_results import LINEAR, analysis, write_runs
 
-from study.claims import CONTRADICTED, EARLIER, INCONCLUSIVE, NOT_TESTABLE, SUPPORTED, Claim, judge
+from study.claims import CONTRADICTED, EARLIER, INCONCLUSIVE, NOT_TESTABLE, SUPPORTED, Claim, explain, judge
 from study.grid import BASELINES, FEATURE_MAPS, MAIN
 from study.report import remake
 from study.results import collect
@@ -168,6 +168,15 @@ def test_an_analysis_of_one_seed_decides_nothing(tmp_path: Path) -> None:
     assert verdict(tmp_path, "masking") == INCONCLUSIVE
 
 
+def test_a_part_that_is_missing_decides_nothing(tmp_path: Path) -> None:
+    """An interrupted analysis is used for what it has."""
+    found = analysis(layers=(1.9, 0.9), local=0.1, random=0.0)
+    del found["masking"]
+    analysed(tmp_path, softmax=found)
+    assert verdict(tmp_path, "locality") == SUPPORTED
+    assert claim(tmp_path, "masking").effect is None
+
+
 def test_locality_of_the_first_layer_and_of_all(tmp_path: Path) -> None:
     analysed(tmp_path, softmax=analysis(layers=(1.9, 0.0), local=0.0, random=0.0))
     assert verdict(tmp_path, "locality") == SUPPORTED
@@ -180,6 +189,38 @@ def test_masking_of_attention_alone(tmp_path: Path, inline: float, more: str) ->
     analysed(tmp_path, softmax=analysis(local=0.10, random=0.02), inline=analysis(local=inline, random=0.0))
     assert verdict(tmp_path, "masking") == SUPPORTED
     assert verdict(tmp_path, "masking_softmax") == more
+
+
+# Explanations
+
+
+def explanation(out: Path, name: str) -> Claim:
+    (found,) = (claim for claim in explain(collect(out)) if claim.name == name)
+    return found
+
+
+def test_an_explanation_is_not_measured_before_its_experiment(tmp_path: Path) -> None:
+    write_runs(tmp_path, dict.fromkeys(MAIN, LINEAR))
+    assert {(c.effect, c.verdict) for c in explain(collect(tmp_path))} == {(None, INCONCLUSIVE)}
+
+
+@pytest.mark.parametrize(("quarter", "expected"), [(36.0, SUPPORTED), (40.0, CONTRADICTED)])
+def test_data_explain_the_gap_if_it_is_smaller_with_more(tmp_path: Path, quarter: float, expected: str) -> None:
+    """The gap is −1 with all images. Fewer images are seen more often, so the lengths differ."""
+    write_runs(tmp_path, {"inline": [40.0, 40.1], "linear_residual": [41.0, 41.2]}, epochs=40)
+    few = {"inline_quarter_data": [quarter, quarter], "linear_residual_quarter_data": [39.0, 39.0]}
+    write_runs(tmp_path, few, epochs=160)
+    found = explanation(tmp_path, "why_quarter_data")
+    assert found.effect is not None
+    assert found.effect.mean == pytest.approx(-1.05 - (quarter - 39))
+    assert (found.verdict, found.effect.seeds) == (expected, 2)
+
+
+def test_what_predictions_rest_on_is_compared(tmp_path: Path) -> None:
+    less, more = (analysis(local=0.0, random=0.0, without_residual=lost) for lost in (20.0, 35.0))
+    analysed(tmp_path, inline=less, linear_residual=more)
+    found = explanation(tmp_path, "why_residual")
+    assert (found.verdict, found.effect) == (SUPPORTED, (pytest.approx(15.0), pytest.approx(0.0), 2))
 
 
 def probes(
@@ -216,7 +257,7 @@ def test_probes(tmp_path: Path, name: str) -> None:
         assert verdict(tmp_path, name) == expected
 
 
-@pytest.mark.parametrize(("inline", "expected"), [(200.0, SUPPORTED), (90.0, CONTRADICTED)])
+@pytest.mark.parametrize(("inline", "expected"), [(200.0, SUPPORTED), (102.0, INCONCLUSIVE), (90.0, CONTRADICTED)])
 def test_cost(tmp_path: Path, inline: float, expected: str) -> None:
     write_runs(tmp_path, dict.fromkeys(MAIN, LINEAR))
     rows = {"tiny_imagenet-p4-inline": {"infer": inline}, "tiny_imagenet-p4-softmax": {"infer": 100.0}}
@@ -224,7 +265,7 @@ def test_cost(tmp_path: Path, inline: float, expected: str) -> None:
     assert verdict(tmp_path, "cost") == expected
 
 
-@pytest.mark.parametrize(("large", "expected"), [(5.0, SUPPORTED), (4.0, CONTRADICTED)])
+@pytest.mark.parametrize(("large", "expected"), [(6.0, SUPPORTED), (4.7, INCONCLUSIVE), (4.0, CONTRADICTED)])
 def test_published_ratios_of_speed(tmp_path: Path, large: float, expected: str) -> None:
     """Each side counts in its faster mode; sizes and models that the paper does not name do not."""
 
@@ -234,7 +275,7 @@ def test_published_ratios_of_speed(tmp_path: Path, large: float, expected: str) 
         return {**fixed, **what, **other}
 
     results = [
-        result(640, "peer_math", "a", 50.0), result(640, "peer_math", "b", 100.0), result(640, "fused", "a", 250.0),
+        result(640, "peer_math", "a", 50.0), result(640, "peer_math", "b", 100.0), result(640, "fused", "a", 280.0),
         result(1024, "peer_math", "a", 10.0), result(1024, "fused", "a", 1.0), result(1024, "fused", "b", 10 * large),
         result(2048, "peer", "a", None), result(2048, "fused", "a", 9.0), result(640, "fused", "a", 1e6, task="train"),
         result(640, "fused", "a", 1e6, model="inline_swin_tiny"),
@@ -246,15 +287,16 @@ def test_published_ratios_of_speed(tmp_path: Path, large: float, expected: str) 
     assert found.verdict == expected
     # The size that falls short by most
     assert found.effect is not None
-    assert found.effect.mean == pytest.approx(2.5 if expected == SUPPORTED else large)
+    assert found.effect.mean == pytest.approx(2.8 if expected == SUPPORTED else large)
     assert found.where == ("640 px, a GPU" if expected == SUPPORTED else "1024 px, a GPU")
+    assert found.reading == ("The ratio is within 5 % of 4.8." if expected == INCONCLUSIVE else "")
     assert claim(tmp_path, "speed_flash").effect is None  # FlashAttention was not timed
     (tmp_path / "sweep.json").write_text(json.dumps({"kind": "op", "facts": facts, "results": results}))
     with pytest.raises(ValueError, match="a record of kind 'op'; expected model"):
         collect(tmp_path)
 
 
-@pytest.mark.parametrize(("whole", "expected"), [(95.0, SUPPORTED), (80.0, CONTRADICTED), (None, INCONCLUSIVE)])
+@pytest.mark.parametrize(("whole", "expected"), [(96.0, SUPPORTED), (80.0, CONTRADICTED), (None, INCONCLUSIVE)])
 def test_speed_of_windows(tmp_path: Path, whole: float | None, expected: str) -> None:
     write_runs(tmp_path, {"linear": LINEAR})
     speeds = {2: 100.0, 4: 60.0, 8: 120.0, 16: whole}

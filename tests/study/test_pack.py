@@ -16,7 +16,7 @@ from inline_attention.tasks.classification.classifier import preprocessing
 from study.__main__ import main
 from study.grid import Run
 from study.measures import weights_file
-from study.pack import PACKED_ROWS, pack_models
+from study.pack import PACKED_ROWS, pack_models, shipped_runs
 from study.results import Results, RunResult, collect
 from study.runner import GridRunner
 
@@ -104,3 +104,17 @@ def test_the_grid_makes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFi
     (out / RUNS[0].name / "checkpoints" / "last.safetensors").unlink()
     assert main(["pack", str(out), "--to", str(packed)]) == 2
     assert "last.safetensors is missing: softmax_deit_study is made from it" in capsys.readouterr().err
+
+
+def test_the_files_of_the_package_are_runs_of_the_recorded_study(tmp_path: Path) -> None:
+    """So that they can be analysed without the folders of their runs, and the report has the result."""
+    record = Path(__file__).parents[2] / "docs" / "results" / "study.json"
+    found = shipped_runs(collect(tmp_path, onto=record))
+    assert {run.name: path.stem for run, path in found.items()} == {
+        f"tiny_imagenet-p4-e120-{row}-s0": name for name, row in PACKED_ROWS.items()
+    }
+    run = next(iter(found))
+    (tmp_path / run.name).mkdir()
+    (tmp_path / run.name / "analysis.json").write_text('{"images": 1000}')
+    (result,) = (result for result in collect(tmp_path, onto=record).runs if result.run == run)
+    assert result.analysis == {"images": 1000}

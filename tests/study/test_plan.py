@@ -8,8 +8,9 @@ from study_results import write_runs
 
 from study.__main__ import main
 from study.grid import MAIN, Run
-from study.plan import JOBS, expected_seconds, plan
-from study.results import collect, no_results
+from study.plan import expected_seconds, finish_time, plan
+from study.results import collect
+from study.runner import START_SECONDS
 
 RECORD = Path(__file__).parents[2] / "docs" / "results" / "study.json"
 
@@ -18,8 +19,14 @@ def test_finished_runs_are_not_missing(tmp_path: Path) -> None:
     write_runs(tmp_path, {row: [40.0, 40.1] for row in MAIN}, epochs=40)
     (found,) = plan(collect(tmp_path), ["main"])
     assert (len(found.runs), {run.seed for run in found.left}) == (15, {2})
-    # Every recorded run took 10 seconds.
-    assert found.minutes == pytest.approx(5 * 10 / JOBS / 60)
+    # Every recorded run took 10 seconds. Five runs start at the same time.
+    assert found.minutes == pytest.approx((START_SECONDS + 10) / 60)
+
+
+def test_runs_wait_for_a_place() -> None:
+    """Two jobs: one trains 100 s and then 20 s, the other 30 s and then 50 s."""
+    assert finish_time([100, 30, 50, 20], jobs=2) == 2 * START_SECONDS + 100 + 20
+    assert finish_time([], jobs=2) == 0
 
 
 def test_time_is_in_proportion_to_the_images(tmp_path: Path) -> None:
@@ -39,7 +46,7 @@ def test_nothing_is_guessed_of_other_data_and_other_costs(tmp_path: Path) -> Non
         Run("tiny_imagenet", "softmax_pvt_tiny", 40, 0, 4),
     ):
         assert expected_seconds(run, known) is None
-    assert plan(no_results(), ["main"])[0].minutes is None
+    assert plan(collect(tmp_path / "empty", may_be_empty=True), ["main"])[0].minutes is None
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
+from study import pages
 from study.claims import judge
 from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
 from study.pages import fill
 from study.report import (
+    analysis_table,
+    comparison_table,
     front,
     gap_table,
     leaderboard,
@@ -114,18 +117,47 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
 
 
 def test_claims_for_people(tmp_path: Path) -> None:
-    """A line of the table, a paragraph of at most four sentences, and what has changed."""
+    """Every claim is on the page once, in its section or among those that cannot be tested, and what has changed."""
     write_runs(tmp_path, {"inline": [43.0, 43.5, 43.1], "linear": LINEAR, "softmax": SOFTMAX})
     claims = judge(collect(tmp_path))
     text = page(collect(tmp_path), claims, ["answer.png"])
     assert "| +3.00 points | +2.75 to +3.25 | 60 epochs, 3 seeds | **supported** |" in text
     assert "![Left: accuracy" in text
-    assert "| InLine attention is ahead of linear attention | not confirmed | supported |" in text
-    paragraphs = [line for line in text.splitlines() if line.startswith("**")]
-    assert len(paragraphs) == len(claims)
-    for paragraph in paragraphs:
-        sentences = re.findall(r"[^.]+\.(?= |$)", paragraph.partition(":** ")[2])
-        assert 1 <= len(sentences) <= 5, paragraph  # the verdict and at most four
+    before, changed = text.split("## What has changed")
+    for claim in claims:
+        assert before.count(f"| {claim.claim} |") == 1
+    assert "| InLine attention is ahead of linear attention | not confirmed | supported |" in changed
+    assert "| InLine attention gains from its local residual | confirmed | inconclusive |" in changed
+    assert "| InLine attention gains from larger windows" not in changed  # "not confirmed" and inconclusive agree
+    assert "| Linear attention gains" in comparison_table(claims)
+
+
+@pytest.mark.parametrize("name", ["results", "docs"])
+def test_the_page_has_short_paragraphs(name: str) -> None:
+    """At most five sentences between two tables, and no sentence with more than three numbers."""
+    text = (Path(pages.__file__).parent / f"{name}.template").read_text(encoding="utf-8")
+    for paragraph in text.split("\n\n"):
+        sentences = [s for s in re.split(r"(?<=[.:?]) ", paragraph.replace("\n", " ")) if not s.startswith(("#", "$"))]
+        assert len(sentences) <= 5, paragraph
+        for sentence in sentences:
+            assert len(re.findall(r"\b\d+(?:\.\d+)?\b", sentence)) <= 3, sentence
+
+
+def test_analyses_have_intervals(tmp_path: Path) -> None:
+    """An interrupted analysis has fewer parts, and an early one, of other definitions, is left out."""
+    partial, early = analysis(local=0.0, random=0.0), analysis(local=0.0, random=0.0)
+    del partial["masking"], partial["confused"]
+    early["confusion"] = early.pop("confused")
+    found = {"inline": analysis(local=0.03, random=0.01), "linear": partial, "softmax": early}
+    write_runs(tmp_path, {row: [30.0] for row in found}, analyses=found)
+    results = collect(tmp_path)
+    lines = [line.split(" | ") for line in analysis_table(results).splitlines()[2:]]
+    assert [line[0] for line in lines] == ["| InLine (with residual)", "| linear (ReLU)"]
+    assert lines[0][7:9] == ["10.0 (5.0 to 20.0)", "1.00 (0.90 to 1.10)"]
+    assert lines[0][9:12] == ["3.0 (−7.0 to 13.0)", "1.0 (−9.0 to 11.0)", "30.0 (29.0 to 31.0)"]
+    assert lines[1][4:8] == ["–"] * 4
+    assert lines[1][9:11] == ["–"] * 2
+    assert "200 validation images" in tables(results, judge(results), [])
 
 
 def test_missing_groups_are_named(tmp_path: Path) -> None:
@@ -197,8 +229,8 @@ def test_a_page_leaves_out_what_is_not_known() -> None:
     assert empty == "## here\n\nthere\n"
     assert "InLine-Swin instead of DeiT" in fill("setting", {"setting": "here", "swin_table": "| a |"})
     assert fill("tables", {"settings": "## here\n\nthere"}).startswith("## here\n\nthere")
-    assert fill("docs", {"page": "## here"}).startswith("# Results\n\nThe paper says")
-    assert "These claims have another verdict" not in fill("results", {"claim_table": "| a |", "verdicts": "1"})
+    assert fill("docs", {"page": "## here"}).startswith("# Results\n\nIs linear attention behind")
+    assert "What has changed" not in fill("results", {"gap_claims": "| a |", "verdicts": "1"})
 
 
 def test_failures_alone(tmp_path: Path) -> None:

@@ -178,6 +178,10 @@ def test_position_conv_is_a_depthwise_convolution_of_v() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=3"):
         InLineAttention(8, 3)
+    with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=0"):
+        InLineAttention(8, 0)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3, 5, 8\); expected \(B, N, C\)"):
+        InLineAttention(8, 2)(torch.zeros(2, 3, 5, 8), (3, 5))
     with pytest.raises(ValueError, match=r"feature_map='gelu' is unknown; expected one of .*relu_affine"):
         InLineAttention(8, 2, feature_map="gelu")
     with pytest.raises(ValueError, match=r"token_mask has shape \(2, 14\) .* expected bool \(B, N\) = \(2, 15\)"):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from inline_attention.ops import FEATURE_MAPS, Backend, Grid, local_residual
 from inline_attention.ops.backends import check_backend
-from inline_attention.ops.checks import check_mask
+from inline_attention.ops.checks import check_grid, check_mask, check_rows
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         check_backend(backend)
         self.backend = backend
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
         if attn_drop:
             raise ValueError(
@@ -173,6 +173,7 @@ class Attention(nn.Module):
         Returns:
             (B, N, C)
         """
+        check_rows("x", x, layout="(B, N, C)")
         if attn_mask is not None or is_causal:
             token_mask = token_mask_of(attn_mask, is_causal, x)
         if grid is None:
@@ -180,6 +181,8 @@ class Attention(nn.Module):
             if isinstance(found, list):
                 return self.forward_each(x, found)
             grid = found
+        if self.uses_grid:
+            check_grid(grid, tokens=x.shape[1], num_prefix_tokens=self.num_prefix_tokens)
         check_mask("token_mask", token_mask, x)
         x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output

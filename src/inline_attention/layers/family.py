@@ -127,7 +127,7 @@ class PolaFormerAttention(Attention):
     ) -> Tensor:
         q, k, v = self.operands(projections, grid)
         if local_weight is not None:
-            local_weight = local_weight.reshape(v.shape[0], *v.shape[2:], -1)
+            local_weight = local_weight.unflatten(2, (2, -1)).flatten(1, 2)
         out = linear_attention_projected(
             *(x.to(q.dtype).unsqueeze(2) for x in (q, k, v)),
             feature_map="identity",

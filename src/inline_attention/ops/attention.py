@@ -390,10 +390,10 @@ def _attention_of_projections(projections: Sequence[Tensor], *, grid: Grid | Non
 
 
 def _mean_query(q: Tensor, query_mask: Tensor | None) -> Tensor:
-    """The mean of the queries that are present, (B, 1, heads, d), at least float32"""
+    """The mean of the queries that are present, zero without any: (B, 1, heads, d), at least float32"""
     total = zero_absent(q, query_mask).sum(1, keepdim=True, dtype=reference.accumulation_dtype(q.dtype))
     if query_mask is None:
-        return total / q.shape[1]
+        return total / max(q.shape[1], 1)
     return total / query_mask.sum(1).clamp(min=1)[:, None, None, None]
 
 

@@ -8,6 +8,7 @@ every later pass reads contiguous memory. The state S is (B, heads, d, e), token
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -302,26 +303,23 @@ def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -
 
     `backward` treats the state as a constant. Here autograd records the forward pass, state included.
     """
-    # Views, so that one tensor given as q and as k gets the gradient of each.
-    q, k, v = (x.view_as(x) for x in inputs[:3])
-    rest = [None if x is None else x.view_as(x) for x in inputs[3:6]]
-    leaves = [q, k, v, *rest]
-    token_mask, query_mask = inputs.token_mask, inputs.query_mask
-    # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN where an absent token is.
+    # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN if the absent token holds NaN.
     cleaned = inputs._replace(
-        q=zero_absent(q, query_mask),
-        k=zero_absent(k, token_mask),
-        v=zero_absent(v, token_mask),
-        **dict(zip(Inputs._fields[3:6], rest, strict=True)),
+        q=zero_absent(inputs.q, inputs.query_mask),
+        k=zero_absent(inputs.k, inputs.token_mask),
+        v=zero_absent(inputs.v, inputs.token_mask),
     )
     out, _ = forward(cleaned, **options)
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
-    grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
-    return tuple(next(grads) if x is not None and x.requires_grad else None for x in leaves)
+    wanted = [x is not None and x.requires_grad for x in inputs[:6]]
+    grads = iter(torch.autograd.grad(out, list(compress(inputs, wanted)), grad_out, create_graph=True))
+    return tuple(next(grads) if is_wanted else None for is_wanted in wanted)
 
 
 def attention(inputs: Inputs, **options: Any) -> Tensor:
     """The backend's entry. Options are those of `forward`, with the defaults filled in."""
     if is_exporting():  # exporters trace operations, not autograd functions
         return forward(inputs, **options)[0]
-    return _Attention.apply(options, *inputs)
+    # One tensor may be several inputs, as a mask of tokens and queries often is. Views make the inputs distinct: an
+    # autograd function with repeated inputs breaks the graph of torch.compile, and `_differentiable_backward` needs a
+    # gradient for each input.
+    return _Attention.apply(options, *(None if x is None else x.view_as(x) for x in inputs))

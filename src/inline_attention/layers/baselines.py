@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from inline_attention.ops import Grid, attention_matrix, linear_attention_projected
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, token_count, without_autocast, zero_absent
 
 from .attention import Attention
 from .embed import resize_map
 from .local import LocalTerm
 from .registry import register_attention
-from .tokens import scores, through_state, token_count
+from .tokens import scores, through_state
 
 FOCUSED_EPS = 1e-6
 

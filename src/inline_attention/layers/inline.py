@@ -18,12 +18,19 @@ from inline_attention.ops import (
 from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, factors, without_autocast, zero_absent
+from inline_attention.ops.reference import (
+    LINEAR_EPS,
+    accumulation_dtype,
+    factors,
+    token_count,
+    without_autocast,
+    zero_absent,
+)
 
 from .attention import Attention
 from .registry import register_attention
 from .rope import rotate
-from .tokens import pad_images, scores, through_state, token_count
+from .tokens import pad_images, scores, through_state
 
 
 class FusedAttention(Attention):

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inline_attention.ops import Grid, tangent_attention_projected
+from inline_attention.ops.matrix import weighted_rows
 from inline_attention.ops.reference import accumulation_dtype, without_autocast
 
 from .attention import Attention
 from .inline import FusedAttention
 from .registry import register_attention
-from .tokens import mean_of_seen, softmax_of_seen, weighted_rows
+from .tokens import mean_of_seen, softmax_of_seen
 
 ANCHOR_STEPS = 2  # of k-means; its start matters more
 

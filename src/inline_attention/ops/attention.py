@@ -35,7 +35,7 @@ from .checks import (
 from .feature_maps import FEATURE_MAPS, get_feature_map
 from .local import Grid, local_sum
 from .projections import unstack
-from .reference import zero_absent
+from .reference import token_count, zero_absent
 
 Normalization = Literal["divide", "subtract", "magnitude"]
 NORMALIZATIONS = get_args(Normalization)
@@ -392,9 +392,7 @@ def _attention_of_projections(projections: Sequence[Tensor], *, grid: Grid | Non
 def _mean_query(q: Tensor, query_mask: Tensor | None) -> Tensor:
     """The mean of the queries that are present, zero without any: (B, 1, heads, d), at least float32"""
     total = zero_absent(q, query_mask).sum(1, keepdim=True, dtype=reference.accumulation_dtype(q.dtype))
-    if query_mask is None:
-        return total / max(q.shape[1], 1)
-    return total / query_mask.sum(1).clamp(min=1)[:, None, None, None]
+    return total / token_count(q, query_mask)
 
 
 def _attention(

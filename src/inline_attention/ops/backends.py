@@ -71,8 +71,8 @@ def choose(backend: str, x: Tensor, *, why_not: Callable[[], str | None] = lambd
 
     Args:
         backend: what the caller asked for.
-        x: (…, heads, d), one of the inputs.
-        why_not: gives a reason of the operation's own why its kernels cannot run. It is asked last.
+        x: one of the inputs.
+        why_not: returns the operation's own reason why its kernels cannot run, or None. It is called last.
     """
     backend = resolve(backend)
     if backend == "reference" or (backend == "auto" and not x.is_cuda):

@@ -19,6 +19,12 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def check_shape(name: str, x: Tensor, expected: tuple[int, ...], *, w1: Tensor) -> None:
+    """Raises if a parameter of two layers does not fit the weight of the first."""
+    if x.shape != expected:
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}, as w1 is {shape_of(w1)}")
+
+
 def check_rows(name: str, x: Tensor, *, layout: str) -> None:
     if x.ndim != layout.count(",") + 1:
         raise ValueError(f"{name} has shape {shape_of(x)}; expected {layout}")

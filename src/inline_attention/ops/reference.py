@@ -70,17 +70,17 @@ def _zero_absent_heads_first(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
 
-def _token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
-    """Tokens present: N, or (B, 1, 1, 1) with a mask. A sample without any counts one, so that its sums stay zero."""
-    if token_mask is None:
-        return x.shape[2]
-    return token_mask.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
+def token_count(x: Tensor, mask: Tensor | None) -> Tensor | int:
+    """Tokens present of x (B, N, heads, d): N, or (B, 1, 1, 1) with a mask. At least one, so that no sum is divided by 0."""
+    if mask is None:
+        return max(x.shape[1], 1)
+    return mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
 
 
 def _state(k: Tensor, v: Tensor, inputs: Inputs, scale: float) -> State:
     """k (after φ) and v, heads first, zero where absent. They are overwritten, unless something records this."""
     mask, weight = inputs.token_mask, inputs.token_weight
-    count = _token_count(k, mask)
+    count = token_count(inputs.k, mask)
     subtract = torch.sub if torch.is_grad_enabled() or is_exporting() else Tensor.sub_
     if weight is None:
         k_mean = k.sum(2, keepdim=True) / count
@@ -179,7 +179,7 @@ def forward(
             out = _product_plus(phi_q, state.covariance, state.v_mean)
         else:
             z = scale * (phi_q @ state.k_mean.mT)
-            g, f = factors(z, normalization, scale * LINEAR_EPS / _token_count(v_, token_mask))
+            g, f = factors(z, normalization, scale * LINEAR_EPS / token_count(v, token_mask))
             out = g * (phi_q @ state.covariance) + f * state.v_mean
         out = out.transpose(1, 2)
         if local_weight is not None:
@@ -207,7 +207,7 @@ def backward(
         q_, k_ = _shifted_queries(inputs, dtype), _heads_first(k, dtype)
         v_ = _zero_absent_heads_first(_heads_first(v, dtype), token_mask)
         grad = _zero_absent_heads_first(_heads_first(grad_out, dtype), query_mask)
-        count = _token_count(v_, token_mask)
+        count = token_count(v, token_mask)
         phi_q = _zero_absent_heads_first(feature_map.apply(q_), query_mask)
 
         # Gradients of φ(q)·S, of v̄ and of k̄. The factor 1/n or p_j comes later.

@@ -16,14 +16,12 @@ from .short import Tile, local_tensors, short_op, winning_tile
 
 
 def why_not(x: Tensor) -> str | None:
-    """Why the kernels cannot run on tensors such as x (…, heads, d), or None if they can."""
+    """Why no kernel runs on tensors of x's dtype and device, or None if they do."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels compute in bfloat16, float16 or float32, not in {x.dtype}"
     if not x.is_cuda and not INTERPRETED:
         return f"the kernels run on a GPU, and the inputs are on {x.device}"
-    if x.is_cuda and (reason := gpu.why_not(x.device)):
-        return reason
-    return why_not_widths(x.shape[-1], x.shape[-1], x.device)
+    return gpu.why_not(x.device) if x.is_cuda else None
 
 
 def why_not_widths(key_dim: int, value_dim: int, device: torch.device) -> str | None:

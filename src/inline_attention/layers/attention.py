@@ -43,7 +43,7 @@ class Attention(nn.Module):
             with φ = exp, it is a temperature. Attentions that divide by a sum linear in the query do not depend on it.
         fused_qkv: one projection `qkv`. Otherwise there are two, `q` and `kv`, as in PVT.
         proj_drop: dropout after the output projection.
-        backend: of operations that have several, as for `inline_attention`. It is an attribute too, to be set later.
+        backend: as for `inline_attention`. It is an attribute, too, and may be set later.
         qk_norm: a norm of every query and every key, over the channels of a head.
         scale_norm: a norm of the heads' outputs before the projection.
         proj_bias: bias of the output projection.
@@ -184,7 +184,7 @@ class Attention(nn.Module):
         if self.uses_grid:
             check_grid(grid, tokens=x.shape[1], num_prefix_tokens=self.num_prefix_tokens)
         check_mask("token_mask", token_mask, x)
-        x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
+        x = zero_absent(x, token_mask)  # absent tokens must not reach the gradients of the projections
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
         projections = self.project(x, grid)
         options: dict[str, Any] = {}
@@ -211,7 +211,7 @@ class Attention(nn.Module):
         return [self.num_prefix_tokens + height * width for height, width in grids]
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """x (B, N, C) → q, k and v as the projections return them: tensors (B, N, m, heads, d) of m of them each"""
+        """x (B, N, C) → q, k and v as `linear_attention_projected` takes them: tensors (B, N, m, heads, d)"""
         heads = (self.num_heads, self.head_dim)
         if self.fused_qkv:
             projections: tuple[Tensor, ...] = (self.project_queries(x, self.qkv).unflatten(-1, (3, *heads)),)
@@ -233,7 +233,7 @@ class Attention(nn.Module):
     def mean_query(self, token_mean: Tensor) -> Tensor:
         """The mean of the queries, from the mean of the tokens: (B, C) → (B, 1, heads, d)
 
-        A query is an affine function of its token, so that this needs no pass over the queries.
+        A query is an affine function of its token, so this needs no pass over the queries.
         """
         return unstack(self.project(token_mean.unsqueeze(1), (1, 1)))[0]
 
@@ -365,7 +365,7 @@ class Attention(nn.Module):
         return out
 
     def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
-        """All that is added to the weights' product with v; `local_weight` is what the method of that name returns."""
+        """All that is added to weights @ v. `local_weight` is the result of the method of that name."""
         if local_weight is None:
             return []
         bias = None if self.position is None else self.position.bias

@@ -36,10 +36,10 @@ class TangentAttention(FusedAttention):
     cost is M times that of one anchor, plus k-means. The memory is that of one anchor, plus M states of d×d and a bit
     for each query and anchor.
 
-    With `rope=True` queries and keys are turned before everything else, so the anchors are means of turned queries.
+    With `rope=True` queries and keys are rotated first, so the anchors are means of rotated queries.
 
     Args:
-        anchors: M. It is an attribute too, to be set later.
+        anchors: M. It is an attribute, too, and may be set later.
     """
 
     kind = "tangent"

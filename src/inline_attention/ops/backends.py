@@ -95,7 +95,7 @@ def _warn_once(reason: str) -> None:
     """Warn that the kernels do not support this GPU, once for each reason."""
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"attention runs in plain PyTorch: {reason}; set_backend('reference') is silent", stacklevel=3)
+        warnings.warn(f"attention runs in plain PyTorch: {reason}; set_backend('reference') hides this", stacklevel=3)
 
 
 def _why_not_triton(x: Tensor) -> str | None:

@@ -52,7 +52,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
     if k.ndim == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q is a batch of {q.shape[0]} but k of {k.shape[0]}; they must be equal")
     if k.shape[-3] == 0:
-        raise ValueError(f"k has shape {shape_of(k)}: no token to attend to")
+        raise ValueError(f"k has shape {shape_of(k)}: no token to attend to; expected one or more")
     for name, x in (("k", k), ("v", v)):
         if x is not None and x.shape[-1] == 0:
             raise ValueError(f"{name} has shape {shape_of(x)}: heads of no channels; expected {layout}, d at least 1")

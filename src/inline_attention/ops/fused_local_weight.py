@@ -17,12 +17,13 @@ from .local import TAPS
 from .precision import product_dtype
 from .registration import refuse_tangents, register
 
-# Samples and outputs of one program.
+# A program makes so many outputs of so many samples.
 SAMPLES = 16
 OUTPUTS = 32
 
 
 def run(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
+    """Shapes as for `local_weight.make_local_weight`. The tensors are contiguous."""
     batch, (heads, head_dim) = mean.shape[0], b1.shape
     out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
     gpu.launch(local_weight_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(

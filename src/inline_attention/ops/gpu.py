@@ -1,4 +1,4 @@
-"""What the kernels' launches depend on in a GPU, why they do not run on some GPUs, and the launch. Needs Triton."""
+"""What launches need to know about a GPU, why kernels do not run on some GPUs, and the launch itself. Needs Triton."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +38,7 @@ def limits_of(device: torch.device) -> Limits:
     return INTERPRETER if INTERPRETED else _properties(device)
 
 
-# Constants for torch.compile.
+# torch.compile calls these while it traces, and takes their results as constants.
 @torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -68,5 +68,5 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Makes a tensor's device the current one, where Triton launches. It ignores the device of its arguments."""
+    """Makes the device of x current. Triton launches on the current device, wherever its arguments are."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -40,7 +40,7 @@ def make_local_weight(
     if backends.choose(backend, token_mean, why_not=lambda: fused_local_weight.why_not(token_mean, d)) == "triton":
         return fused_local_weight.make_local_weight(token_mean, w1, b1, w2, b2)
     x = token_mean.unflatten(1, (heads, d))
-    return _linear(F.gelu(_linear(x, w1, b1)), w2, b2).unflatten(2, (d, TAPS))
+    return _linear(F.gelu(_linear(x, w1, b1)), w2, b2).unflatten(2, (-1, TAPS))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

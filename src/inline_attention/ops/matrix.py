@@ -35,7 +35,7 @@ def attention_matrix(
     pair_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The weights themselves, O(N²), for analysis and for tests.
+    """The matrix of attention weights, O(N²), for analyses and tests.
 
     Args:
         q: (B, Nq, heads, d)
@@ -108,7 +108,7 @@ def attention_matrix(
 def _linear_rows(
     products: Tensor, normalization: str, scale: float, token_weight: Tensor | None, present: Tensor | None
 ) -> Tensor:
-    """`weighted_rows` of the keys that are present for each query, with the eps of "divide" """
+    """`weighted_rows` over the keys that are present for each query: products s·a_ij (B, heads, Nq, N) → the same"""
     count: Tensor | int = products.shape[-1]
     shares = torch.ones_like(products[:, :, :1])
     if token_weight is not None:

@@ -8,7 +8,6 @@ every later pass reads contiguous memory. The state S is (B, heads, d, e), token
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Switches autocast off. Where it is off nothing is entered, so that exported graphs carry no such region."""
+    """Switches autocast off. If it is off already, nothing is entered: an exported graph then has no such region."""
     if is_autocast_on(device):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -71,14 +70,14 @@ def _zero_absent_heads_first(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def token_count(x: Tensor, mask: Tensor | None) -> Tensor | int:
-    """Tokens present of x (B, N, heads, d): N, or (B, 1, 1, 1) with a mask. At least one, so that no sum is divided by 0."""
+    """Tokens present of x (B, N, heads, d): N, or (B, 1, 1, 1) with a mask. At least 1, to divide by."""
     if mask is None:
         return max(x.shape[1], 1)
     return mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
 
 
 def _state(k: Tensor, v: Tensor, inputs: Inputs, scale: float) -> State:
-    """k (after φ) and v, heads first, zero where absent. They are overwritten, unless something records this."""
+    """The state of φ(k) and v (B, heads, N, d), zero where absent. Both are overwritten if no graph records this."""
     mask, weight = inputs.token_mask, inputs.token_weight
     count = token_count(inputs.k, mask)
     subtract = torch.sub if torch.is_grad_enabled() or is_exporting() else Tensor.sub_
@@ -310,9 +309,9 @@ def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -
         v=zero_absent(inputs.v, inputs.token_mask),
     )
     out, _ = forward(cleaned, **options)
-    wanted = [x is not None and x.requires_grad for x in inputs[:6]]
-    grads = iter(torch.autograd.grad(out, list(compress(inputs, wanted)), grad_out, create_graph=True))
-    return tuple(next(grads) if is_wanted else None for is_wanted in wanted)
+    wanted = [x for x in inputs[:6] if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
+    return tuple(next(grads) if x is not None and x.requires_grad else None for x in inputs[:6])
 
 
 def attention(inputs: Inputs, **options: Any) -> Tensor:

@@ -54,15 +54,15 @@ def attention(
     """The backend's entry. Inputs are checked and defaults filled in.
 
     Args:
-        local_weight: a `LocalSource` only for one launch.
+        local_weight: (B, heads, e, 9), or a `LocalSource` for the kernel of one launch, which makes the weight itself.
         sequences: (images, 4) integers for a packed batch: first token, tokens, height and width of each image.
         shares: the normalised token weight (B, heads, N).
         offset: what is subtracted from the queries, (B, 1, heads, d).
         anchored: the shares are the softmax of the offset's scores. They are computed here.
         feature_map: the kernels' name of φ, `FeatureMap.kernel`.
         grids: (height, width) of the map; of each image's map for a packed batch.
-        tile: takes one launch, with these parameters, and no gradients. Default: one launch where it was measured to
-            win.
+        tile: parameters of the kernel of one launch, which has no gradients. By default that kernel runs only where it
+            was measured to be faster.
     """
     shares, offset = (None if x is None else x.float().contiguous() for x in (shares, offset))
     local = local_tensors(local_weight)
@@ -78,7 +78,7 @@ def attention(
     if tile is not None:
         assert not save, "one launch has no backward"
         return short_op(projections, local, *masks, sequences, shares, offset, *options, list(tile))
-    assert len(local) <= 1, "several launches take the local weight"
+    assert len(local) <= 1, "only the kernel of one launch takes a LocalSource"
     weight = local[0] if local else None
     out, *_ = forward_op(projections, weight, *masks, sequences, shares, offset, *options, save)
     return out

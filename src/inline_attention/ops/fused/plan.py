@@ -125,7 +125,7 @@ def tile_columns(width: int) -> int:
 
 
 def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
-    """A packed batch has as many tiles as its image with the most. Its kernels count the columns of each image."""
+    """The tiles of the outputs. All images of a packed batch get as many as the one that needs the most tiles."""
     if not local:
         rows = config.CONFIG.tokens * config.CONFIG.steps
         return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows, rows)

@@ -31,7 +31,7 @@ class Attention(nn.Module):
     Args:
         dim: channels C.
         num_heads: heads; each has C / num_heads contiguous channels of q, k and v.
-        feature_map: φ of linear attentions: "identity", "relu", "leaky_relu", "exp" or "relu_affine" (learned).
+        feature_map: φ of linear attentions, as for `linear_attention`, or "relu_affine": ReLU(A·x + b), learned.
         local_residual: add the input-dependent 3×3 residual (`LocalWeight`) on the token map.
         position_conv: add a 3×3 depthwise convolution of v, the positional term of CSwin.
         num_prefix_tokens: tokens before the map, such as a class token. They take no part in the local terms.
@@ -174,6 +174,8 @@ class Attention(nn.Module):
             (B, N, C)
         """
         check_rows("x", x, layout="(B, N, C)")
+        if attn_mask is not None and token_mask is not None:
+            raise ValueError("token_mask and attn_mask are two forms of the same mask; pass one of them")
         if attn_mask is not None or is_causal:
             token_mask = token_mask_of(attn_mask, is_causal, x)
         if grid is None:

@@ -1,4 +1,4 @@
-"""The one way to run a model fast. Benchmarks, training and the documentation use it."""
+"""Compiles a model for speed. Benchmarks, training and the documentation use this function."""
 
 import os
 import shutil
@@ -41,14 +41,13 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
-    place = next((p.device for p in model.parameters()), torch.device("cpu"))
-    device = place.type
-    if reason := _why_not_compiled(device):
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if reason := _why_not_compiled(device.type):
         warnings.warn(f"the model is not compiled: {reason}", stacklevel=2)
         return model
     if mode is None:
-        mode = "reduce-overhead" if device == "cuda" and not model.training else "default"
-    if not model.training and pays_on(place):
+        mode = "reduce-overhead" if device.type == "cuda" and not model.training else "default"
+    if not model.training and pays_on(device):
         for block in model.modules():
             if isinstance(block, Block):
                 block.fused_perceptron = block.has_plain_perceptron()

@@ -178,10 +178,17 @@ def test_position_conv_is_a_depthwise_convolution_of_v() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=3"):
         InLineAttention(8, 3)
+    with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=0"):
+        InLineAttention(8, 0)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3, 5, 8\); expected \(B, N, C\)"):
+        InLineAttention(8, 2)(torch.zeros(2, 3, 5, 8), (3, 5))
     with pytest.raises(ValueError, match=r"feature_map='gelu' is unknown; expected one of .*relu_affine"):
         InLineAttention(8, 2, feature_map="gelu")
     with pytest.raises(ValueError, match=r"token_mask has shape \(2, 14\) .* expected bool \(B, N\) = \(2, 15\)"):
         build(SoftmaxAttention)(tokens(), GRID, token_mask=torch.ones(2, 14, dtype=torch.bool))
+    mask = torch.ones(2, 15, dtype=torch.bool)
+    with pytest.raises(ValueError, match="two forms of the same mask; pass one of them"):
+        build()(tokens(), GRID, token_mask=mask, attn_mask=mask[:, None, None])
     with pytest.raises(ValueError, match="a mask over pairs of tokens is impossible"):
         build()(tokens(), GRID, token_mask=torch.ones(2, 1, 15, 15, dtype=torch.bool))
     with pytest.raises(ValueError, match="grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 15"):

@@ -112,6 +112,25 @@ def test_half_precision_stays_finite_far_from_zero(kind: str, masked: bool) -> N
     assert out.isfinite().all()
 
 
+@every_attention
+def test_half_precision_of_tokens_of_zeros(kind: str) -> None:
+    """float16 rounds the eps of a norm to zero. Absent tokens are zeros too, if the projection has no bias."""
+    module = build(kind, qkv_bias=False).half()
+    x = tokens().half()
+    out, grads = run(module, x, token_mask=some_mask())
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads.values())
+    x[0, 2] = 0
+    assert module(x, GRID).isfinite().all()
+
+
+@every_attention
+def test_an_empty_batch(kind: str) -> None:
+    out, grads = run(build(kind, local_residual=True), tokens(batch=0))
+    assert out.shape == (0, N, DIM)
+    assert all((grad == 0).all() for grad in grads.values())
+
+
 def test_the_mean_of_many_tokens_in_half_precision() -> None:
     x = torch.full((1, 4096, 16), 20.0, dtype=torch.float16)
     mean = masked_mean(x, torch.ones(1, 4096, dtype=torch.bool))

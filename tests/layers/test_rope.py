@@ -108,3 +108,5 @@ def test_rope_where_nothing_turns(kind: str) -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="heads of 6 channels are not a multiple of 4"):
         ATTENTIONS["mala"](12, 2, rope=True)
+    with pytest.raises(ValueError, match="grid 1×1 with 0 prefix tokens makes 1 tokens, but there are 3"):
+        ATTENTIONS["mala"](16, 2, rope=True)(torch.zeros(1, 3, 16), (1, 1))  # one position would serve all tokens

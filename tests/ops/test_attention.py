@@ -203,6 +203,19 @@ def test_second_derivatives_of_one_tensor_in_three_places() -> None:
     assert torch.autograd.gradgradcheck(lambda v, w: local_residual(v, w, grid=(1, 5)), (x, weight))
 
 
+def test_one_tensor_in_several_places_compiles_as_one_graph() -> None:
+    """Self-attention passes one mask for tokens and queries."""
+    torch._dynamo.reset()
+    x, mask = randn(BATCH, TOKENS, HEADS, DIM).requires_grad_(), some_mask()
+
+    def call(x: Tensor) -> Tensor:
+        return inline_attention(x, x, x, token_mask=mask, query_mask=mask)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, found = (torch.autograd.grad(f(x).square().sum(), x)[0] for f in (call, compiled))
+    assert_close(found, expected)
+
+
 def test_gradients_of_queries_of_another_length() -> None:
     q, k, v = (x[:1, :9, :2, :2].requires_grad_() for x in qkv(queries=3))
     mask = some_mask()[:1, :9]

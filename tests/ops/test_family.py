@@ -158,6 +158,13 @@ def test_gradients_of_the_tangent() -> None:
         assert gradgradcheck(lambda *x, options=options: tangent_attention(*x, **options), (q, k, v), fast_mode=True)
 
 
+def test_the_tangent_without_queries() -> None:
+    """There is no mean query to expand around. The gradients of keys and values are zero."""
+    q, k, v = (x.requires_grad_() for x in make())
+    out = tangent_attention(q[:, :0], k, v)
+    assert all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_absent_tokens_may_hold_anything(normalization: Any) -> None:
     """A mask is the weights' case of zeros and ones, and what is absent changes no output and no gradient."""

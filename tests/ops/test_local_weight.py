@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from kernel_cases import DEVICE, DTYPES, GPU
 
 from inline_attention.layers import LocalWeight
-from inline_attention.ops import fused_local_weight, gpu
+from inline_attention.ops import fused_local_weight, gpu, make_local_weight
 
 
 def make_layer(batch, heads, head_dim):
@@ -64,6 +64,21 @@ def test_a_mean_of_another_width_is_refused(shape, backend):
     layer, _ = make_layer(3, 2, 16)
     with pytest.raises(ValueError, match=r"the mean token has shape \(3, .*expected \(B, 32\)"):
         layer(torch.randn(shape, device=DEVICE), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(w1=(16, 16)), r"w1 has shape \(16, 16\); expected \(heads, d, d\)"),
+        (dict(b1=(2, 1)), r"b1 has shape \(2, 1\); expected \(2, 16\), as w1 is"),  # it would be broadcast
+        (dict(w2=(2, 72, 16)), r"w2 has shape \(2, 72, 16\); expected \(2, 144, 16\)"),
+        (dict(b2=(144,)), r"b2 has shape \(144,\); expected \(2, 144\)"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(change, message):
+    shapes = dict(token_mean=(3, 32), w1=(2, 16, 16), b1=(2, 16), w2=(2, 144, 16), b2=(2, 144)) | change
+    with pytest.raises(ValueError, match=message):
+        make_local_weight(**{name: torch.randn(shape) for name, shape in shapes.items()})
 
 
 def test_a_module_takes_the_backend_it_is_set_to():

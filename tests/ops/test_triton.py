@@ -4,6 +4,7 @@ On a machine without a GPU they run in Triton's interpreter, on the CPU, in floa
 its bfloat16 is wrong. There the kernels' configuration is shrunk so that every loop turns more than once.
 """
 
+import functools
 import re
 import traceback
 import warnings
@@ -345,10 +346,11 @@ def test_no_more_parts_than_work():
         (197, 10_000, (1, 1)),
     ],
 )
-def test_partial_sums_follow_the_length_the_batch_and_the_gpu(tokens, programs, expected):
-    settings = config.Config()  # those of a GPU
-    options = dict(step=settings.tokens, longest=settings.part, most=settings.most_parts)
-    assert gpu.parts_of(tokens, programs, 132, per_multiprocessor=settings.state_programs, **options) == expected
+def test_partial_sums_follow_the_length_the_batch_and_the_gpu(tokens, programs, expected, monkeypatch):
+    monkeypatch.setattr(config, "CONFIG", config.Config())  # that of a GPU
+    monkeypatch.setattr(gpu, "limits_of", lambda _: gpu.Limits(multiprocessors=132, shared_memory=0))
+    q = torch.empty(programs, 1, 1, 32)
+    assert split(make_plan(q, q, q, None, (1, 1), 0), tokens, q.device) == expected
 
 
 @pytest.mark.parametrize("grid", [(1, 70), (2, 50)])
@@ -529,17 +531,13 @@ def test_refuses_forward_mode_differentiation():
             torch.func.jvp(attend, (x,), (x,))
 
 
-def on_a_gpu(channels):
+@pytest.fixture
+def cuda_tensor():
     """A fake tensor, for any machine."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        return torch.empty(1, 4, 1, channels, device="cuda")
-
-
-@pytest.fixture
-def cuda_tensor():
-    return on_a_gpu(128)
+        return torch.empty(1, 4, 1, 128, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -570,13 +568,18 @@ def test_the_warning_leaves_the_graph_of_torch_compile_whole(monkeypatch):
 def test_wide_heads_need_more_shared_memory_than_some_gpus_have(cuda_tensor, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
     monkeypatch.setattr(torch.version, "hip", None)
+
+    def choose(backend, channels):
+        why_not = functools.partial(fused.why_not_widths, channels, channels, cuda_tensor.device)
+        return backends.choose(backend, cuda_tensor, why_not=why_not)
+
     for memory, expected in [(99 * 1024, "reference"), (163 * 1024, "triton")]:
         monkeypatch.setattr(gpu, "limits_of", lambda _, memory=memory: gpu.Limits(84, memory))
-        assert backends.choose("auto", cuda_tensor) == expected
-        assert backends.choose("auto", on_a_gpu(64)) == "triton"
+        assert choose("auto", 128) == expected
+        assert choose("auto", 64) == "triton"
     monkeypatch.setattr(gpu, "limits_of", lambda _: gpu.Limits(84, 99 * 1024))
     with pytest.raises(ValueError, match="128 channels a program takes 160 KiB of shared memory, and cuda:0 has 99"):
-        backends.choose("triton", cuda_tensor)
+        choose("triton", 128)
 
 
 def test_a_feature_map_that_the_kernels_do_not_have(monkeypatch):

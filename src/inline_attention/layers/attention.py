@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from inline_attention.ops import FEATURE_MAPS, Backend, Grid, local_residual
 from inline_attention.ops.backends import check_backend
-from inline_attention.ops.checks import check_mask
+from inline_attention.ops.checks import check_grid, check_mask, check_rows
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
@@ -31,7 +31,7 @@ class Attention(nn.Module):
     Args:
         dim: channels C.
         num_heads: heads; each has C / num_heads contiguous channels of q, k and v.
-        feature_map: φ of linear attentions: "identity", "relu", "leaky_relu", "exp" or "relu_affine" (learned).
+        feature_map: φ of linear attentions, as for `linear_attention`, or "relu_affine": ReLU(A·x + b), learned.
         local_residual: add the input-dependent 3×3 residual (`LocalWeight`) on the token map.
         position_conv: add a 3×3 depthwise convolution of v, the positional term of CSwin.
         num_prefix_tokens: tokens before the map, such as a class token. They take no part in the local terms.
@@ -43,7 +43,7 @@ class Attention(nn.Module):
             with φ = exp, it is a temperature. Attentions that divide by a sum linear in the query do not depend on it.
         fused_qkv: one projection `qkv`. Otherwise there are two, `q` and `kv`, as in PVT.
         proj_drop: dropout after the output projection.
-        backend: of operations that have several, as for `inline_attention`. It is an attribute too, to be set later.
+        backend: as for `inline_attention`. It is an attribute, too, and may be set later.
         qk_norm: a norm of every query and every key, over the channels of a head.
         scale_norm: a norm of the heads' outputs before the projection.
         proj_bias: bias of the output projection.
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         check_backend(backend)
         self.backend = backend
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(f"dim={dim} is not a multiple of num_heads={num_heads}")
         if attn_drop:
             raise ValueError(
@@ -173,6 +173,9 @@ class Attention(nn.Module):
         Returns:
             (B, N, C)
         """
+        check_rows("x", x, layout="(B, N, C)")
+        if attn_mask is not None and token_mask is not None:
+            raise ValueError("token_mask and attn_mask are two forms of the same mask; pass one of them")
         if attn_mask is not None or is_causal:
             token_mask = token_mask_of(attn_mask, is_causal, x)
         if grid is None:
@@ -180,8 +183,10 @@ class Attention(nn.Module):
             if isinstance(found, list):
                 return self.forward_each(x, found)
             grid = found
+        if self.uses_grid:
+            check_grid(grid, tokens=x.shape[1], num_prefix_tokens=self.num_prefix_tokens)
         check_mask("token_mask", token_mask, x)
-        x = zero_absent(x, token_mask)  # or the projections' gradients would be sums over absent tokens too
+        x = zero_absent(x, token_mask)  # absent tokens must not reach the gradients of the projections
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
         projections = self.project(x, grid)
         options: dict[str, Any] = {}
@@ -208,7 +213,7 @@ class Attention(nn.Module):
         return [self.num_prefix_tokens + height * width for height, width in grids]
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """x (B, N, C) → q, k and v as the projections return them: tensors (B, N, m, heads, d) of m of them each"""
+        """x (B, N, C) → q, k and v as `linear_attention_projected` takes them: tensors (B, N, m, heads, d)"""
         heads = (self.num_heads, self.head_dim)
         if self.fused_qkv:
             projections: tuple[Tensor, ...] = (self.project_queries(x, self.qkv).unflatten(-1, (3, *heads)),)
@@ -230,7 +235,7 @@ class Attention(nn.Module):
     def mean_query(self, token_mean: Tensor) -> Tensor:
         """The mean of the queries, from the mean of the tokens: (B, C) → (B, 1, heads, d)
 
-        A query is an affine function of its token, so that this needs no pass over the queries.
+        A query is an affine function of its token, so this needs no pass over the queries.
         """
         return unstack(self.project(token_mean.unsqueeze(1), (1, 1)))[0]
 
@@ -362,7 +367,7 @@ class Attention(nn.Module):
         return out
 
     def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
-        """All that is added to the weights' product with v; `local_weight` is what the method of that name returns."""
+        """All that is added to weights @ v. `local_weight` is the result of the method of that name."""
         if local_weight is None:
             return []
         bias = None if self.position is None else self.position.bias

@@ -14,20 +14,25 @@ from torch.nn import functional as F
 
 from inline_attention.ops import Grid, attention_matrix, linear_attention_projected
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, token_count, without_autocast, zero_absent
 
 from .attention import Attention
 from .embed import resize_map
 from .local import LocalTerm
 from .registry import register_attention
-from .tokens import scores, through_state, token_count
+from .tokens import scores, through_state
 
 FOCUSED_EPS = 1e-6
 
 
+def unit(x: Tensor) -> Tensor:
+    """Rows (…, d) divided by their norm, zero for a row of zeros. At least float32: float16 rounds the eps to zero."""
+    return F.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1)
+
+
 def unit_tokens(x: Tensor) -> Tensor:
-    """Tokens (B, N, heads, d) divided by their norm over all features"""
-    return F.normalize(x.flatten(2), dim=-1).view_as(x)
+    """Tokens (B, N, heads, d) divided by their norm over all features, in at least float32"""
+    return unit(x.flatten(2)).view_as(x)
 
 
 @register_attention
@@ -40,9 +45,8 @@ class HydraAttention(Attention):
     kind = "hydra"
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
-        dtype = accumulation_dtype(q.dtype)
-        k_, v_ = zero_absent(unit_tokens(k.to(dtype)), token_mask), zero_absent(v.to(dtype), token_mask)
-        return (unit_tokens(q.to(dtype)) * (k_ * v_).sum(1, keepdim=True)).to(v.dtype)
+        state = (zero_absent(unit_tokens(k), token_mask) * zero_absent(v, token_mask)).sum(1, keepdim=True)
+        return (unit_tokens(q) * state).to(v.dtype)
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """One head per feature: (B, N, C, 1)"""
@@ -112,13 +116,12 @@ class AngularAttention(Attention):
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         v = zero_absent(v, token_mask)
-        k = zero_absent(F.normalize(k, dim=-1), token_mask)
-        y = 0.5 * v + through_state(F.normalize(q, dim=-1), k, v) / math.pi
+        y = 0.5 * v + through_state(unit(q), zero_absent(unit(k), token_mask), v) / math.pi
         return self.normalise(y).to(v.dtype) + self.conv(v.transpose(1, 2)).transpose(1, 2)
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = unstack(projections)
-        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v
+        return unit(q), unit(k), v
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
         own = torch.eye(k.shape[1], dtype=torch.bool, device=k.device)[rows]
@@ -127,7 +130,7 @@ class AngularAttention(Attention):
         return scores(q[:, rows], k, mask) / math.pi + 0.5 * own
 
     def normalise(self, out: Tensor) -> Tensor:
-        return F.normalize(out, dim=-1)
+        return unit(out)
 
     def local_terms(self, local_weight: Tensor | None) -> list[LocalTerm]:
         filters = self.conv.weight[:, 0].mT.repeat_interleave(self.head_dim, 0)  # (C, 1, 9)
@@ -146,7 +149,7 @@ class MapConv(nn.Conv2d):
     def on_tokens(self, v: Tensor, grid: Grid, *, num_prefix_tokens: int) -> Tensor:
         batch, _, *heads = v.shape
         maps = v[:, num_prefix_tokens:].permute(0, 2, 3, 1).reshape(-1, self.in_channels, *grid)
-        out = self(maps).reshape(batch, *heads, -1).permute(0, 3, 1, 2)
+        out = self(maps).reshape(batch, *heads, math.prod(grid)).permute(0, 3, 1, 2)
         return F.pad(out, (0, 0, 0, 0, num_prefix_tokens, 0))
 
     def local_term(self, dim: int) -> LocalTerm:

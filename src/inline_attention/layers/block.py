@@ -16,8 +16,8 @@ from .windows import WindowPlan
 class Mlp(TimmMlp):
     """timm's Mlp, except that compiled training does not keep its hidden activations.
 
-    The backward reads their inputs anyway and computes them again for one more write. They are a fifth of what a block
-    keeps. (…, C) → (…, C)
+    The backward pass reads the inputs of the activation anyway, and computes it again at the cost of one write. Hidden
+    activations are a fifth of what a block keeps. (…, C) → (…, C)
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -43,8 +43,6 @@ class PatchEmbed(nn.Module):
     """Patches of an image or of a feature map, projected and normed.
 
     Sides that are no multiple of the patch are zero-padded at the bottom and right.
-
-    (B, in_chans, H, W), of any strides → (B, ceil(H / patch), ceil(W / patch), dim)
     """
 
     def __init__(self, patch_size: int, in_chans: int, dim: int, *, norm: nn.Module | None = None) -> None:
@@ -54,7 +52,7 @@ class PatchEmbed(nn.Module):
         self.norm = nn.Identity() if norm is None else norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) → a map (B, ⌈H/patch⌉, ⌈W/patch⌉, C)"""
+        """Images (B, in_chans, H, W), of any strides → a map (B, ⌈H/patch⌉, ⌈W/patch⌉, dim)"""
         return self.norm(self.proj(pad_image(x, self.patch_size)).permute(0, 2, 3, 1))
 
 

@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from inline_attention.ops import Grid, attention_matrix, linear_attention_projected
 from inline_attention.ops.feature_maps import get_feature_map
+from inline_attention.ops.matrix import weighted_rows
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, anchor_weight, without_autocast
 
 from .attention import Attention
 from .inline import FusedAttention
 from .registry import register_attention
-from .tokens import mean_of_seen, scores, softmax_of_seen, weighted_rows
+from .tokens import mean_of_seen, scores, softmax_of_seen
 
 POLAFORMER_POWER = 4.0  # how much more than 1 the learned exponents can be
 
@@ -127,7 +128,7 @@ class PolaFormerAttention(Attention):
     ) -> Tensor:
         q, k, v = self.operands(projections, grid)
         if local_weight is not None:
-            local_weight = local_weight.reshape(v.shape[0], *v.shape[2:], -1)
+            local_weight = local_weight.unflatten(2, (2, -1)).flatten(1, 2)
         out = linear_attention_projected(
             *(x.to(q.dtype).unsqueeze(2) for x in (q, k, v)),
             feature_map="identity",

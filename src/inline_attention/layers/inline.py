@@ -18,31 +18,38 @@ from inline_attention.ops import (
 from inline_attention.ops.feature_maps import get_feature_map
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, factors, without_autocast, zero_absent
+from inline_attention.ops.reference import (
+    LINEAR_EPS,
+    accumulation_dtype,
+    factors,
+    token_count,
+    without_autocast,
+    zero_absent,
+)
 
 from .attention import Attention
 from .registry import register_attention
 from .rope import rotate
-from .tokens import pad_images, scores, through_state, token_count
+from .tokens import pad_images, scores, through_state
 
 
 class FusedAttention(Attention):
     """An attention that is one call of `linear_attention`, its local residual included. A subclass names its kind.
 
     Args:
-        rope: turn φ(q) and φ(k) by the positions of their tokens (`rotate`) before they are compared.
+        rope: rotate φ(q) and φ(k) by the positions of their tokens (`rotate`) before they are compared.
 
-    With `rope`, an attention that normalises keeps the normaliser of the vectors that are not turned, since the sum of
-    turned ones can be zero. Let a_ij be the product of φ(q_i) and φ(k_j), and r_ij that of the turned ones. Then
+    With `rope`, an attention that normalises keeps the normaliser of the vectors that are not rotated, since the sum of
+    rotated ones can be zero. Let a_ij be the product of φ(q_i) and φ(k_j), and r_ij that of the rotated ones. Then
     z_i = (s/N)·Σ_j a_ij as without `rope`, and the weight of query i on token j is
 
     | normalization | weight | known as |
     |---|---|---|
     | divide | r_ij / (Σ_t a_it + 1e-6) | MLLA |
     | magnitude | (1 + 1/z_i)·(s/N)·r_ij − z_i/N | MALA |
-    | subtract | (s/N)·r_ij − (s/N²)·Σ_t r_it + 1/N | InLine attention of turned vectors |
+    | subtract | (s/N)·r_ij − (s/N²)·Σ_t r_it + 1/N | InLine attention of rotated vectors |
 
-    In the form g·φ(q_i)·S + f·v̄ the state S is that of the turned keys. With z_r,i = (s/N)·Σ_j r_ij, the factor f of v̄
+    In the form g·φ(q_i)·S + f·v̄ the state S is that of the rotated keys. With z_r,i = (s/N)·Σ_j r_ij, the factor f of v̄
     is z_r/z for "divide" and z_r + z_r/z − z for "magnitude", where it is 1 without `rope`. Rows then do not sum to
     one. PyTorch composes these two, without a kernel of their own. "subtract" is one call of the operation.
     """
@@ -55,8 +62,8 @@ class FusedAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         if rope and self.head_dim % 4:
             raise ValueError(
-                f"rope=True turns pairs of channels on two axes: heads of {self.head_dim} channels are not a multiple "
-                f"of 4; choose num_heads so that dim={dim} makes such heads"
+                f"rope=True rotates pairs of channels on two axes: heads of {self.head_dim} channels are not a "
+                f"multiple of 4; choose num_heads so that dim={dim} makes such heads"
             )
         self.rope = rope
 
@@ -103,11 +110,11 @@ class FusedAttention(Attention):
         )
 
     def rotate_features(self, q: Tensor, k: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """φ(q) and φ(k), then the same turned: (B, N, heads, d) each, in at least float32"""
+        """φ(q) and φ(k), then the same rotated: (B, N, heads, d) each, in at least float32"""
         phi, dtype = get_feature_map(self.feature_map).apply, accumulation_dtype(q.dtype)
         q_, k_ = phi(q.to(dtype)), phi(k.to(dtype))
-        turned_q, turned_k = (rotate(x, grid, num_prefix_tokens=self.num_prefix_tokens) for x in (q_, k_))
-        return q_, k_, turned_q, turned_k
+        rotated_q, rotated_k = (rotate(x, grid, num_prefix_tokens=self.num_prefix_tokens) for x in (q_, k_))
+        return q_, k_, rotated_q, rotated_k
 
     def attend_rotated(
         self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
@@ -115,46 +122,46 @@ class FusedAttention(Attention):
         """`attend` with `rope`; the docstring of the class derives it."""
         q, k, v = unstack(projections)
         with without_autocast(q.device):
-            q_, k_, turned_q, turned_k = self.rotate_features(q, k, grid)
+            q_, k_, rotated_q, rotated_k = self.rotate_features(q, k, grid)
             v_ = v.to(q_.dtype)
             if self.normalization == "subtract":
                 return linear_attention_projected(
-                    *(x.unsqueeze(2) for x in (turned_q, turned_k, v_)),
+                    *(x.unsqueeze(2) for x in (rotated_q, rotated_k, v_)),
                     normalization="subtract",
                     feature_map="identity",
                     scale=self.scale,
                     **self.shared_options(grid=grid, token_mask=token_mask, local_weight=local_weight),
                 ).to(v.dtype)
             count = token_count(k, token_mask)
-            k_mean, turned_k_mean, v_mean = (
-                zero_absent(x, token_mask).sum(1, keepdim=True) / count for x in (k_, turned_k, v_)
+            k_mean, rotated_k_mean, v_mean = (
+                zero_absent(x, token_mask).sum(1, keepdim=True) / count for x in (k_, rotated_k, v_)
             )
-            z, turned_z = (
-                self.scale * (x * mean).sum(-1, keepdim=True) for x, mean in ((q_, k_mean), (turned_q, turned_k_mean))
+            z, rotated_z = (
+                self.scale * (x * mean).sum(-1, keepdim=True) for x, mean in ((q_, k_mean), (rotated_q, rotated_k_mean))
             )
-            centred = (zero_absent(x, token_mask) for x in (turned_k - turned_k_mean, v_ - v_mean))
+            centred = (zero_absent(x, token_mask) for x in (rotated_k - rotated_k_mean, v_ - v_mean))
             g, _ = factors(z, self.normalization, self.scale * LINEAR_EPS / count)
-            out = g * (self.scale / count) * through_state(turned_q, *centred)
-            out = out + self.turned_factor(g, z, turned_z) * v_mean
+            out = g * (self.scale / count) * through_state(rotated_q, *centred)
+            out = out + self.rotated_factor(g, z, rotated_z) * v_mean
             if local_weight is not None:
                 out = out + local_residual(
                     v_, local_weight, grid=grid, num_prefix_tokens=self.num_prefix_tokens, token_mask=token_mask
                 )
             return zero_absent(out, token_mask).to(v.dtype)
 
-    def turned_factor(self, g: Tensor | float, z: Tensor, turned_z: Tensor) -> Tensor:
+    def rotated_factor(self, g: Tensor | float, z: Tensor, rotated_z: Tensor) -> Tensor:
         """f of g·φ(q)·S + f·v̄. With r_ij in the place of z_r, it is N times the weight of token j."""
-        return g * turned_z if self.normalization == "divide" else g * turned_z - z
+        return g * rotated_z if self.normalization == "divide" else g * rotated_z - z
 
     def operands(self, projections: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """With `rope` φ is inside, and an attention that normalises has the turned vectors before the others, 2·d."""
+        """With `rope` φ is inside, and an attention that normalises has the rotated vectors before the others, 2·d."""
         q, k, v = unstack(projections)
         if not self.rope:
             return q, k, v
-        q_, k_, turned_q, turned_k = self.rotate_features(q, k, grid)
+        q_, k_, rotated_q, rotated_k = self.rotate_features(q, k, grid)
         if self.normalization == "subtract":
-            return turned_q, turned_k, v
-        return torch.cat([turned_q, q_], -1), torch.cat([turned_k, k_], -1), v
+            return rotated_q, rotated_k, v
+        return torch.cat([rotated_q, q_], -1), torch.cat([rotated_k, k_], -1), v
 
     def weights(self, q: Tensor, k: Tensor, *, rows: slice = slice(None), mask: Tensor | None = None) -> Tensor:
         if self.rope and self.normalization != "subtract":
@@ -164,13 +171,13 @@ class FusedAttention(Attention):
         return attention_matrix(q[:, rows], k, pair_mask=mask, **options)
 
     def rotated_weights(self, q: Tensor, k: Tensor, *, rows: slice, mask: Tensor | None) -> Tensor:
-        turned, plain = (
+        rotated, plain = (
             self.scale * scores(x, y, mask) for x, y in zip(q[:, rows].chunk(2, -1), k.chunk(2, -1), strict=True)
         )
         count = k.shape[1] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
         z = plain.sum(-1, keepdim=True) / count
         g, _ = factors(z, self.normalization, self.scale * LINEAR_EPS / count)
-        weights = self.turned_factor(g, z, turned) / count
+        weights = self.rotated_factor(g, z, rotated) / count
         return weights if mask is None else weights.masked_fill(~mask, 0)
 
 

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inline_attention.ops import Grid, tangent_attention_projected
+from inline_attention.ops.matrix import weighted_rows
 from inline_attention.ops.reference import accumulation_dtype, without_autocast
 
 from .attention import Attention
 from .inline import FusedAttention
 from .registry import register_attention
-from .tokens import mean_of_seen, softmax_of_seen, weighted_rows
+from .tokens import mean_of_seen, softmax_of_seen
 
 ANCHOR_STEPS = 2  # of k-means; its start matters more
 
@@ -35,10 +36,10 @@ class TangentAttention(FusedAttention):
     cost is M times that of one anchor, plus k-means. The memory is that of one anchor, plus M states of d×d and a bit
     for each query and anchor.
 
-    With `rope=True` queries and keys are turned before everything else, so the anchors are means of turned queries.
+    With `rope=True` queries and keys are rotated first, so the anchors are means of rotated queries.
 
     Args:
-        anchors: M. It is an attribute too, to be set later.
+        anchors: M. It is an attribute, too, and may be set later.
     """
 
     kind = "tangent"

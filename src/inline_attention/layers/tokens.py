@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops.reference import accumulation_dtype, factors, without_autocast, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
 
 
 def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -15,13 +15,6 @@ def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
         return x.mean(1)  # PyTorch sums in float32 by itself here
     total = zero_absent(x, token_mask).sum(1, dtype=accumulation_dtype(x.dtype))
     return (total / token_mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
-
-
-def token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
-    """Tokens present of x (B, N, heads, d): N, or (B, 1, 1, 1) with a mask. A sample without any counts one."""
-    if token_mask is None:
-        return x.shape[1]
-    return token_mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
 
 
 def through_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -51,13 +44,6 @@ def softmax_of_seen(anchors: Tensor, k: Tensor, mask: Tensor | None, scale: floa
     if mask is None:
         return products.softmax(-1)
     return products.masked_fill(~mask, torch.finfo(products.dtype).min).softmax(-1).masked_fill(~mask, 0)
-
-
-def weighted_rows(products: Tensor, shares: Tensor, *, normalization: str, eps: Tensor | float = 0.0) -> Tensor:
-    """p_j·(g·(s·a_ij − z_i) + f) from the products s·a_ij and the shares p_j of tokens: (B, heads, rows, N) each"""
-    z = (shares * products).sum(-1, keepdim=True)
-    g, f = factors(z, normalization, eps)
-    return shares * (g * (products - z) + f)
 
 
 def pad_images(images: Sequence[Tensor], length: int) -> Tensor:

@@ -1,8 +1,8 @@
 """The public functions: linear attentions of token rows and of packed images.
 
 They are one operation, out_i = g(z_i)·φ(q_i)·S + f(z_i)·v̄ with z_i = s·φ(q_i)·k̄. S is the scaled covariance of keys
-and values, k̄ and v̄ are their means. `normalization` chooses g and f. Every function checks its inputs here. A backend
-gets tensors that fit together, and defaults that are filled in.
+and values, k̄ and v̄ are their means. `normalization` chooses g and f. Inputs are checked and defaults filled in here,
+before a backend is called.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from .checks import (
 from .feature_maps import FEATURE_MAPS, get_feature_map
 from .local import Grid, local_sum
 from .projections import unstack
-from .reference import zero_absent
+from .reference import token_count, zero_absent
 
 Normalization = Literal["divide", "subtract", "magnitude"]
 NORMALIZATIONS = get_args(Normalization)
@@ -125,12 +125,12 @@ def linear_attention_projected(
 ) -> Tensor:
     """`linear_attention` of the outputs of projections.
 
-    The kernels write the gradients of q, k and v into tensors of the projections' layout. Given q, k and v one by one,
-    autograd would have to copy their gradients together.
+    The kernels write the gradients of q, k and v in the layout of the projections. With separate q, k and v, autograd
+    has to copy their gradients into one tensor.
 
     Args:
-        projections: tensors (B, N, m, heads, d) that hold q, k and v in this order, m of them each: one qkv of three,
-            or q and kv of one and two.
+        projections: tensors (B, N, m, heads, d) that together hold q, k and v, in this order: one qkv with m = 3, or
+            q with m = 1 and kv with m = 2.
 
     The other arguments and the result are those of `linear_attention`.
     """
@@ -383,18 +383,18 @@ def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid | None, **
 def _attention_of_projections(projections: Sequence[Tensor], *, grid: Grid | None, **options: Any) -> Tensor:
     if any(x.ndim != 5 for x in projections) or sum(x.shape[2] for x in projections) != 3:
         shapes = ", ".join(str(shape_of(x)) for x in projections)
-        raise ValueError(f"the projections have shapes {shapes}; expected (B, N, m, heads, d), three m together")
+        raise ValueError(
+            f"the projections have shapes {shapes}; expected (B, N, m, heads, d), the m of all adding up to 3"
+        )
     q, k, v = unstack(projections)
     check_qkv(q, k, v, layout=ROWS)
     return _attention(projections, (q, k, v), grids=None if grid is None else [grid], **options)
 
 
 def _mean_query(q: Tensor, query_mask: Tensor | None) -> Tensor:
-    """The mean of the queries that are present, (B, 1, heads, d), at least float32"""
+    """The mean of the queries that are present, zero without any: (B, 1, heads, d), at least float32"""
     total = zero_absent(q, query_mask).sum(1, keepdim=True, dtype=reference.accumulation_dtype(q.dtype))
-    if query_mask is None:
-        return total / q.shape[1]
-    return total / query_mask.sum(1).clamp(min=1)[:, None, None, None]
+    return total / token_count(q, query_mask)
 
 
 def _attention(
@@ -421,10 +421,11 @@ def _attention(
     Args:
         projections: q, k and v as `linear_attention_projected` takes them; for a packed batch B is 1.
         qkv: the same as three tensors (B, N, heads, d).
-        anchored: the softmax of one query, the anchor, is the token weight, and the anchor is the query offset.
-        anchor: this query. Default: the mean of the queries that are present.
+        anchored: for tangent attention. The token weights are the softmax of the anchor's scores, and the anchor is
+            the query offset.
+        anchor: (B, 1, heads, d). Default: the mean of the queries that are present.
         grids: one (height, width), or one for each packed image.
-        bounds: of a packed batch, the first token of each image and the number of all.
+        bounds: of a packed batch: the first token of each image, and the number of all tokens at the end.
     """
     q, k, v = qkv
     if normalization not in NORMALIZATIONS:

@@ -71,8 +71,8 @@ def choose(backend: str, x: Tensor, *, why_not: Callable[[], str | None] = lambd
 
     Args:
         backend: what the caller asked for.
-        x: (…, heads, d), one of the inputs.
-        why_not: gives a reason of the operation's own why its kernels cannot run. It is asked last.
+        x: one of the inputs.
+        why_not: returns the operation's own reason why its kernels cannot run, or None. It is called last.
     """
     backend = resolve(backend)
     if backend == "reference" or (backend == "auto" and not x.is_cuda):
@@ -95,7 +95,7 @@ def _warn_once(reason: str) -> None:
     """Warn that the kernels do not support this GPU, once for each reason."""
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"attention runs in plain PyTorch: {reason}; set_backend('reference') is silent", stacklevel=3)
+        warnings.warn(f"attention runs in plain PyTorch: {reason}; set_backend('reference') hides this", stacklevel=3)
 
 
 def _why_not_triton(x: Tensor) -> str | None:

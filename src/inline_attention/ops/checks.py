@@ -19,6 +19,12 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def check_shape(name: str, x: Tensor, expected: tuple[int, ...], *, w1: Tensor) -> None:
+    """Raises if a parameter of two layers does not fit the weight of the first."""
+    if x.shape != expected:
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}, as w1 is {shape_of(w1)}")
+
+
 def check_rows(name: str, x: Tensor, *, layout: str) -> None:
     if x.ndim != layout.count(",") + 1:
         raise ValueError(f"{name} has shape {shape_of(x)}; expected {layout}")
@@ -46,7 +52,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None, *, layout: str) -> None:
     if k.ndim == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q is a batch of {q.shape[0]} but k of {k.shape[0]}; they must be equal")
     if k.shape[-3] == 0:
-        raise ValueError(f"k has shape {shape_of(k)}: no token to attend to")
+        raise ValueError(f"k has shape {shape_of(k)}: no token to attend to; expected one or more")
     for name, x in (("k", k), ("v", v)):
         if x is not None and x.shape[-1] == 0:
             raise ValueError(f"{name} has shape {shape_of(x)}: heads of no channels; expected {layout}, d at least 1")

@@ -10,18 +10,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import gpu
 from .fused.arguments import dot_settings
+from .fused.entry import why_not_widths
 from .gpu import on_device_of
 from .kernels.local_weight import local_weight_kernel
 from .local import TAPS
 from .precision import product_dtype
 from .registration import refuse_tangents, register
 
-# Samples and outputs of one program.
+# A program makes so many outputs of so many samples.
 SAMPLES = 16
 OUTPUTS = 32
 
 
 def run(mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype) -> Tensor:
+    """Shapes as for `local_weight.make_local_weight`. The tensors are contiguous."""
     batch, (heads, head_dim) = mean.shape[0], b1.shape
     out = torch.empty((batch, heads, head_dim, TAPS), dtype=dtype, device=mean.device)
     gpu.launch(local_weight_kernel, (heads, triton.cdiv(batch, SAMPLES), triton.cdiv(TAPS * head_dim, OUTPUTS)))(
@@ -75,12 +77,12 @@ def _flops(mean: Any, w1: Any, b1: Any, w2: Any, *args: Any, **kwargs: Any) -> i
     return 2 * mean[0] * heads * inputs * (w1[1] + outputs)
 
 
-def why_not(token_mean: Tensor) -> str | None:
-    """Why the kernel cannot run on this many samples, or None if it can."""
+def why_not(token_mean: Tensor, head_dim: int) -> str | None:
+    """Why the kernel cannot run on this many samples or with such heads, or None if it can."""
     most = gpu.MOST_ON_AN_AXIS * SAMPLES
     if token_mean.shape[0] > most:
         return f"the kernel takes up to {most:,} samples or windows at once, not {token_mean.shape[0]:,}"
-    return None
+    return why_not_widths(head_dim, head_dim, token_mean.device)
 
 
 def make_local_weight(token_mean: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

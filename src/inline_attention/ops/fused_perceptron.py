@@ -14,10 +14,10 @@ from .gpu import INTERPRETED, Limits, on_device_of
 from .kernels.perceptron import perceptron_kernel, perceptron_sum_kernel
 from .registration import refuse_tangents, register
 
-# Most channels of a token. The sums of a program's outputs are in registers.
+# Most channels of a token. A program keeps the sums of its outputs in registers.
 MOST_WIDTH = 512
 
-# Elements of a program that adds parts.
+# Outputs of a program that adds parts.
 SUMMED = 256 if INTERPRETED else 1024
 
 
@@ -55,7 +55,7 @@ if INTERPRETED:
 
 
 class Win(NamedTuple):
-    """Where the kernel was measured to be faster than what torch.compile makes of the reference."""
+    """Numbers of rows for which the kernel was measured to be faster than the compiled reference."""
 
     least_rows: int
     most_rows: int
@@ -74,9 +74,9 @@ def halves(width: int) -> tuple[int, int]:
 
 
 def memory_of(tile: Tile, width: int, dtype: torch.dtype) -> int:
-    """No less than the bytes of shared memory that a program takes, as `tests/kernel_builds.py` checks.
+    """An upper bound of the shared memory of a program, in bytes. `tests/kernel_builds.py` checks it.
 
-    The normalised rows and the hidden activations stay there, and the weights of a step arrive `stages` at a time.
+    Shared memory holds the normalised rows, the hidden activations, and the weights of `stages` steps.
     """
     channels = sum(halves(width))
     rows = tile.rows * (channels + tile.hidden)
@@ -90,7 +90,7 @@ def fits(tile: Tile, width: int, dtype: torch.dtype, limits: Limits) -> bool:
 
 
 def choose_tile(rows: int, width: int, hidden: int, dtype: torch.dtype, limits: Limits) -> Tile:
-    """The first of `TILES` that fits and leaves no multiprocessor idle; the last that fits, with splits, if none does.
+    """The first of `TILES` that fits and keeps all multiprocessors busy. If none does: the fewest rows, with splits.
 
     Float32 products are unrolled over a block, which must be small for registers to hold it.
     """
@@ -100,7 +100,7 @@ def choose_tile(rows: int, width: int, hidden: int, dtype: torch.dtype, limits: 
     for tile in fitting:
         if triton.cdiv(rows, tile.rows) >= limits.multiprocessors:
             return tile
-    # A split for every multiprocessor that would be idle, but each with a step of its own.
+    # More splits until no multiprocessor is idle, as long as each split has a step of its own.
     tile = min(fitting, key=lambda tile: (tile.rows, -tile.hidden))
     programs = triton.cdiv(rows, tile.rows)
     splits = 1

@@ -1,4 +1,4 @@
-"""What the kernels' launches depend on in a GPU, why they do not run on some GPUs, and the launch. Needs Triton."""
+"""What launches need to know about a GPU, why kernels do not run on some GPUs, and the launch itself. Needs Triton."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -38,47 +38,7 @@ def limits_of(device: torch.device) -> Limits:
     return INTERPRETER if INTERPRETED else _properties(device)
 
 
-class Parts(NamedTuple):
-    """How many parts the tokens of a sample are split into."""
-
-    number: int
-    most: int  # how many a kernel adds: a power of two, no less than the number
-
-
-def parts_of(
-    tokens: int,
-    programs: int,
-    multiprocessors: int,
-    *,
-    per_multiprocessor: int,
-    step: int,
-    longest: int,
-    most: int,
-    least: int = 0,
-) -> Parts:
-    """Into how many parts the sums over a sample's tokens are split.
-
-    Args:
-        tokens: of the longest sample.
-        programs: there are for one part: samples × blocks of heads.
-        multiprocessors: of the GPU.
-        per_multiprocessor: programs that it should get. There are as many parts as that takes,
-        most: but no more than this (a power of two),
-        step: no more than there are steps of so many tokens,
-        least: or this many, if there are fewer steps,
-        longest: and enough that no part has more tokens than this. It comes before `most`.
-    """
-    while most > 1 and programs * most > per_multiprocessor * multiprocessors:
-        most //= 2
-    while most * longest < tokens:
-        most *= 2
-    number = torch.sym_min(most, torch.sym_max(triton.cdiv(tokens, step), least))
-    # A short sequence has few parts, and few are added. A symbolic length keeps the bound, which was found by
-    # comparisons: a plain number for torch.compile, and one compiled kernel for all lengths.
-    return Parts(number, triton.next_power_of_2(number) if isinstance(number, int) else most)
-
-
-# Constants for torch.compile.
+# torch.compile calls these while it traces, and takes their results as constants.
 @torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -108,5 +68,5 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Makes a tensor's device the current one, where Triton launches. It ignores the device of its arguments."""
+    """Makes the device of x current. Triton launches on the current device, wherever its arguments are."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -21,7 +21,7 @@ CENTRE = 4
 
 
 class LocalSource(NamedTuple):
-    """What a local weight is made from: the tokens, and the arguments of `make_local_weight` besides their mean."""
+    """What a local weight is made from: the tokens, and the parameters that `make_local_weight` takes."""
 
     x: Tensor  # (B, N, heads·d); absent tokens may hold anything
     w1: Tensor
@@ -57,7 +57,7 @@ def local_sum(x: Tensor, weight: Tensor) -> Tensor:
 
     x (B, H, W, C), weight (B, C, 9) with taps row-major (ky, kx) → (B, H, W, C)
     """
-    # Nine rows (B, 1, 1, C), one for each tap. With weights nine apart the products are five times slower on a CPU.
+    # Nine contiguous rows (B, 1, 1, C), one per tap. With a stride of nine, products are five times slower on a CPU.
     rows = weight.mT.contiguous()[:, :, None, None].unbind(1)
     out = x * rows[CENTRE]
     if is_exporting():

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from . import backends
 from .backends import Backend, fused_local_weight
+from .checks import check_shape, shape_of
 from .local import TAPS
 
 
@@ -28,12 +29,17 @@ def make_local_weight(
     Returns:
         (B, heads, d, 9), the `local_weight` of `inline_attention`, in the dtype that a linear layer would return.
     """
-    heads, _, head_dim = w1.shape
-    if token_mean.ndim != 2 or token_mean.shape[1] != heads * head_dim:
-        raise ValueError(f"the mean token has shape {tuple(token_mean.shape)}; expected (B, {heads * head_dim})")
-    x = token_mean.unflatten(1, (heads, head_dim))
-    if backends.choose(backend, x, why_not=lambda: fused_local_weight.why_not(token_mean)) == "triton":
+    if w1.ndim != 3 or w1.shape[1] != w1.shape[2]:
+        raise ValueError(f"w1 has shape {shape_of(w1)}; expected (heads, d, d)")
+    heads, d, _ = w1.shape
+    check_shape("b1", b1, (heads, d), w1=w1)
+    check_shape("w2", w2, (heads, TAPS * d, d), w1=w1)
+    check_shape("b2", b2, (heads, TAPS * d), w1=w1)
+    if token_mean.ndim != 2 or token_mean.shape[1] != heads * d:
+        raise ValueError(f"the mean token has shape {shape_of(token_mean)}; expected (B, {heads * d})")
+    if backends.choose(backend, token_mean, why_not=lambda: fused_local_weight.why_not(token_mean, d)) == "triton":
         return fused_local_weight.make_local_weight(token_mean, w1, b1, w2, b2)
+    x = token_mean.unflatten(1, (heads, d))
     return _linear(F.gelu(_linear(x, w1, b1)), w2, b2).unflatten(2, (-1, TAPS))
 
 

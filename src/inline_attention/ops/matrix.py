@@ -35,7 +35,7 @@ def attention_matrix(
     pair_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The weights themselves, O(N²), for analysis and for tests.
+    """The matrix of attention weights, O(N²), for analyses and tests.
 
     Args:
         q: (B, Nq, heads, d)
@@ -106,19 +106,30 @@ def attention_matrix(
 
 
 def _linear_rows(
-    scores: Tensor, normalization: str, scale: float, token_weight: Tensor | None, present: Tensor | None
+    products: Tensor, normalization: str, scale: float, token_weight: Tensor | None, present: Tensor | None
 ) -> Tensor:
-    """p_j·(g(z_i)·(s·a_ij − z_i) + f(z_i)) for scores s·a_ij, where p is the share of a token in all sums"""
-    count: Tensor | int = scores.shape[-1]
-    shares = torch.ones_like(scores[:, :, :1])
+    """`weighted_rows` over the keys that are present for each query: products s·a_ij (B, heads, Nq, N) → the same"""
+    count: Tensor | int = products.shape[-1]
+    shares = torch.ones_like(products[:, :, :1])
     if token_weight is not None:
-        shares = token_weight.to(scores.dtype).permute(0, 2, 1)[:, :, None]
+        shares = token_weight.to(products.dtype).permute(0, 2, 1)[:, :, None]
     if present is not None:
-        count = present.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
+        count = present.sum(-1, keepdim=True).clamp(min=1).to(products.dtype)
         shares = shares.masked_fill(~present, 0)
-        scores = scores.masked_fill(~present, 0)
+        products = products.masked_fill(~present, 0)
     total = shares.sum(-1, keepdim=True)
     shares = shares / total.where(total > 0, 1)
-    z = (shares * scores).sum(-1, keepdim=True)
-    g, f = reference.factors(z, normalization, scale * reference.LINEAR_EPS / count)
-    return shares * (g * (scores - z) + f)
+    return weighted_rows(products, shares, normalization=normalization, eps=scale * reference.LINEAR_EPS / count)
+
+
+def weighted_rows(products: Tensor, shares: Tensor, *, normalization: str, eps: Tensor | float = 0.0) -> Tensor:
+    """Rows of weights p_j·(g(z_i)·(s·a_ij − z_i) + f(z_i)) with z_i = Σ_j p_j·s·a_ij, as in `reference.factors`.
+
+    Args:
+        products: s·a_ij, (B, heads, Nq, N)
+        shares: p_j, each token's share in all sums. Broadcasts to the products.
+        eps: what "divide" adds to z.
+    """
+    z = (shares * products).sum(-1, keepdim=True)
+    g, f = reference.factors(z, normalization, eps)
+    return shares * (g * (products - z) + f)

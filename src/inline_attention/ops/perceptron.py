@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from . import backends
 from .backends import Backend, fused_perceptron
+from .checks import check_shape, shape_of
 from .precision import is_autocast_on, product_dtype
 
 
@@ -50,8 +51,7 @@ def add_perceptron(
     tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype) if backends.HAS_TRITON else None
     if tile is None and backends.resolve(backend) == "auto":
         backend = "reference"
-    rows = x.unsqueeze(-1)  # `choose` compares the last dimension with the widest head
-    if backends.choose(backend, rows, why_not=lambda: fused_perceptron.why_not(x, tensors, dtype)) == "triton":
+    if backends.choose(backend, x, why_not=lambda: fused_perceptron.why_not(x, tensors, dtype)) == "triton":
         return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], eps, dtype, tile)
     hidden = F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1)
     return x + F.linear(F.gelu(hidden), w2, b2)
@@ -64,19 +64,14 @@ def pays_on(device: torch.device) -> bool:
 
 def _check(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
     if w1.ndim != 2:
-        raise ValueError(f"w1 has shape {tuple(w1.shape)}; expected (hidden channels, channels)")
+        raise ValueError(f"w1 has shape {shape_of(w1)}; expected (hidden channels, channels)")
     hidden, width = w1.shape
-    expected = dict(
-        norm_weight=(norm_weight, (width,)),
-        norm_bias=(norm_bias, (width,)),
-        b1=(b1, (hidden,)),
-        w2=(w2, (width, hidden)),
-        b2=(b2, (width,)),
-    )
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, as w1 is {tuple(w1.shape)}")
+    check_shape("norm_weight", norm_weight, (width,), w1=w1)
+    check_shape("norm_bias", norm_bias, (width,), w1=w1)
+    check_shape("b1", b1, (hidden,), w1=w1)
+    check_shape("w2", w2, (width, hidden), w1=w1)
+    check_shape("b2", b2, (width,), w1=w1)
     if x.ndim < 1 or x.shape[-1] != width:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected (…, {width}), as w1 is {tuple(w1.shape)}")
+        raise ValueError(f"x has shape {shape_of(x)}; expected (…, {width}), as w1 is {shape_of(w1)}")
     if w1.dtype != x.dtype and not is_autocast_on(x.device):
         raise ValueError(f"x is {x.dtype} and w1 is {w1.dtype}; cast one of them, or use torch.autocast")

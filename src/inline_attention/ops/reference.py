@@ -48,7 +48,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Switches autocast off. Where it is off nothing is entered, so that exported graphs carry no such region."""
+    """Switches autocast off. If it is off already, nothing is entered: an exported graph then has no such region."""
     if is_autocast_on(device):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -69,17 +69,17 @@ def _zero_absent_heads_first(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
 
-def _token_count(x: Tensor, token_mask: Tensor | None) -> Tensor | int:
-    """Tokens present: N, or (B, 1, 1, 1) with a mask. A sample without any counts one, so that its sums stay zero."""
-    if token_mask is None:
-        return x.shape[2]
-    return token_mask.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
+def token_count(x: Tensor, mask: Tensor | None) -> Tensor | int:
+    """Tokens present of x (B, N, heads, d): N, or (B, 1, 1, 1) with a mask. At least 1, to divide by."""
+    if mask is None:
+        return max(x.shape[1], 1)
+    return mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
 
 
 def _state(k: Tensor, v: Tensor, inputs: Inputs, scale: float) -> State:
-    """k (after φ) and v, heads first, zero where absent. They are overwritten, unless something records this."""
+    """The state of φ(k) and v (B, heads, N, d), zero where absent. Both are overwritten if no graph records this."""
     mask, weight = inputs.token_mask, inputs.token_weight
-    count = _token_count(k, mask)
+    count = token_count(inputs.k, mask)
     subtract = torch.sub if torch.is_grad_enabled() or is_exporting() else Tensor.sub_
     if weight is None:
         k_mean = k.sum(2, keepdim=True) / count
@@ -178,7 +178,7 @@ def forward(
             out = _product_plus(phi_q, state.covariance, state.v_mean)
         else:
             z = scale * (phi_q @ state.k_mean.mT)
-            g, f = factors(z, normalization, scale * LINEAR_EPS / _token_count(v_, token_mask))
+            g, f = factors(z, normalization, scale * LINEAR_EPS / token_count(v, token_mask))
             out = g * (phi_q @ state.covariance) + f * state.v_mean
         out = out.transpose(1, 2)
         if local_weight is not None:
@@ -206,7 +206,7 @@ def backward(
         q_, k_ = _shifted_queries(inputs, dtype), _heads_first(k, dtype)
         v_ = _zero_absent_heads_first(_heads_first(v, dtype), token_mask)
         grad = _zero_absent_heads_first(_heads_first(grad_out, dtype), query_mask)
-        count = _token_count(v_, token_mask)
+        count = token_count(v, token_mask)
         phi_q = _zero_absent_heads_first(feature_map.apply(q_), query_mask)
 
         # Gradients of φ(q)·S, of v̄ and of k̄. The factor 1/n or p_j comes later.
@@ -302,26 +302,23 @@ def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -
 
     `backward` treats the state as a constant. Here autograd records the forward pass, state included.
     """
-    # Views, so that one tensor given as q and as k gets the gradient of each.
-    q, k, v = (x.view_as(x) for x in inputs[:3])
-    rest = [None if x is None else x.view_as(x) for x in inputs[3:6]]
-    leaves = [q, k, v, *rest]
-    token_mask, query_mask = inputs.token_mask, inputs.query_mask
-    # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN where an absent token is.
+    # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN if the absent token holds NaN.
     cleaned = inputs._replace(
-        q=zero_absent(q, query_mask),
-        k=zero_absent(k, token_mask),
-        v=zero_absent(v, token_mask),
-        **dict(zip(Inputs._fields[3:6], rest, strict=True)),
+        q=zero_absent(inputs.q, inputs.query_mask),
+        k=zero_absent(inputs.k, inputs.token_mask),
+        v=zero_absent(inputs.v, inputs.token_mask),
     )
     out, _ = forward(cleaned, **options)
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    wanted = [x for x in inputs[:6] if x is not None and x.requires_grad]
     grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
-    return tuple(next(grads) if x is not None and x.requires_grad else None for x in leaves)
+    return tuple(next(grads) if x is not None and x.requires_grad else None for x in inputs[:6])
 
 
 def attention(inputs: Inputs, **options: Any) -> Tensor:
     """The backend's entry. Options are those of `forward`, with the defaults filled in."""
     if is_exporting():  # exporters trace operations, not autograd functions
         return forward(inputs, **options)[0]
-    return _Attention.apply(options, *inputs)
+    # One tensor may be several inputs, as a mask of tokens and queries often is. Views make the inputs distinct: an
+    # autograd function with repeated inputs breaks the graph of torch.compile, and `_differentiable_backward` needs a
+    # gradient for each input.
+    return _Attention.apply(options, *(None if x is None else x.view_as(x) for x in inputs))

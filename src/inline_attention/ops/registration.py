@@ -1,4 +1,4 @@
-"""How functions that launch kernels become operators of PyTorch. Needs Triton."""
+"""Registers functions that launch kernels as operators of PyTorch. Needs Triton."""
 
 from typing import Any
 

@@ -64,12 +64,8 @@ def run_backward(
             ANCHORED=options.anchored, LAYOUT=layout, BW=tile_columns(width),
             **step_settings("backward", effort, plan, q.dtype),
         )  # fmt: skip
-        return [
-            *grads,
-            grad_local,
-            grad_shares,
-            _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan),
-        ]
+        grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
+        return [*grads, grad_local, grad_shares, grad_offset]
     size = plan.block_keys * plan.block_values + plan.block_keys + 10 * plan.block_values
     parts = split(plan, plan.queries, q.device, rows=height if grad_of_local else 0)
     sums = room(plan.programs, parts.most, size)
@@ -99,12 +95,8 @@ def run_backward(
         LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
         **step_settings("grad", effort, plan, q.dtype),
     )  # fmt: skip
-    return [
-        *grads,
-        grad_local,
-        grad_shares,
-        _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan),
-    ]
+    grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
+    return [*grads, grad_local, grad_shares, grad_offset]
 
 
 def _offset_grad(

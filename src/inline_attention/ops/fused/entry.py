@@ -16,14 +16,12 @@ from .short import Tile, local_tensors, short_op, winning_tile
 
 
 def why_not(x: Tensor) -> str | None:
-    """Why the kernels cannot run on tensors such as x (…, heads, d), or None if they can."""
+    """Why no kernel runs on tensors of x's dtype and device, or None if they do."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels compute in bfloat16, float16 or float32, not in {x.dtype}"
     if not x.is_cuda and not INTERPRETED:
         return f"the kernels run on a GPU, and the inputs are on {x.device}"
-    if x.is_cuda and (reason := gpu.why_not(x.device)):
-        return reason
-    return why_not_widths(x.shape[-1], x.shape[-1], x.device)
+    return gpu.why_not(x.device) if x.is_cuda else None
 
 
 def why_not_widths(key_dim: int, value_dim: int, device: torch.device) -> str | None:
@@ -56,15 +54,15 @@ def attention(
     """The backend's entry. Inputs are checked and defaults filled in.
 
     Args:
-        local_weight: a `LocalSource` only for one launch.
+        local_weight: (B, heads, e, 9), or a `LocalSource` for the kernel of one launch, which makes the weight itself.
         sequences: (images, 4) integers for a packed batch: first token, tokens, height and width of each image.
         shares: the normalised token weight (B, heads, N).
         offset: what is subtracted from the queries, (B, 1, heads, d).
         anchored: the shares are the softmax of the offset's scores. They are computed here.
         feature_map: the kernels' name of φ, `FeatureMap.kernel`.
         grids: (height, width) of the map; of each image's map for a packed batch.
-        tile: takes one launch, with these parameters, and no gradients. Default: one launch where it was measured to
-            win.
+        tile: parameters of the kernel of one launch, which has no gradients. By default that kernel runs only where it
+            was measured to be faster.
     """
     shares, offset = (None if x is None else x.float().contiguous() for x in (shares, offset))
     local = local_tensors(local_weight)
@@ -80,7 +78,7 @@ def attention(
     if tile is not None:
         assert not save, "one launch has no backward"
         return short_op(projections, local, *masks, sequences, shares, offset, *options, list(tile))
-    assert len(local) <= 1, "several launches take the local weight"
+    assert len(local) <= 1, "only the kernel of one launch takes a LocalSource"
     weight = local[0] if local else None
     out, *_ = forward_op(projections, weight, *masks, sequences, shares, offset, *options, save)
     return out

@@ -34,8 +34,12 @@ def anchor_scores(k: Tensor, tensors: Tensors, options: Options, plan: Plan) -> 
 def run_forward(
     projections: Sequence[Tensor], tensors: Tensors, options: Options, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, and what the backward needs: the state, the means of φ(k) − φ(0) and of v, and an anchor's scores
-    and the logarithm of the sum of their exponentials"""
+    """The output (B, Nq, heads, e), and four tensors for the backward, empty where not needed
+
+    - the state S (B, heads, d, e);
+    - the means of φ(k) − φ(0) and of v, (B, heads·(d + e));
+    - an anchor's scores (B, heads, N), and log Σ exp of them (B, heads).
+    """
     q, k, v = unstack(projections)
     local_weight, token_mask, query_mask, sequences, shares, offset = tensors
     plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)

@@ -8,7 +8,6 @@ import triton
 from torch import Tensor
 
 from .. import gpu
-from ..gpu import Parts
 from ..local import Grid
 from . import config
 
@@ -65,19 +64,35 @@ def make_plan(
                 fused, sequences is not None, pairs)  # fmt: skip
 
 
+class Parts(NamedTuple):
+    """How many parts the tokens of a sample are split into."""
+
+    number: int
+    most: int  # how many a kernel adds: a power of two, no less than the number
+
+
 def split(plan: Plan, tokens: int, device: torch.device, *, programs: int | None = None, rows: int = 0) -> Parts:
-    """The parts of the tokens: `programs` for every multiprocessor, and as many as `rows` if there are fewer steps"""
+    """Into how many parts the sums over a sample's tokens are split.
+
+    There are enough parts to give every multiprocessor its programs, up to `most_parts`, and no more than there are
+    steps. No part is longer than `part`, whatever the other limits say.
+
+    Args:
+        tokens: of the longest sample.
+        programs: wanted for each multiprocessor. Default: `state_programs`.
+        rows: the least number of steps to count, for a kernel that also sums over the rows of the map.
+    """
     settings = config.CONFIG
-    return gpu.parts_of(
-        tokens,
-        plan.programs,
-        gpu.limits_of(device).multiprocessors,
-        per_multiprocessor=settings.state_programs if programs is None else programs,
-        step=settings.tokens,
-        longest=settings.part,
-        most=settings.most_parts,
-        least=rows,
-    )
+    wanted = (settings.state_programs if programs is None else programs) * gpu.limits_of(device).multiprocessors
+    most = settings.most_parts
+    while most > 1 and plan.programs * most > wanted:
+        most //= 2
+    while most * settings.part < tokens:
+        most *= 2
+    number = torch.sym_min(most, torch.sym_max(triton.cdiv(tokens, settings.tokens), rows))
+    # A short sequence has few parts, and few are added. A symbolic length keeps the bound, which was found by
+    # comparisons: a plain number for torch.compile, and one compiled kernel for all lengths.
+    return Parts(number, triton.next_power_of_2(number) if isinstance(number, int) else most)
 
 
 class Tiles(NamedTuple):
@@ -110,7 +125,7 @@ def tile_columns(width: int) -> int:
 
 
 def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
-    """A packed batch has as many tiles as its image with the most. Its kernels count the columns of each image."""
+    """The tiles of the outputs. All images of a packed batch get as many as the one that needs the most tiles."""
     if not local:
         rows = config.CONFIG.tokens * config.CONFIG.steps
         return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows, rows)

@@ -46,7 +46,7 @@ if gpu.INTERPRETED:
 
 
 class Win(NamedTuple):
-    """Where the kernel was measured to be faster than the launches of `forward.run_forward`."""
+    """Sizes for which the kernel was measured to be faster than the launches of `forward.run_forward`."""
 
     least_tokens: int
     most_tokens: int
@@ -62,9 +62,9 @@ WINS: dict[tuple[tuple[int, int], int, bool], tuple[Win, ...]] = {}
 
 
 def choose_tile(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> Tile:
-    """A tile for what was not measured: a program for every multiprocessor, where there are enough queries.
+    """A tile for sizes that were not measured. Every multiprocessor gets a program if there are enough queries.
 
-    As in `plan.step_settings`, steps are short where registers or shared memory are.
+    As in `plan.step_settings`, wide heads and float32 take short steps, which registers and shared memory can hold.
     """
     if plan.block_channels > 64:
         tile = Tile(16, 16, 8, 1)
@@ -90,7 +90,7 @@ def winning_tile(
     if config.CONFIG.one_launch:
         plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
         return choose_tile(plan, q.dtype, gpu.limits_of(q.device).multiprocessors)
-    # What was measured
+    # Only these cases were measured.
     if not q.is_cuda or q.dtype == torch.float32 or not local or sequences is not None or q.shape[3] != v.shape[3]:
         return None
     if options.effort(weighted=shares is not None or options.anchored) != "plain":
@@ -151,7 +151,7 @@ def short_op(
     num_prefix_tokens: int,
     tile: Sequence[int],
 ) -> Tensor:
-    """It has no backward. `tile`: the fields of a `Tile`"""
+    """`run` as an operator without a backward. `tile`: the fields of a `Tile`"""
     with gpu.on_device_of(projections[0]):
         tensors = Tensors(None, token_mask, query_mask, sequences, shares, offset)
         options = Options(normalization, feature_map, anchored, scale, grids, num_prefix_tokens)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..feature_maps import add_map_at_zero, feature_map
+from ..reference import LINEAR_EPS
 from .blocks import (
     SIZES,
     accumulate,
@@ -30,8 +31,7 @@ from .blocks import (
 )
 from .local import add_local
 
-# Added to the row sums of vanilla linear attention. As reference.LINEAR_EPS.
-EPS = tl.constexpr(1e-6)
+EPS = tl.constexpr(LINEAR_EPS)  # added to the row sums of vanilla linear attention
 
 
 @triton.jit

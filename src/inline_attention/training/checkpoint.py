@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from inline_attention.training.distributed import Ranks, is_sharded
 from inline_attention.training.ema import WeightAverage
@@ -129,8 +130,6 @@ class Checkpoints:
             "scaler": None if optimizer.scaler is None else optimizer.scaler.state_dict(),
         }
         sharded = is_sharded(model)
-        if not sharded:
-            state["optimizer"] = get_optimizer_state_dict(model, optimizer.inner, options=_WHOLE)
 
         def prepare() -> None:
             self._make_folder()
@@ -144,6 +143,10 @@ class Checkpoints:
             write_synced(unfinished / WEIGHTS, self._weights_file(weights))
             if averaged is not None:
                 write_synced(unfinished / AVERAGE, self._weights_file(averaged))
+            if not sharded:
+                # Not `cpu_offload`, which refuses a dtype among the settings of a parameter group (timm's adafactorbv).
+                whole = get_optimizer_state_dict(model, optimizer.inner)
+                state["optimizer"] = tree_map_only(Tensor, Tensor.cpu, whole)
             write_synced(unfinished / STATE, _pickled(state))
             write_synced(unfinished / MANIFEST, self._manifest(unfinished, state["progress"]))
             self._commit(unfinished, self.folder / name)
@@ -264,9 +267,15 @@ def restore(
 ) -> tuple[Progress, list[str]]:
     """Load an intact checkpoint, which may have been saved with another strategy or number of ranks.
 
-    Returns the progress, and the names of parameters whose moments start at zero: they were frozen before, or had
-    another optimizer.
+    Returns the progress, and the names of parameters without saved moments: they were frozen before, or had another
+    optimizer.
     """
+    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+    shards = checkpoint / SHARDS if (checkpoint / SHARDS).exists() else None
+    fresh = _restore_optimizer(model, optimizer.inner, whole=state.get("optimizer"), shards=shards)
+    if optimizer.scaler is not None and state["scaler"] is not None:
+        optimizer.scaler.load_state_dict(state["scaler"])
+    # After the optimizer: to create its state, torch makes a step of rate 0, which rounds weights in madgrad.
     weights: dict[str, Any] = safetensors.torch.load_file(checkpoint / WEIGHTS)
     set_model_state_dict(model, weights, options=_WHOLE_ON_EACH_RANK)
     if average is not None:
@@ -276,11 +285,6 @@ def restore(
         with torch.no_grad():
             for name, target in average.average.items():
                 target.copy_(_sharded_like(values[name], target))
-    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
-    shards = checkpoint / SHARDS if (checkpoint / SHARDS).exists() else None
-    fresh = _restore_optimizer(model, optimizer.inner, whole=state.get("optimizer"), shards=shards)
-    if optimizer.scaler is not None and state["scaler"] is not None:
-        optimizer.scaler.load_state_dict(state["scaler"])
     return Progress.from_saved(state["progress"]), fresh
 
 
@@ -308,12 +312,9 @@ def _restore_optimizer(
         for group in current["param_groups"]:
             if "step" in group:
                 group["step"] = counts.get(group["params"][0], 0)
-    for name in fresh:
-        states[name] = {
-            key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
-            for key, value in states[name].items()
-        }
     set_optimizer_state_dict(model, optimizer, current)
+    for name in fresh:  # the next step creates their state, as in a new run: some optimizers do not start at zero
+        del optimizer.state[model.get_parameter(name)]
     return fresh
 
 

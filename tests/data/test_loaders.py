@@ -310,6 +310,11 @@ def test_nothing_can_be_read(folder: Path, options: dict[str, bool]) -> None:
 # Files
 
 
+def test_pixels_that_do_not_fit_in_memory(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"24 images need [\d,]+ GiB of memory; set data\.in_memory=false"):
+        open_data(config(folder, in_memory=True, augment=False, img_size=10**7))
+
+
 def test_files_keep_their_order(folder: Path) -> None:
     paths = sorted((folder / "val").rglob("*.png"), reverse=True)
     loader = open_files(paths, config=config("unused", max_broken=1))

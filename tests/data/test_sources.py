@@ -127,7 +127,7 @@ def test_more_ranks_than_images(make_folder: MakeFolder) -> None:
         open_data(config(root), world_size=4)
     (root / "train" / "cat" / "001.png").unlink()
     (root / "train" / "cat" / "002.png").unlink()
-    with pytest.raises(ValueError, match="mixup mixes pairs and needs an even number"):
+    with pytest.raises(ValueError, match="mixup mixes pairs; choose an even"):
         open_data(config(root, mixup=0.8))
 
 

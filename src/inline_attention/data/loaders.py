@@ -371,8 +371,8 @@ def _warn_of_unseen(val: Source) -> None:
 def _check_even(batch_size: int, config: DataConfig) -> None:
     if config.mixes and batch_size % 2:
         raise ValueError(
-            f"data.batch_size is {batch_size}; mixup mixes pairs and needs an even number "
-            "(or set data.mixup and data.cutmix to 0)"
+            f"a batch has {batch_size} image(s), and mixup mixes pairs; choose an even data.batch_size, not above the "
+            "number of training images, or set data.mixup=0 data.cutmix=0"
         )
 
 

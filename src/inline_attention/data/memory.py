@@ -1,5 +1,6 @@
 """Small data sets in memory: decoded once and kept as uint8."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -86,7 +87,14 @@ class PixelStore:
         self.samples = np.asarray(samples)  # ascending
         self.readable = np.zeros(len(samples), dtype=bool)
         self.skipped: list[SkippedImage] = []
-        self._images = torch.zeros((len(samples), config.in_chans, *config.size), dtype=torch.uint8)
+        shape = (len(samples), config.in_chans, *config.size)
+        try:
+            self._images = torch.zeros(shape, dtype=torch.uint8)
+        except RuntimeError as error:  # out of memory
+            size = math.prod(shape) / 2**30
+            raise ValueError(
+                f"{len(samples)} images need {size:,.0f} GiB of memory; set data.in_memory=false"
+            ) from error
         self._targets = as_targets(source.labels[self.samples])
         for batch in loader.batches(0, 0):
             rows = np.searchsorted(self.samples, batch.sample_ids.numpy())

@@ -117,8 +117,8 @@ class ScheduleConfig:
             check_setting(f"schedule.{name}", value, value is None or value >= 0, "0 or more")
         if self.steps is None and self.warmup_steps is None and self.warmup_epochs > self.epochs:
             raise ValueError(
-                f"schedule.warmup_epochs={self.warmup_epochs}: expected 0 to schedule.epochs={self.epochs}; "
-                "give a shorter warm-up with fewer epochs"
+                f"schedule.warmup_epochs={self.warmup_epochs:g} exceeds schedule.epochs={self.epochs}; "
+                "shorten the warm-up, or train longer"
             )
         check_setting("schedule.drop_epochs", self.drop_epochs, self.drop_epochs > 0, "a positive number")
         check_setting(
@@ -139,8 +139,8 @@ class ScheduleConfig:
         steps = int(self.warmup_epochs * steps_per_epoch) if self.warmup_steps is None else self.warmup_steps
         if steps > length:
             raise ValueError(
-                f"a warm-up of {steps} updates in a run of {length}: give a shorter schedule.warmup_steps (or "
-                "schedule.warmup_epochs)"
+                f"the warm-up has {steps} updates and the run {length}; lower schedule.warmup_steps or "
+                "schedule.warmup_epochs"
             )
         return steps
 
@@ -317,7 +317,7 @@ def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str,
 def read_yaml(text: str, name: str) -> dict[str, Any]:
     try:
         values = settings.parse_yaml(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{name}: expected `section: {{key: value}}`, got {type(values).__name__}")

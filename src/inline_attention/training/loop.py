@@ -104,8 +104,8 @@ class Trainer:
         self.steps_per_epoch = self.data.train.steps_per_epoch // config.optim.accumulate
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"optim.accumulate={config.optim.accumulate}: an epoch has {self.data.train.steps_per_epoch} batches "
-                "of that size; lower optim.accumulate or data.batch_size"
+                f"optim.accumulate={config.optim.accumulate}: an epoch has only {self.data.train.steps_per_epoch} "
+                f"batches of {batch_size} images; lower optim.accumulate or data.batch_size"
             )
         self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
         self.total_epochs = -(-self.schedule.total_steps // self.steps_per_epoch)  # the last one may be shorter
@@ -160,8 +160,10 @@ class Trainer:
                 result = self.evaluate_epoch()
                 if self.stops_early:
                     self.save()
-                    best = f"epoch {progress.best_epoch} remains the best"
-                    self.reporter.note(f"{progress.stale} evaluations without a better result: the run ends; {best}")
+                    best = f"the best is epoch {progress.best_epoch}"
+                    self.reporter.note(
+                        f"early stop: no better result in the last {progress.stale} evaluation(s); {best}"
+                    )
                     progress.epoch, progress.step = progress.epoch + 1, 0
                     break
             progress.epoch, progress.step = progress.epoch + 1, 0

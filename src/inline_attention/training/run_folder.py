@@ -125,7 +125,10 @@ def claim_folder(
 
     files: further files, by name. Only rank 0 calls this, after everything else was checked.
     """
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_output(plan.folder, error) from error
     _take(lock)  # `check_plan` has locked a folder that existed
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
     for name, content in (files or {}).items():
@@ -161,11 +164,19 @@ def _read_starts(path: Path, *, notify: Callable[[str], None]) -> list[Any]:
 
 
 def _take(lock: FileLock) -> None:
-    if not lock.take():
+    try:
+        taken = lock.take()
+    except OSError as error:
+        raise _no_output(lock.path.parent, error) from error
+    if not taken:
         raise ValueError(
             f"another process (PID {lock.holder()}) trains in {lock.path.parent}: "
             "wait for it, stop it, or give another --output"
         )
+
+
+def _no_output(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"the run folder {folder} cannot be written ({error.strerror}); give another --output")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

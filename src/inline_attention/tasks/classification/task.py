@@ -76,6 +76,9 @@ class Classification(Task):
         self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
         several = self.data.multi_label
+        if self.data.num_classes == 1 and not several:
+            name = self.data.class_names[0]
+            raise ValueError(f"{data.path!r} has one class, {name!r}: a classifier needs two or more")
         if several:
             self.headline, self.summary_figures = Headline("map", "mAP"), ("map", "f1_micro", "f1_macro")
         loss = ClassifierLoss(

@@ -117,8 +117,8 @@ def test_workers_can_be_spawned(folder: Path) -> None:
     import pickle
 
     from inline_attention.data.dataset import TrainDataset
+    from inline_attention.data.factory import open_source
     from inline_attention.data.sampler import SampleKey
-    from inline_attention.data.sources import open_source
 
     samples = TrainDataset(open_source(config(folder), "train"), config=config(folder), seed=0)
     copy = pickle.loads(pickle.dumps(samples))

@@ -13,7 +13,8 @@ from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data
 from inline_attention.data.dataset import load_image
-from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource, open_source
+from inline_attention.data.factory import open_source
+from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource
 
 MakeFolder = Callable[..., Path]
 

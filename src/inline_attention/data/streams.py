@@ -19,6 +19,7 @@ from PIL import Image
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from inline_attention.data.archives import check_tar_end
 from inline_attention.data.collate import RawBatch, Sample, collate
 from inline_attention.data.config import DataConfig
 from inline_attention.data.dataset import MAX_REPLACEMENTS, Augment, transform_errors
@@ -26,7 +27,7 @@ from inline_attention.data.decode import UnreadableImage, decode_image, reason
 from inline_attention.data.sampler import fit_batch_size
 from inline_attention.data.seeding import derive_seed, restored_generators
 from inline_attention.data.skipped import SkippedImage
-from inline_attention.data.sources import check_tar_end, label_map
+from inline_attention.data.sources import label_map
 from inline_attention.data.transforms import eval_transform
 from inline_attention.data.workers import identity, loader_arguments, raise_error, shut_down
 

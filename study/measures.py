@@ -26,7 +26,7 @@ from inline_attention.data import EvalLoader, open_eval_data
 from inline_attention.environment import describe_environment
 from inline_attention.models import create_model
 from inline_attention.tasks.classification.classifier import load_classifier
-from inline_attention.training.run_folder import write_atomically
+from inline_attention.training.files import write_atomically
 from study.grid import DATASETS, Run
 from study.intervals import bootstrap
 from study.results import ANALYSIS, SPEED, run_folders

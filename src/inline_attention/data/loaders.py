@@ -130,7 +130,7 @@ class Data:
     val: EvalLoader[RawBatch, Batch]
     class_names: list[str]
     in_chans: int
-    table: ImageTable | None = None  # splits made for a folder without any; None: the data have their own
+    table: ImageTable | None = None  # labels and splits of a folder without split folders
     class_counts: list[int] | None = None  # number of training images per class; None for streams
     train_images: int | None = None  # None for streams
 

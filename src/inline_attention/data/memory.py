@@ -18,7 +18,7 @@ from inline_attention.data.decode import UnreadableImage
 from inline_attention.data.sampler import EvalBatchSampler, SampleKey, TrainBatchSampler, replacement
 from inline_attention.data.skipped import SkippedImage
 from inline_attention.data.sources import Label, Source, label_at
-from inline_attention.data.workers import WorkerLoader, identity
+from inline_attention.data.workers import BatchLoader, WorkerLoader, identity
 
 _READ_BATCH = 64  # batch size of the workers that fill the memory
 
@@ -116,7 +116,7 @@ class PixelStore:
         self._images, self._targets = self._images.to(device), self._targets.to(device)
 
 
-class TrainMemoryLoader:
+class TrainMemoryLoader(BatchLoader[RawBatch]):
     """Training batches from memory, either augmented on the device of the pixels or not augmented."""
 
     def __init__(
@@ -158,11 +158,8 @@ class TrainMemoryLoader:
     def to(self, device: torch.device) -> None:
         self._store.to(device)
 
-    def close(self) -> None:
-        pass
 
-
-class EvalMemoryLoader:
+class EvalMemoryLoader(BatchLoader[RawBatch]):
     """Evaluation batches from memory."""
 
     def __init__(self, store: PixelStore, *, batch_size: int) -> None:
@@ -175,6 +172,3 @@ class EvalMemoryLoader:
 
     def to(self, device: torch.device) -> None:
         self._store.to(device)
-
-    def close(self) -> None:
-        pass

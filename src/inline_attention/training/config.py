@@ -102,7 +102,7 @@ class ScheduleConfig:
     cooldown_epochs: int = 0  # epochs at min_lr, after `epochs`
     power: float = 1.0  # poly schedule
     drop_epochs: float = 30  # step schedule: epochs between two drops
-    drop_at: tuple[float, ...] = ()  # step schedule: drops at these epochs (or steps) instead
+    drop_at: tuple[float, ...] = ()  # step schedule: drop at these epochs instead (at these updates if `steps` is set)
     drop_factor: float = 0.1  # step and plateau schedules: the rate after a drop, relative to the one before
     patience: int = 5  # plateau schedule: evaluations without a better result before a drop
     falling_share: float = 0.2  # wsd schedule: share of the run, at its end, in which the rate falls
@@ -173,7 +173,9 @@ class RunConfig:
     """How updates are computed."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
-    compile: bool = False  # `inline_attention.optimize`: at the first step; with CUDA graphs on one GPU
+    compile: bool = (
+        False  # compile the model at the first step (`inline_attention.optimize`), on one GPU with CUDA graphs
+    )
     channels_last: bool = False  # memory layout of images and convolutions: faster for models with many convolutions
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied

@@ -71,7 +71,7 @@ def train(plan: Plan) -> Outcome:
 
 
 def settle(plan: Plan, ranks: Ranks, reporter: Reporter) -> Plan:
-    """The plan, with values for the settings that are chosen from the data."""
+    """Return the plan with values for the settings in `from_data`."""
     config = plan.config
     if not config.from_data:
         return plan
@@ -97,7 +97,7 @@ class Trainer:
         reporter.headline = self.task.headline
         batch_size = self.data.train.batch_size
         if batch_size != config.data.batch_size:
-            reporter.note(f"data.batch_size={config.data.batch_size} lowered to {batch_size}: there are no more images")
+            reporter.note(f"data.batch_size={config.data.batch_size} lowered to {batch_size}: there are too few images")
             config = self.config = dataclasses.replace(
                 config, data=dataclasses.replace(config.data, batch_size=batch_size)
             )
@@ -203,7 +203,7 @@ class Trainer:
 
     @property
     def steps_in_epoch(self) -> int:
-        """Updates of this epoch. A schedule in steps may end inside the last one."""
+        """Updates in this epoch. A schedule in steps may end inside the last epoch."""
         return min(self.steps_per_epoch, self.schedule.total_steps - self.progress.epoch * self.steps_per_epoch)
 
     @property
@@ -240,7 +240,7 @@ class Trainer:
         self.meter.add(total, norm, bad=~checked.isfinite(), parts=parts)
 
     def rate(self, position: int) -> float:
-        """The learning rate of an update of this epoch."""
+        """The learning rate of the update at this position of the schedule."""
         return self.schedule.rate(position, plateaus=self.progress.plateaus)
 
     def call_model(self, *inputs: Any) -> Any:

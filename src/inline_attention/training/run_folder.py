@@ -11,9 +11,10 @@ from typing import Any
 
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
-from inline_attention.training.checkpoint import find_damage, list_checkpoints, write_synced
+from inline_attention.training.checkpoint import find_damage, list_checkpoints
 from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
+from inline_attention.training.files import write_atomically
 from inline_attention.training.lock import FileLock
 from inline_attention.training.task import Task
 
@@ -177,17 +178,6 @@ def _take(lock: FileLock) -> None:
 
 def _no_output(folder: Path, error: OSError) -> ValueError:
     return ValueError(f"the run folder {folder} cannot be written ({error.strerror}); give another --output")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: a kill at any moment leaves the old or the new content."""
-    unfinished = path.with_name(f".{path.name}.saving")
-    try:
-        write_synced(unfinished, content)
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def _resume_source(path: Path) -> tuple[Path, Path | None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import training_runs as _runs
+from matplotlib.figure import Figure
 from PIL import Image
 
 from inline_attention.tasks.classification.config import load_config
@@ -219,6 +220,18 @@ def test_curves(tmp_path: Path) -> None:
     for name in ("curves.png", "empty.png"):
         assert np.asarray(Image.open(tmp_path / name).convert("L")).std() > 5  # something was drawn
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_names_in_a_script_that_the_font_lacks(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    def draw(path: Path) -> None:
+        figure = Figure()
+        figure.suptitle("\u732b")  # cat
+        plots.save_figure(figure, path)
+
+    with reporter(tmp_path) as report:
+        report.write_files({"name.png": draw})
+    assert (tmp_path / "name.png").exists()
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
 def test_summary_is_json(tmp_path: Path) -> None:

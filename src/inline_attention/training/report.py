@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -130,7 +131,9 @@ class Reporter(AbstractContextManager["Reporter"]):
             return
         for name, write in {CURVES: self._draw_curves, **files}.items():
             try:
-                self._try(name, partial(write, self.folder / name))
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="Glyph")  # class names in a script that the font lacks
+                    self._try(name, partial(write, self.folder / name))
             except ImportError:
                 self.note(f"no {name}: matplotlib is not installed (pip install 'inline-attention[train]')")
 

@@ -23,8 +23,9 @@ from inline_attention.printing import table
 from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.tasks.linearization.stages import STUDENT
+from inline_attention.training.files import write_atomically
 from inline_attention.training.report import SUMMARY
-from inline_attention.training.run_folder import CHECKPOINTS, write_atomically
+from inline_attention.training.run_folder import CHECKPOINTS
 from study import grid
 from study.expansion import TEACHER
 from study.grid import SEEDS, command_line

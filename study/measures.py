@@ -25,7 +25,7 @@ from inline_attention.bench.timing import Effort, Timing
 from inline_attention.data import EvalLoader
 from inline_attention.environment import describe_environment
 from inline_attention.models import create_model
-from inline_attention.training.run_folder import write_atomically
+from inline_attention.training.files import write_atomically
 from study.ablation import ablate, open_model
 from study.grid import DATASETS, Run
 from study.intervals import bootstrap

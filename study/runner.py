@@ -19,9 +19,10 @@ from typing import IO, Any
 from inline_attention.data import open_data
 from inline_attention.data.streams import is_stream
 from inline_attention.tasks.classification.config import load_config
+from inline_attention.training.files import write_atomically
 from inline_attention.training.lock import FileLock
 from inline_attention.training.report import METRICS, SUMMARY
-from inline_attention.training.run_folder import LOCK, write_atomically
+from inline_attention.training.run_folder import LOCK
 from inline_attention.training.signals import STOP_SIGNALS
 from study.grid import DATASETS, RECIPE, Run, command_line, parse_name
 

@@ -40,7 +40,7 @@ def test_greyscale_statistics() -> None:
         ({"std": [0.5, 0.0, 0.5]}, r"data\.std is .* expected positive"),
         ({"interpolation": "cubic"}, r"data\.interpolation is 'cubic'; expected one of nearest"),
         ({"batch_size": 0}, r"data\.batch_size is 0"),
-        ({"batch_size": 5}, r"data\.batch_size is 5; mixup mixes pairs"),
+        ({"batch_size": 5}, r"a batch has 5 image\(s\), and mixup mixes pairs"),
         ({"workers": -1}, r"data\.workers is -1"),
         ({"scale": [1.0, 0.5]}, r"data\.scale is \[1\.0, 0\.5\]; expected \[low, high\]"),
         ({"hflip": 1.5}, r"data\.hflip is 1\.5; expected a probability"),

@@ -117,8 +117,8 @@ def test_workers_can_be_spawned(folder: Path) -> None:
     import pickle
 
     from inline_attention.data.dataset import TrainDataset
+    from inline_attention.data.factory import open_source
     from inline_attention.data.sampler import SampleKey
-    from inline_attention.data.sources import open_source
 
     samples = TrainDataset(open_source(config(folder), "train"), config=config(folder), seed=0)
     copy = pickle.loads(pickle.dumps(samples))
@@ -308,6 +308,11 @@ def test_nothing_can_be_read(folder: Path, options: dict[str, bool]) -> None:
 
 
 # Files
+
+
+def test_pixels_that_do_not_fit_in_memory(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"24 images need [\d,]+ GiB of memory; set data\.in_memory=false"):
+        open_data(config(folder, in_memory=True, augment=False, img_size=10**7))
 
 
 def test_files_keep_their_order(folder: Path) -> None:

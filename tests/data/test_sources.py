@@ -13,7 +13,8 @@ from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data
 from inline_attention.data.dataset import load_image
-from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource, open_source
+from inline_attention.data.factory import open_source
+from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource
 
 MakeFolder = Callable[..., Path]
 
@@ -127,7 +128,7 @@ def test_more_ranks_than_images(make_folder: MakeFolder) -> None:
         open_data(config(root), world_size=4)
     (root / "train" / "cat" / "001.png").unlink()
     (root / "train" / "cat" / "002.png").unlink()
-    with pytest.raises(ValueError, match="mixup mixes pairs and needs an even number"):
+    with pytest.raises(ValueError, match="mixup mixes pairs; choose an even"):
         open_data(config(root, mixup=0.8))
 
 

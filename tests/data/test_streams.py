@@ -283,6 +283,8 @@ def test_sixteen_bits_are_scaled(tmp_path: Path) -> None:
 
 
 def test_errors(shards: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder '.*nowhere'"):
+        open_data(config(shards / "nowhere"))
     with pytest.raises(ValueError, match=r"does not say how many classes it has; set data\.num_classes"):
         open_data(config(shards, num_classes=None))
     with pytest.raises(

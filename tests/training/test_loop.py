@@ -99,7 +99,7 @@ def test_channels_last_trains_alike_and_resumes(tmp_path: Path) -> None:
 def test_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = run_fixed(tmp_path / "run", "schedule.early_stop=2", "checkpoint.every_epochs=100").summary
     assert (summary["epochs"], summary["best_top1"], summary["best_epoch"], summary["val_top1"]) == (4, 30.0, 2, 30.0)
-    assert "2 evaluations without a better result: the run ends; epoch 2 remains the best" in capsys.readouterr().out
+    assert "early stop: no better result in the last 2 evaluation(s); the best is epoch 2" in capsys.readouterr().out
     assert (tmp_path / "run" / "checkpoints" / "step-00000020").is_dir()  # the last state is saved
     patient = run_fixed(tmp_path / "patient", "schedule.early_stop=4").summary
     assert (patient["epochs"], patient["best_epoch"]) == (8, 6)
@@ -366,6 +366,8 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
     assert _runs.metrics(tmp_path / "run", "eval")[0]["val_images"] == 15
     assert _runs.weights(tmp_path / "run")["head.weight"].shape[0] == 3
 
+    with pytest.raises(ValueError, match="has one class, 'class0': a classifier needs two or more"):
+        run(tmp_path / "one", *small, data=str(write_images(tmp_path / "single", classes=1)))
     other = write_images(tmp_path / "two", classes=2)
     with pytest.raises(ValueError, match=r"step-00000003 has 3 classes, the data 2: .*model.reset_head=true"):
         run(tmp_path / "run", *small, data=str(other), resume="auto")
@@ -379,7 +381,7 @@ def test_own_images_and_classes(folder_of_images: Path, tmp_path: Path) -> None:
         run(tmp_path / "run", *small, "model.name=inline_deit_small", data=str(folder_of_images), resume="auto")
     with pytest.raises(ValueError, match="was trained with depth=3, this run has depth=2"):
         run(tmp_path / "run", *small, "model.kwargs.depth=2", data=str(folder_of_images), resume="auto")
-    with pytest.raises(ValueError, match=r"optim.accumulate=4: an epoch has 3 batches"):
+    with pytest.raises(ValueError, match=r"optim.accumulate=4: an epoch has only 3 batches of 8 images"):
         run(tmp_path / "new", *small, "optim.accumulate=4", data=str(folder_of_images))
 
 
@@ -594,6 +596,14 @@ def test_resume_keeps_the_settings_of_the_run(tmp_path: Path) -> None:
         plan_run(resume=str(damaged))
     with pytest.raises(ValueError, match=r"no checkpoint in .* is intact"):
         run(tmp_path / "run", "schedule.epochs=1", "data.batch_size=64", resume="auto")
+
+
+@pytest.mark.parametrize("name", ["file/run", "run"])
+def test_a_run_folder_that_cannot_be_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / ".lock").mkdir(parents=True)  # cannot be opened, even by root
+    with pytest.raises(ValueError, match=r"the run folder .*run cannot be written \(.+\); give another --output"):
+        run(tmp_path / name)
 
 
 def test_no_data_no_device_and_no_package(tmp_path: Path) -> None:

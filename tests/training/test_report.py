@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import training_runs as _runs
+from matplotlib.figure import Figure
 from PIL import Image
 
 from inline_attention.tasks.classification.config import load_config
 from inline_attention.tasks.classification.task import Classification
 from inline_attention.training import plots
-from inline_attention.training.report import Reporter, wandb_id
+from inline_attention.training.report import Reporter, read_records, wandb_id
 
 
 def reporter(folder: Path, *overrides: str, active: bool = True) -> Reporter:
@@ -36,8 +37,8 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     with reporter(tmp_path, "log.tensorboard=false") as report:
         report.start(total_updates=10, done_updates=2)
         report.record(record(3, loss=float("nan")))
-        assert [r["update"] for r in report.records()] == [1, 2, 3]
-        assert report.records()[-1]["loss"] is None
+        assert [r["update"] for r in read_records(report.folder)] == [1, 2, 3]
+        assert read_records(report.folder)[-1]["loss"] is None
     # They are repeated from there on, but nothing that was recorded is thrown away.
     aside = (tmp_path / "metrics-aside.jsonl").read_text().splitlines()
     assert json.loads(aside[0]) == record(3)
@@ -64,7 +65,7 @@ def test_a_record_without_its_newline_stays_a_record(tmp_path: Path) -> None:
     with reporter(tmp_path, "log.tensorboard=false") as report:
         report.start(total_updates=10, done_updates=1)
         report.record(record(2))
-        assert [r["update"] for r in report.records()] == [1, 2]
+        assert [r["update"] for r in read_records(report.folder)] == [1, 2]
 
 
 def test_a_run_that_continues_has_no_summary(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_full_disk_costs_only_lines_of_the_report(tmp_path: Path, capsys: pyte
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         report.record(record(40))
-        updates = [r["update"] for r in report.records()]
+        updates = [r["update"] for r in read_records(report.folder)]
         report.write_files({})
     assert updates[0] == 1
     assert updates[-1] == 40
@@ -187,7 +188,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: 
             report.start(total_updates=2, done_updates=0)
             report.note("hello")
             report.record(record(1))
-            assert len(report.records()) == 1
+            assert len(read_records(report.folder)) == 1
         monkeypatch.undo()
 
 
@@ -219,6 +220,18 @@ def test_curves(tmp_path: Path) -> None:
     for name in ("curves.png", "empty.png"):
         assert np.asarray(Image.open(tmp_path / name).convert("L")).std() > 5  # something was drawn
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_names_in_a_script_that_the_font_lacks(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    def draw(path: Path) -> None:
+        figure = Figure()
+        figure.suptitle("\u732b")  # cat
+        plots.save_figure(figure, path)
+
+    with reporter(tmp_path) as report:
+        report.write_files({"name.png": draw})
+    assert (tmp_path / "name.png").exists()
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
 def test_summary_is_json(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_lengths_in_steps_or_epochs(length: str, warmup: str, drops: str, steps:
 
 def test_lengths_that_cannot_work() -> None:
     short = load_config("inline_deit_tiny", overrides=["schedule.steps=300", "schedule.warmup_steps=500"])
-    with pytest.raises(ValueError, match="a warm-up of 500 updates in a run of 300"):
+    with pytest.raises(ValueError, match="the warm-up has 500 updates and the run 300"):
         short.build_schedule(steps_per_epoch=10, world_size=1)
     with pytest.raises(ValueError, match=r"schedule.drop_at=\[11.0, 8.0\]: expected ascending"):
         load_config("inline_deit_tiny", overrides=["schedule.drop_at=[11, 8]"])

@@ -24,9 +24,9 @@ from inline_attention.tasks.linearization.comparison import compare_outputs
 from inline_attention.tasks.linearization.stages import DISTILL, MATCH, LinearizationPlan
 from inline_attention.tasks.linearization.task import data_for, load_teacher, make_student
 from inline_attention.training.distributed import Ranks, rank_device
+from inline_attention.training.files import write_atomically
 from inline_attention.training.loop import choose_precision
 from inline_attention.training.report import read_records
-from inline_attention.training.run_folder import write_atomically
 
 from .break_even import break_even, time_sizes
 from .model import Candidate, compare, default_modes, in_precision, inference_step

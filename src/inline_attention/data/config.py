@@ -54,13 +54,14 @@ class LoaderConfig:
 class DataConfig(LoaderConfig):
     """The source of the images and their transforms. The defaults are those of the published training.
 
-    `path` is "digits" (embedded) or a folder: class folders with or without splits, labels.csv, zip or tar layout.
-    "hfds/NAME" is a Hugging Face dataset, "wds/FOLDER" WebDataset shards, and "tfds/NAME" a TensorFlow dataset.
+    `path` is "digits" (embedded), or a folder. The folder holds class folders, with or without splits, or a labels.csv,
+    or zip or tar files. "hfds/NAME" is a Hugging Face dataset, "wds/FOLDER" WebDataset shards, and "tfds/NAME" a
+    TensorFlow dataset.
     """
 
     path: str = "digits"
-    labels: bool = True  # false: use a folder's images at any depth and ignore the folder names
-    split_file: str | None = None  # a folder without splits: the table with file, label and split, as runs write it
+    labels: bool = True  # false: take all images below the folder, and ignore the names of their folders
+    split_file: str | None = None  # a folder without splits: a table of them, such as the split.csv of a run
     val_share: float = 0.2  # a folder without splits: the share of each class for validation
     train_share: float = 1.0  # train on this share of the images, evenly spaced over the split; not for streams
     num_classes: int | None = None  # required for WebDataset shards, which do not list their classes

@@ -1,5 +1,6 @@
 """Small data sets in memory: decoded once and kept as uint8."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from inline_attention.data.decode import UnreadableImage
 from inline_attention.data.sampler import EvalBatchSampler, SampleKey, TrainBatchSampler, replacement
 from inline_attention.data.skipped import SkippedImage
 from inline_attention.data.sources import Label, Source, label_at
-from inline_attention.data.workers import WorkerLoader, identity
+from inline_attention.data.workers import BatchLoader, WorkerLoader, identity
 
 _READ_BATCH = 64  # batch size of the workers that fill the memory
 
@@ -86,7 +87,14 @@ class PixelStore:
         self.samples = np.asarray(samples)  # ascending
         self.readable = np.zeros(len(samples), dtype=bool)
         self.skipped: list[SkippedImage] = []
-        self._images = torch.zeros((len(samples), config.in_chans, *config.size), dtype=torch.uint8)
+        shape = (len(samples), config.in_chans, *config.size)
+        try:
+            self._images = torch.zeros(shape, dtype=torch.uint8)
+        except RuntimeError as error:  # out of memory
+            size = math.prod(shape) / 2**30
+            raise ValueError(
+                f"{len(samples)} images need {size:,.0f} GiB of memory; set data.in_memory=false"
+            ) from error
         self._targets = as_targets(source.labels[self.samples])
         for batch in loader.batches(0, 0):
             rows = np.searchsorted(self.samples, batch.sample_ids.numpy())
@@ -108,7 +116,7 @@ class PixelStore:
         self._images, self._targets = self._images.to(device), self._targets.to(device)
 
 
-class TrainMemoryLoader:
+class TrainMemoryLoader(BatchLoader[RawBatch]):
     """Training batches from memory, either augmented on the device of the pixels or not augmented."""
 
     def __init__(
@@ -150,11 +158,8 @@ class TrainMemoryLoader:
     def to(self, device: torch.device) -> None:
         self._store.to(device)
 
-    def close(self) -> None:
-        pass
 
-
-class EvalMemoryLoader:
+class EvalMemoryLoader(BatchLoader[RawBatch]):
     """Evaluation batches from memory."""
 
     def __init__(self, store: PixelStore, *, batch_size: int) -> None:
@@ -167,6 +172,3 @@ class EvalMemoryLoader:
 
     def to(self, device: torch.device) -> None:
         self._store.to(device)
-
-    def close(self) -> None:
-        pass

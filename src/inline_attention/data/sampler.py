@@ -44,7 +44,7 @@ class EpochBatchSampler(Sampler[list[KeyT]]):
 
 
 class EqualBatchSampler(EpochBatchSampler[KeyT]):
-    """A sampler of training: every epoch has `steps` batches of `batch_size` samples on each rank."""
+    """A batch sampler for training: an epoch has `steps` batches of `batch_size` samples on every rank."""
 
     batch_size: int
     steps: int

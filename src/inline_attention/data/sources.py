@@ -1,16 +1,11 @@
 """Sources give random access to encoded images and their labels, before decoding.
 
 A source knows its class names. It checks the data when it is opened, so that errors are raised before a run starts.
-Streams (WebDataset, TensorFlow datasets) have no random access; see `streams`.
+Archives are in `archives`. Streams (WebDataset, TensorFlow datasets) have no random access; see `streams`.
 """
 
-import io
 import logging
 import os
-import struct
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,16 +13,13 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 from PIL import Image
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from inline_attention.data.config import MAX_CLASSES, DataConfig
-from inline_attention.data.decode import MAX_BYTES, UnreadableImage, open_file
+from inline_attention.data.decode import open_file
 
 IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
-
-HELD_OUT = 10  # in a folder without splits and labels, one image in this many is for validation
 
 _logger = logging.getLogger(__name__)
 
@@ -49,69 +41,6 @@ class Source(Protocol):
 
     def path(self, index: int) -> str:
         """The name of the image in messages."""
-
-
-def open_source(config: DataConfig, split: str) -> Source:
-    """Open one split of a data set with random access. Raises ValueError if something is wrong with it."""
-    if config.path == "digits":
-        return DigitsSource(split)
-    if config.path.startswith("hfds/"):
-        return HuggingFaceSource(config.path.removeprefix("hfds/"), split, config=config)
-    root = Path(config.path)
-    if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        raise ValueError(
-            f"data path {config.path!r} {what}; expected a folder with the splits "
-            f"{config.train_split!r} and {config.val_split!r}, or digits, hfds/NAME, wds/FOLDER, tfds/NAME"
-        )
-    folder, archive, tar = root / split, root / f"{split}.zip", root / f"{split}.tar"
-    if not config.labels and (paths := _unlabelled(config, split)):
-        return FilesSource(paths)
-    if archive.is_file():
-        return ZipSource(archive, root / f"{split}_map.txt", names_from=root / f"{config.train_split}_map.txt")
-    if tar.is_file() or any(folder.glob("*.tar")):
-        return TarSource(tar if tar.is_file() else folder)
-    if folder.is_dir():
-        return FolderSource(folder)
-    there = sorted({p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)})
-    alone = root / config.train_split
-    divided = f" A validation split is made for --data {alone}." if split == config.val_split and alone.is_dir() else ""
-    raise ValueError(
-        f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
-        f"Name the splits with data.train_split and data.val_split (inline eval: --split).{divided}"
-    )
-
-
-def _unlabelled(config: DataConfig, split: str) -> list[Path]:
-    """The images of a split at any depth, without labels. Empty if the split is an archive or missing.
-
-    A folder without splits is divided: every tenth image is for validation.
-    """
-    root = Path(config.path)
-    if (root / split).is_dir():
-        return find_images([root / split])
-    names = (config.train_split, config.val_split)
-    if any((root / f"{name}{ending}").exists() for name in names for ending in ("", ".zip", ".tar")):
-        return []
-    paths = find_images([root])
-    is_val = split == config.val_split
-    return [path for number, path in enumerate(paths) if (number % HELD_OUT == 0) == is_val]
-
-
-def _is_split(path: Path) -> bool:
-    return (path.is_dir() or path.suffix in (".zip", ".tar")) and not path.name.startswith(".")
-
-
-def check_same_classes(train: Source, val: Source, *, train_split: str, val_split: str) -> None:
-    if train.class_names == val.class_names or not (train.named and val.named):
-        return
-    only_train = sorted(set(train.class_names) - set(val.class_names), key=natural_key)
-    only_val = sorted(set(val.class_names) - set(train.class_names), key=natural_key)
-    raise ValueError(
-        f"splits {train_split!r} and {val_split!r} have different classes: "
-        f"only in {train_split!r}: {list_some(only_train)}; only in {val_split!r}: {list_some(only_val)}. "
-        "Both need the same classes"
-    )
 
 
 def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
@@ -231,122 +160,6 @@ class FilesSource(PathSource):
         super().__init__("", map(str, paths))
         self.class_names = []
         self.labels = np.zeros(len(self), dtype=np.int64)
-
-
-class ZipSource:
-    """The layout of the official code: `train.zip` and `train_map.txt` with "relative/path<TAB>label" lines.
-
-    Class names are the folder names in `names_from`, the map of the training split, since the official val.zip has no
-    folders. If a label has no folder, or more than one, the label numbers are the names.
-    """
-
-    def __init__(self, archive: Path, map_file: Path, *, names_from: Path) -> None:
-        named_by = names_from if names_from.is_file() else map_file
-        paths, labels = _read_map(named_by)
-        count = int(labels.max()) + 1
-        self.class_names, self.named = _folder_names(paths, labels, count=count)
-        if named_by == names_from:
-            check_every_class_has_images(labels, self.class_names, where=repr(str(names_from)))
-        if named_by != map_file:
-            paths, labels = _read_map(map_file, num_classes=count)
-        try:
-            with zipfile.ZipFile(archive) as opened:
-                members = {member.filename: member for member in opened.infolist()}
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"{str(archive)!r} is not a readable zip file: {error}") from error
-        missing = [path for path in paths if path not in members]
-        if missing:
-            what = f"{len(missing)} of {len(paths)} images of the map are not in {str(archive)!r}"
-            raise ValueError(f"{what}: {list_some(missing)}")
-        chosen = [members[path] for path in paths]
-        readable = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-        if any(member.compress_type not in readable or member.flag_bits & 1 for member in chosen):
-            raise ValueError(f"{str(archive)!r} is encrypted or neither stored nor deflated; pack it again")
-        # Arrays instead of a ZipFile, which would hold an object per image in every worker.
-        self._offsets = np.array([member.header_offset for member in chosen])
-        self._packed_sizes = np.array([member.compress_size for member in chosen])
-        self._sizes = np.array([member.file_size for member in chosen])
-        self._checksums = np.array([member.CRC for member in chosen])
-        self._deflated = np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in chosen])
-        self._paths, self.labels, self._archive = PackedStrings(paths), labels, str(archive)
-        self._opened: tuple[int, BinaryIO] | None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def read(self, index: int) -> tuple[BinaryIO, int]:
-        # Processes must not share a file handle: its position is shared too.
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), open(self._archive, "rb"))  # noqa: SIM115  # for the life of the process
-        file = self._opened[1]
-        file.seek(self._offsets[index])
-        name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # lengths differ from the directory's
-        file.seek(name_length + extra_length, os.SEEK_CUR)
-        size, packed_size = int(self._sizes[index]), int(self._packed_sizes[index])
-        if max(size, packed_size) > MAX_BYTES:
-            raise UnreadableImage(f"{max(size, packed_size):,} bytes, more than the limit of {MAX_BYTES:,}")
-        content = file.read(packed_size)
-        if self._deflated[index]:
-            content = zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(content, size + 1)
-        if len(content) != size:
-            raise UnreadableImage(f"not the {size:,} bytes that the archive declares")
-        if zlib.crc32(content) != self._checksums[index]:
-            raise OSError("wrong checksum: the archive is damaged here")
-        return io.BytesIO(content), int(self.labels[index])
-
-    def path(self, index: int) -> str:
-        return f"{self._archive}:{self._paths[index]}"
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
-
-
-class TarSource:
-    """A tar file, or a folder with one tar file per class, through timm's reader."""
-
-    named = True
-
-    def __init__(self, root: Path) -> None:
-        for path in sorted(root.glob("*.tar")) if root.is_dir() else [root]:
-            check_tar_end(path)
-        try:
-            # Not cached: workers would share the position of a tar file that was opened before they start.
-            self._reader = ReaderImageInTar(str(root), cache_tarfiles=False, cache_tarinfo=False)
-        except tarfile.TarError as error:
-            what = "a tar file in " if root.is_dir() else ""
-            raise ValueError(f"{what}{str(root)!r} cannot be read ({error}); repair or remove it") from error
-        except ValueError as error:  # timm unpacks an empty list
-            raise ValueError(f"no images in {str(root)!r}; known in tar files: .png, .jpg, .jpeg") from error
-        self._root = root
-        self.class_names = sorted(self._reader.class_name_to_idx, key=self._reader.class_name_to_idx.__getitem__)
-        # timm orders equal names in different tar files by the file system; ranks need the same order.
-        names = [(tar or "", member.name) for member, tar, _ in self._reader.samples]
-        self._order = np.array(sorted(range(len(names)), key=names.__getitem__))
-        self.labels = np.array(self._reader.targets)[self._order]
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def read(self, index: int) -> tuple[BinaryIO, int]:
-        file, label = self._reader[self._order[index]]
-        return file, int(label)
-
-    def path(self, index: int) -> str:
-        member, tar, _ = self._reader.samples[self._order[index]]
-        return f"{self._root / tar if tar else self._root}:{member.name}"
-
-
-def check_tar_end(path: str | Path) -> None:
-    """Raise ValueError for a truncated tar file. Readers would silently return only its first part."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - tarfile.BLOCKSIZE))
-        is_whole = size % tarfile.BLOCKSIZE == 0 and file.read() == bytes(tarfile.BLOCKSIZE)
-    if not is_whole:
-        raise ValueError(
-            f"{str(path)!r} has no end-of-archive mark after its {size:,} bytes: it was cut off, or is not a tar file. "
-            "Copy it again, or pack it again"
-        )
 
 
 class HuggingFaceSource:
@@ -493,40 +306,6 @@ def label_map(data_classes: list[str], *, named: bool, model_classes: list[str])
             f"{len(model_classes)}: {list_some(unknown)}; the model knows {list_some(model_classes)}"
         )
     return np.array([positions[name] for name in data_classes])
-
-
-def _read_map(map_file: Path, *, num_classes: int = MAX_CLASSES) -> tuple[list[str], np.ndarray]:
-    if not map_file.is_file():
-        raise ValueError(f"{str(map_file)!r} is missing: the zip layout needs it, with 'path<TAB>label' lines")
-    paths, labels = [], []
-    with open(map_file, encoding="utf-8", errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            path, tab, label = line.rstrip("\r\n").rpartition("\t")
-            digits = label.strip().removeprefix("-")
-            if not tab or not path or not digits.isascii() or not digits.isdigit():
-                raise ValueError(f"{str(map_file)!r} line {number} is {line.rstrip()!r}; expected 'path<TAB>label'")
-            if label.strip() != digits or len(digits) > 18 or int(digits) >= num_classes:
-                raise ValueError(
-                    f"label {label.strip()[:20]} in {str(map_file)!r} line {number} is out of range; "
-                    f"expected 0 to {num_classes - 1}"
-                )
-            paths.append(path)
-            labels.append(int(digits))
-    if not paths:
-        raise ValueError(f"no images in {str(map_file)!r}: the map is empty")
-    return paths, np.array(labels)
-
-
-def _folder_names(paths: list[str], labels: np.ndarray, *, count: int) -> tuple[list[str], bool]:
-    folders: dict[int, set[str]] = {}
-    for path, label in zip(paths, labels.tolist(), strict=True):
-        folders.setdefault(label, set()).add(path.rpartition("/")[0].rpartition("/")[2])
-    names = {label: found.pop() for label, found in folders.items() if len(found) == 1}
-    if len(names) == count and all(names.values()) and len(set(names.values())) == count:
-        return [names[label] for label in range(count)], True
-    return [str(label) for label in range(count)], False
 
 
 def label_at(labels: np.ndarray, index: int) -> Label:

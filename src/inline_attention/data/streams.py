@@ -19,6 +19,7 @@ from PIL import Image
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from inline_attention.data.archives import check_tar_end
 from inline_attention.data.collate import RawBatch, Sample, collate
 from inline_attention.data.config import DataConfig
 from inline_attention.data.dataset import MAX_REPLACEMENTS, Augment, transform_errors
@@ -26,9 +27,9 @@ from inline_attention.data.decode import UnreadableImage, decode_image, reason
 from inline_attention.data.sampler import fit_batch_size
 from inline_attention.data.seeding import derive_seed, restored_generators
 from inline_attention.data.skipped import SkippedImage
-from inline_attention.data.sources import check_tar_end, label_map
+from inline_attention.data.sources import label_map
 from inline_attention.data.transforms import eval_transform
-from inline_attention.data.workers import identity, loader_arguments, raise_error, shut_down
+from inline_attention.data.workers import BatchLoader, identity, loader_arguments, raise_error, shut_down
 
 _PACKAGES = {
     "wds": ("webdataset", "webdataset"),
@@ -137,13 +138,8 @@ class Stream:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.config, self.training, self.seed, self.rank, self.world_size = (
-            config,
-            training,
-            seed,
-            rank,
-            world_size,
-        )
+        self.config, self.training, self.seed = config, training, seed
+        self.rank, self.world_size = rank, world_size
         kind, _, place = config.path.partition("/")
         module, packages = _PACKAGES[kind]
         if find_spec(module) is None:
@@ -153,6 +149,8 @@ class Stream:
         self.max_workers: int | None = None
         self.stride = 1  # this rank takes one in `stride` images of its stream
         self.is_empty = False
+        if kind == "wds" and "://" not in place and not os.path.isdir(os.path.abspath(place)):
+            raise ValueError(f"data path {config.path!r}: there is no folder {place!r}")
         timm_reader = self._open(kind, place, split)
         self.reader: Reader
         if kind == "wds":
@@ -266,20 +264,22 @@ class StreamDataset(IterableDataset[RawBatch | ValueError]):
         stream, config = self._stream, self._stream.config
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        stream_number, streams = stream.rank * workers + number, workers * stream.world_size
+        part, parts = stream.rank * workers + number, stream.world_size * workers
         shape = (config.in_chans, *config.size)
         samples: list[Sample] = []
         skipped: list[SkippedImage] = []
         broken_in_a_row = 0
         # The number of training batches is fixed. After its last image a stream starts again.
-        batches_left = -(-stream.num_samples // (streams * stream.batch_size)) if stream.training else None
-        items = islice(self._items(number, workers), stream.rank % stream.stride, None, stream.stride)
+        batches_left = -(-stream.num_samples // (parts * stream.batch_size)) if stream.training else None
+        # In training the reader has the shards of all ranks; in evaluation it has only those of this rank.
+        items = self._items(part, parts) if stream.training else self._items(number, workers)
+        items = islice(items, stream.rank % stream.stride, None, stream.stride)
         for position, item in enumerate(items):
             if batches_left == 0:
                 return
             try:
                 with restored_generators() if worker is None else nullcontext():
-                    samples.append(self._sample(item, position * streams + stream_number))
+                    samples.append(self._sample(item, position * parts + part))
                 broken_in_a_row = 0
             except UnreadableImage as error:
                 skipped.append(SkippedImage(item.name, str(error)))
@@ -291,14 +291,10 @@ class StreamDataset(IterableDataset[RawBatch | ValueError]):
         if samples or skipped:
             yield collate(samples, shape=shape, skipped=skipped)
 
-    def _items(self, number: int, workers: int) -> Iterator[Item]:
+    def _items(self, part: int, parts: int) -> Iterator[Item]:
         """The images of this worker: once in evaluation, in an endless loop in training."""
         stream, worker = self._stream, get_worker_info()
         rng = random.Random(derive_seed("stream", stream.seed, self.epoch) if worker is None else worker.seed)
-        # In evaluation the reader has only this rank's shards; in training it has those of all ranks.
-        part, parts = number, workers
-        if stream.training:
-            part, parts = stream.rank * workers + number, stream.world_size * workers
         while True:
             is_empty = True
             for item in stream.reader.read(epoch=self.epoch, part=part, parts=parts, rng=rng):
@@ -329,7 +325,7 @@ class StreamDataset(IterableDataset[RawBatch | ValueError]):
             return Sample(pixels, target, sample_id, erased)
 
 
-class StreamLoader:
+class StreamLoader(BatchLoader[RawBatch]):
     """Loads batches of a stream. `start_step` shortens the epoch, but does not skip the images seen before."""
 
     def __init__(self, dataset: StreamDataset, stream: Stream, *, steps: int | None, workers: int) -> None:
@@ -357,9 +353,6 @@ class StreamLoader:
             yield from map(raise_error, batches)
         finally:
             self.close()
-
-    def to(self, device: torch.device) -> None:
-        pass
 
     def close(self) -> None:
         shut_down(self._iterator)

@@ -148,7 +148,8 @@ def read_table(path: Path, root: Path) -> ImageTable:
         text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except (OSError, csv.Error) as error:
-        raise ValueError(f"table {where} cannot be read: {error}") from error
+        described = error.strerror if isinstance(error, OSError) else f"{error}; check its quotes"
+        raise ValueError(f"table {where} cannot be read ({described})") from error
     header = tuple(name.strip().lower() for name in rows[0]) if rows else ()
     if header not in (_COLUMNS[:2], _COLUMNS, _SEVERAL[:2], _SEVERAL):
         raise ValueError(
@@ -169,7 +170,8 @@ def read_table(path: Path, root: Path) -> ImageTable:
     missing = [file for file in table.files if not (root / file).is_file()]
     if missing:
         raise ValueError(
-            f"{len(missing)} of the {len(table.files)} images in {where} are not in {str(root)!r}: {list_some(missing)}"
+            f"{len(missing)} of the {len(table.files)} images in {where} are not in {str(root)!r}: "
+            f"{list_some(missing)}; add these files, or remove their lines"
         )
     if not lines:
         raise ValueError(f"no images in {where}: the table is empty")
@@ -244,7 +246,7 @@ def divide(table: ImageTable, *, config: DataConfig, seed: int) -> ImageTable:
         wanted -= sum(splits.get(row) == config.val_split for row in rows)
         for place, row in enumerate([row for row in rows if row not in splits]):
             splits[row] = config.val_split if place < wanted else config.train_split
-    for split in (config.val_split, config.train_split):  # training last, because a label must be learned first
+    for split in (config.val_split, config.train_split):  # training last: a label must have a training image
         for rows in classes.values():
             if len(rows) > 1 and all(splits[row] != split for row in rows):
                 splits[rows[0]] = split

@@ -1,7 +1,7 @@
 """PyTorch's DataLoader behind one interface for all kinds of data: the batches of an epoch, from any step on."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -17,13 +17,15 @@ class BatchLoader(Protocol[CollatedT_co]):
     def batches(self, epoch: int, start_step: int) -> Iterator[CollatedT_co]: ...
 
     def to(self, device: torch.device) -> None:
-        """Move pixels that are kept in memory to the device."""
+        """Move pixels that are kept in memory to the device. Without such pixels, nothing is to be done."""
+        return
 
     def close(self) -> None:
-        """End the worker processes, after the last batch."""
+        """End the worker processes, after the last batch. Without workers, nothing is to be done."""
+        return
 
 
-class WorkerLoader(Generic[CollatedT]):
+class WorkerLoader(BatchLoader[CollatedT]):
     """Decodes and transforms batches in worker processes, as they are needed."""
 
     def __init__(
@@ -48,9 +50,6 @@ class WorkerLoader(Generic[CollatedT]):
     def batches(self, epoch: int, start_step: int) -> Iterator[CollatedT]:
         self._sampler.set_epoch(epoch, start_step=start_step)
         return map(raise_error, iter(self._loader))  # iter() starts the workers
-
-    def to(self, device: torch.device) -> None:
-        pass
 
     def close(self) -> None:
         shut_down(self._loader._iterator)

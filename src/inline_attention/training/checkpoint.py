@@ -16,11 +16,8 @@ checkpoint. Random generators are not saved because nothing depends on their sta
 
 import contextlib
 import dataclasses
-import hashlib
 import io
-import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,23 +37,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from inline_attention.training.distributed import Ranks, is_sharded
 from inline_attention.training.ema import WeightAverage
+from inline_attention.training.files import link, remove, sha256, sync_folder, unused, write_atomically, write_synced
 from inline_attention.training.optim import Optimizer
 
-WEIGHTS, AVERAGE, STATE, SHARDS, MANIFEST = (
-    "model.safetensors",
-    "ema.safetensors",
-    "state.pt",
-    "optimizer",
-    "manifest.json",
-)
+WEIGHTS, AVERAGE, STATE = "model.safetensors", "ema.safetensors", "state.pt"
+SHARDS, MANIFEST = "optimizer", "manifest.json"
 
 
 @dataclass
 class Progress:
-    """How far a run has come; saved with it.
+    """How far a run has come. Every checkpoint contains it.
 
     `updates` counts every optimizer update since the run began. It only grows, and it names and orders checkpoints and
     metrics. The position in the schedule is separate: an epoch has fewer updates with a larger batch or more ranks.
@@ -129,8 +123,6 @@ class Checkpoints:
             "scaler": None if optimizer.scaler is None else optimizer.scaler.state_dict(),
         }
         sharded = is_sharded(model)
-        if not sharded:
-            state["optimizer"] = get_optimizer_state_dict(model, optimizer.inner, options=_WHOLE)
 
         def prepare() -> None:
             self._make_folder()
@@ -144,6 +136,10 @@ class Checkpoints:
             write_synced(unfinished / WEIGHTS, self._weights_file(weights))
             if averaged is not None:
                 write_synced(unfinished / AVERAGE, self._weights_file(averaged))
+            if not sharded:
+                # Not `cpu_offload`, which refuses a dtype among the settings of a parameter group (timm's adafactorbv).
+                whole = get_optimizer_state_dict(model, optimizer.inner)
+                state["optimizer"] = tree_map_only(Tensor, Tensor.cpu, whole)
             write_synced(unfinished / STATE, _pickled(state))
             write_synced(unfinished / MANIFEST, self._manifest(unfinished, state["progress"]))
             self._commit(unfinished, self.folder / name)
@@ -154,27 +150,28 @@ class Checkpoints:
             failure = self._try(write_shards)
         if not failure:
             failure = self._try(write_rest, first_rank_only=True)
-        self._report("checkpoint", failure, unfinished)
+        self._report("checkpoint", failure)
         if not failure:
             self.saved_updates = progress.updates
+        elif self.ranks.is_first:
+            remove(unfinished)
 
     def save_best(self, model: nn.Module, *, about: Mapping[str, str]) -> None:
         """Write the model's current weights to best.safetensors, with `about` as further metadata."""
         weights = full_weights(model)
-        unfinished = self.folder / ".best.saving"
 
         def write() -> None:
             self._make_folder()
-            write_synced(unfinished, safetensors.torch.save(weights, metadata={**self.about, **about}))
-            unfinished.replace(self.folder / "best.safetensors")
-            _sync_folder(self.folder)
+            content = safetensors.torch.save(weights, metadata={**self.about, **about})
+            write_atomically(self.folder / "best.safetensors", content)
+            sync_folder(self.folder)
 
-        self._report("best weights", self._try(write, first_rank_only=True), unfinished)
+        self._report("best weights", self._try(write, first_rank_only=True))
 
     def clear_unfinished(self) -> None:
         """Remove the unfinished files of a killed process. Only rank 0 calls this, with the run folder locked."""
         for left_over in (*self.folder.glob(".*.saving"), *self.folder.glob(".*.removing")):
-            _remove(left_over)
+            remove(left_over)
 
     def set_aside_after(self, checkpoint: Path, *, updates: int) -> None:
         """Rename the checkpoints that are newer than `checkpoint`, from which the run continues.
@@ -183,7 +180,7 @@ class Checkpoints:
         """
         for other in list_checkpoints(self.folder):
             if _number(other) >= updates and other.name != checkpoint.name:
-                other.rename(_unused(other.with_name(f"aside-{other.name}")))
+                other.rename(unused(other.with_name(f"aside-{other.name}")))
 
     def _make_folder(self) -> None:
         # No `parents=True`: a run folder that was deleted during the run must stay deleted.
@@ -194,25 +191,25 @@ class Checkpoints:
 
     def _manifest(self, folder: Path, progress: Mapping[str, Any]) -> bytes:
         files = {
-            str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _digest(file)}
+            str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
         return json.dumps({"about": dict(self.about), "progress": progress, "files": files}, indent=1).encode()
 
     def _commit(self, unfinished: Path, final: Path) -> None:
-        _sync_folder(unfinished)
+        sync_folder(unfinished)
         unfinished.rename(final)
-        _sync_folder(self.folder)
-        _link(final / WEIGHTS, self.folder / "last.safetensors")
+        sync_folder(self.folder)
+        link(final / WEIGHTS, self.folder / "last.safetensors")
         if (final / AVERAGE).exists():
-            _link(final / AVERAGE, self.folder / "ema.safetensors")
-        _sync_folder(self.folder)
+            link(final / AVERAGE, self.folder / "ema.safetensors")
+        sync_folder(self.folder)
         older = [other for other in list_checkpoints(self.folder) if _number(other) <= _number(final)]
         for old in older[: -self.keep]:
             with contextlib.suppress(OSError):
                 # Renamed first: a kill in the middle of the removal would leave a checkpoint that lacks files.
-                _remove(old.rename(old.with_name(f".{old.name}.removing")))
+                remove(old.rename(old.with_name(f".{old.name}.removing")))
 
     def _try(self, write: Callable[[], None], *, first_rank_only: bool = False) -> str:
         """Call `write`. Returns the first error message of any rank, or "", the same on every rank."""
@@ -224,9 +221,7 @@ class Checkpoints:
                 failure = str(error) or type(error).__name__
         return next(filter(None, self.ranks.gather(failure)), "")
 
-    def _report(self, what: str, failure: str, unfinished: Path) -> None:
-        if failure and self.ranks.is_first:
-            _remove(unfinished)
+    def _report(self, what: str, failure: str) -> None:
         if failure and what not in self.failing:
             self.notify(
                 f"could not save the {what} in {self.folder} ({failure}). Training continues, earlier checkpoints "
@@ -264,9 +259,15 @@ def restore(
 ) -> tuple[Progress, list[str]]:
     """Load an intact checkpoint, which may have been saved with another strategy or number of ranks.
 
-    Returns the progress, and the names of parameters whose moments start at zero: they were frozen before, or had
-    another optimizer.
+    Returns the progress, and the names of parameters without saved moments: they were frozen before, or had another
+    optimizer.
     """
+    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+    shards = checkpoint / SHARDS if (checkpoint / SHARDS).exists() else None
+    fresh = _restore_optimizer(model, optimizer.inner, whole=state.get("optimizer"), shards=shards)
+    if optimizer.scaler is not None and state["scaler"] is not None:
+        optimizer.scaler.load_state_dict(state["scaler"])
+    # After the optimizer: to create its state, torch makes a step of rate 0, which rounds weights in madgrad.
     weights: dict[str, Any] = safetensors.torch.load_file(checkpoint / WEIGHTS)
     set_model_state_dict(model, weights, options=_WHOLE_ON_EACH_RANK)
     if average is not None:
@@ -276,11 +277,6 @@ def restore(
         with torch.no_grad():
             for name, target in average.average.items():
                 target.copy_(_sharded_like(values[name], target))
-    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
-    shards = checkpoint / SHARDS if (checkpoint / SHARDS).exists() else None
-    fresh = _restore_optimizer(model, optimizer.inner, whole=state.get("optimizer"), shards=shards)
-    if optimizer.scaler is not None and state["scaler"] is not None:
-        optimizer.scaler.load_state_dict(state["scaler"])
     return Progress.from_saved(state["progress"]), fresh
 
 
@@ -308,12 +304,9 @@ def _restore_optimizer(
         for group in current["param_groups"]:
             if "step" in group:
                 group["step"] = counts.get(group["params"][0], 0)
-    for name in fresh:
-        states[name] = {
-            key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
-            for key, value in states[name].items()
-        }
     set_optimizer_state_dict(model, optimizer, current)
+    for name in fresh:  # the next step creates their state, as in a new run: some optimizers do not start at zero
+        del optimizer.state[model.get_parameter(name)]
     return fresh
 
 
@@ -339,7 +332,7 @@ def find_damage(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _digest(file) != digest:
+        if sha256(file) != digest:
             return f"{name}: checksum differs"
     return None
 
@@ -377,56 +370,6 @@ def _pickled(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _number(checkpoint: Path) -> int:
     """The update that a checkpoint was saved after, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or the first of path.2, path.3, … that does not exist."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder, and ignore errors. If something remains, the next write to that name raises."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, atomically; a copy if the file system has no hard links."""
-    unfinished = target.with_name(f".{target.name}.saving")
-    unfinished.unlink(missing_ok=True)
-    try:
-        os.link(source, unfinished)
-    except OSError:
-        shutil.copyfile(source, unfinished)
-    unfinished.replace(target)

@@ -102,7 +102,7 @@ class ScheduleConfig:
     cooldown_epochs: int = 0  # epochs at min_lr, after `epochs`
     power: float = 1.0  # poly schedule
     drop_epochs: float = 30  # step schedule: epochs between two drops
-    drop_at: tuple[float, ...] = ()  # step schedule: drops at these epochs (or steps) instead
+    drop_at: tuple[float, ...] = ()  # step schedule: drop at these epochs instead (at these updates if `steps` is set)
     drop_factor: float = 0.1  # step and plateau schedules: the rate after a drop, relative to the one before
     patience: int = 5  # plateau schedule: evaluations without a better result before a drop
     falling_share: float = 0.2  # wsd schedule: share of the run, at its end, in which the rate falls
@@ -117,8 +117,8 @@ class ScheduleConfig:
             check_setting(f"schedule.{name}", value, value is None or value >= 0, "0 or more")
         if self.steps is None and self.warmup_steps is None and self.warmup_epochs > self.epochs:
             raise ValueError(
-                f"schedule.warmup_epochs={self.warmup_epochs}: expected 0 to schedule.epochs={self.epochs}; "
-                "give a shorter warm-up with fewer epochs"
+                f"schedule.warmup_epochs={self.warmup_epochs:g} exceeds schedule.epochs={self.epochs}; "
+                "shorten the warm-up, or train longer"
             )
         check_setting("schedule.drop_epochs", self.drop_epochs, self.drop_epochs > 0, "a positive number")
         check_setting(
@@ -139,8 +139,8 @@ class ScheduleConfig:
         steps = int(self.warmup_epochs * steps_per_epoch) if self.warmup_steps is None else self.warmup_steps
         if steps > length:
             raise ValueError(
-                f"a warm-up of {steps} updates in a run of {length}: give a shorter schedule.warmup_steps (or "
-                "schedule.warmup_epochs)"
+                f"the warm-up has {steps} updates and the run {length}; lower schedule.warmup_steps or "
+                "schedule.warmup_epochs"
             )
         return steps
 
@@ -173,7 +173,9 @@ class RunConfig:
     """How updates are computed."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
-    compile: bool = False  # `inline_attention.optimize`: at the first step; with CUDA graphs on one GPU
+    compile: bool = (
+        False  # compile the model at the first step (`inline_attention.optimize`), on one GPU with CUDA graphs
+    )
     channels_last: bool = False  # memory layout of images and convolutions: faster for models with many convolutions
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     on_nan: Literal["stop", "skip"] = "stop"  # an update with a non-finite gradient is never applied
@@ -317,7 +319,7 @@ def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str,
 def read_yaml(text: str, name: str) -> dict[str, Any]:
     try:
         values = settings.parse_yaml(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{name}: expected `section: {{key: value}}`, got {type(values).__name__}")

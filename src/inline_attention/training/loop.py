@@ -71,7 +71,7 @@ def train(plan: Plan) -> Outcome:
 
 
 def settle(plan: Plan, ranks: Ranks, reporter: Reporter) -> Plan:
-    """The plan, with values for the settings that are chosen from the data."""
+    """Return the plan with values for the settings in `from_data`."""
     config = plan.config
     if not config.from_data:
         return plan
@@ -97,15 +97,15 @@ class Trainer:
         reporter.headline = self.task.headline
         batch_size = self.data.train.batch_size
         if batch_size != config.data.batch_size:
-            reporter.note(f"data.batch_size={config.data.batch_size} lowered to {batch_size}: there are no more images")
+            reporter.note(f"data.batch_size={config.data.batch_size} lowered to {batch_size}: there are too few images")
             config = self.config = dataclasses.replace(
                 config, data=dataclasses.replace(config.data, batch_size=batch_size)
             )
         self.steps_per_epoch = self.data.train.steps_per_epoch // config.optim.accumulate
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"optim.accumulate={config.optim.accumulate}: an epoch has {self.data.train.steps_per_epoch} batches "
-                "of that size; lower optim.accumulate or data.batch_size"
+                f"optim.accumulate={config.optim.accumulate}: an epoch has only {self.data.train.steps_per_epoch} "
+                f"batches of {batch_size} images; lower optim.accumulate or data.batch_size"
             )
         self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
         self.total_epochs = -(-self.schedule.total_steps // self.steps_per_epoch)  # the last one may be shorter
@@ -160,8 +160,10 @@ class Trainer:
                 result = self.evaluate_epoch()
                 if self.stops_early:
                     self.save()
-                    best = f"epoch {progress.best_epoch} remains the best"
-                    self.reporter.note(f"{progress.stale} evaluations without a better result: the run ends; {best}")
+                    best = f"the best is epoch {progress.best_epoch}"
+                    self.reporter.note(
+                        f"early stop: no better result in the last {progress.stale} evaluation(s); {best}"
+                    )
                     progress.epoch, progress.step = progress.epoch + 1, 0
                     break
             progress.epoch, progress.step = progress.epoch + 1, 0
@@ -201,7 +203,7 @@ class Trainer:
 
     @property
     def steps_in_epoch(self) -> int:
-        """Updates of this epoch. A schedule in steps may end inside the last one."""
+        """Updates in this epoch. A schedule in steps may end inside the last epoch."""
         return min(self.steps_per_epoch, self.schedule.total_steps - self.progress.epoch * self.steps_per_epoch)
 
     @property
@@ -238,7 +240,7 @@ class Trainer:
         self.meter.add(total, norm, bad=~checked.isfinite(), parts=parts)
 
     def rate(self, position: int) -> float:
-        """The learning rate of an update of this epoch."""
+        """The learning rate of the update at this position of the schedule."""
         return self.schedule.rate(position, plateaus=self.progress.plateaus)
 
     def call_model(self, *inputs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from inline_attention.training.run_folder import write_atomically
+from inline_attention.training.files import write_atomically
 from inline_attention.training.task import Headline
 
 TRAIN_COLOUR, EVAL_COLOUR, AVERAGE_COLOUR = "#4c72b0", "#c44e52", "#55a868"

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,7 +23,7 @@ from rich.text import Text
 from inline_attention.printing import printable
 from inline_attention.training import settings
 from inline_attention.training.config import LoopConfig
-from inline_attention.training.run_folder import write_atomically
+from inline_attention.training.files import write_atomically
 from inline_attention.training.task import Headline, Writer
 
 METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
@@ -119,10 +120,6 @@ class Reporter(AbstractContextManager["Reporter"]):
             return f"update {record['update']}/{self.total_updates}"
         return f"epoch {record['epoch']:g}/{schedule.epochs + schedule.cooldown_epochs}"
 
-    def records(self) -> list[dict[str, Any]]:
-        """The records in metrics.jsonl, without damaged lines (a kill may cut one short)."""
-        return read_records(self.folder)
-
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         if self.active:
             content = json.dumps(summary, indent=1).encode()
@@ -134,14 +131,16 @@ class Reporter(AbstractContextManager["Reporter"]):
             return
         for name, write in {CURVES: self._draw_curves, **files}.items():
             try:
-                self._try(name, partial(write, self.folder / name))
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="Glyph")  # class names in a script that the font lacks
+                    self._try(name, partial(write, self.folder / name))
             except ImportError:
                 self.note(f"no {name}: matplotlib is not installed (pip install 'inline-attention[train]')")
 
     def _draw_curves(self, path: Path) -> None:
         from inline_attention.training import plots
 
-        plots.draw_curves(self.records(), path, headline=self.headline)
+        plots.draw_curves(read_records(self.folder), path, headline=self.headline)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

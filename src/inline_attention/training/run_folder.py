@@ -11,9 +11,10 @@ from typing import Any
 
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
-from inline_attention.training.checkpoint import find_damage, list_checkpoints, write_synced
+from inline_attention.training.checkpoint import find_damage, list_checkpoints
 from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
+from inline_attention.training.files import write_atomically
 from inline_attention.training.lock import FileLock
 from inline_attention.training.task import Task
 
@@ -125,7 +126,10 @@ def claim_folder(
 
     files: further files, by name. Only rank 0 calls this, after everything else was checked.
     """
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_output(plan.folder, error) from error
     _take(lock)  # `check_plan` has locked a folder that existed
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
     for name, content in (files or {}).items():
@@ -161,22 +165,19 @@ def _read_starts(path: Path, *, notify: Callable[[str], None]) -> list[Any]:
 
 
 def _take(lock: FileLock) -> None:
-    if not lock.take():
+    try:
+        taken = lock.take()
+    except OSError as error:
+        raise _no_output(lock.path.parent, error) from error
+    if not taken:
         raise ValueError(
             f"another process (PID {lock.holder()}) trains in {lock.path.parent}: "
             "wait for it, stop it, or give another --output"
         )
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: a kill at any moment leaves the old or the new content."""
-    unfinished = path.with_name(f".{path.name}.saving")
-    try:
-        write_synced(unfinished, content)
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+def _no_output(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"the run folder {folder} cannot be written ({error.strerror}); give another --output")
 
 
 def _resume_source(path: Path) -> tuple[Path, Path | None]:

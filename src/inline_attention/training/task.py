@@ -186,7 +186,10 @@ def describe(
 def check_same_task(before: dict[str, str], now: Mapping[str, str], checkpoint: Path) -> None:
     """ValueError if the checkpoint has another model or other classes than this run."""
     if before["architecture"] != now["architecture"]:
-        raise ValueError(f"{checkpoint} is of {before['architecture']}, this run trains {now['architecture']}")
+        raise ValueError(
+            f"{checkpoint} is of {before['architecture']}, this run trains {now['architecture']}; start a new run for "
+            "another model"
+        )
     old_classes, new_classes = json.loads(before["class_names"]), json.loads(now["class_names"])
     if len(old_classes) != len(new_classes):
         raise ValueError(
@@ -200,8 +203,8 @@ def check_same_task(before: dict[str, str], now: Mapping[str, str], checkpoint: 
     for name in sorted(set(old_arguments | new_arguments) - {"drop_path_rate"}):
         if old_arguments.get(name) != new_arguments.get(name):
             raise ValueError(
-                f"{checkpoint} was trained with {name}={old_arguments.get(name)}, "
-                f"this run has {name}={new_arguments.get(name)}"
+                f"{checkpoint} was trained with {name}={old_arguments.get(name)}, this run has "
+                f"{name}={new_arguments.get(name)}; to change it, start a new run with model.weights=…"
             )
 
 

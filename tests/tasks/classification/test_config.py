@@ -78,16 +78,17 @@ def test_own_recipe_file(tmp_path: Path) -> None:
     path.write_text("- optim\n")
     with pytest.raises(ValueError, match=r"mine.yaml: expected `section"):
         load_config(str(path))
-    path.write_text("optim: {lr: [}\n")
-    with pytest.raises(ValueError, match=r"mine.yaml is not YAML"):
-        load_config(str(path))
+    for text in ("optim: {lr: [}\n", "[" * 5000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"mine.yaml is not YAML"):
+            load_config(str(path))
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("schedule.epochs=0", "schedule.epochs=0"),
-        ("schedule.epochs=10", "schedule.warmup_epochs=20: expected 0 to schedule.epochs=10"),
+        ("schedule.epochs=10", r"schedule.warmup_epochs=20 exceeds schedule.epochs=10"),
         ("optim.lr=-1", "optim.lr=-1.0: expected a positive rate"),
         ("optim.accumulate=0", "optim.accumulate=0"),
         ("optim.clip_norm=0", "or null for no clipping"),

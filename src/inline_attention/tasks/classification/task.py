@@ -75,6 +75,9 @@ class Classification(Task):
         data = with_split_of(self.resumed_run, config.data)
         self.data = open_data(data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         self.mixup = Mixup(config.data, num_classes=self.data.num_classes, seed=config.seed)
+        if self.data.num_classes == 1 and not self.data.multi_label:
+            name = self.data.class_names[0]
+            raise ValueError(f"{data.path!r} has one class, {name!r}: a classifier needs two or more")
         images = None
         if self.data.multi_label:
             self.headline, self.summary_figures = Headline("map", "mAP"), ("map", "f1_micro", "f1_macro")

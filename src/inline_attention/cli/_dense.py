@@ -106,8 +106,10 @@ def predict(
 
         options = dict(device=device, amp_dtype=autocast_dtype(args.precision), on_file=on_file)
         done = predict_files(trained, paths, args.output, **options)
+    if not done:
+        raise ValueError("no image could be read")
     say(f"{len(done)} {files} in {args.output}")
-    return 0 if done else 1
+    return 0
 
 
 def write_result(

@@ -124,7 +124,7 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.tasks.detection.layouts import read_split
     from inline_attention.tasks.detection.task import write_per_class
 
-    check_writable(args.csv, args.json)
+    check_writable(args.csv, json=args.json)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data

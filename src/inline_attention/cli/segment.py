@@ -120,7 +120,7 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.tasks.segmentation.sources import lists_classes
     from inline_attention.tasks.segmentation.task import write_per_class
 
-    check_writable(args.csv, args.json)
+    check_writable(args.csv, args.examples, json=args.json)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data

@@ -2,12 +2,21 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-def add_device(parser: argparse.ArgumentParser, *, default: str = "the best available") -> None:
-    parser.add_argument("--device", metavar="D", help=f"cpu, cuda, cuda:N or mps (default: {default})")
+def add_action(actions: Any, name: str, text: str, **kwargs: Any) -> argparse.ArgumentParser:
+    """Add a subcommand. The text is its line in the list of subcommands, and begins its own help."""
+    kwargs.setdefault("description", f"{text[0].upper()}{text[1:]}.")
+    return actions.add_parser(name, help=text, **kwargs)
+
+
+def add_device(parser: argparse.ArgumentParser, *, mps: bool = True) -> None:
+    """mps: whether the command runs on Apple's GPUs."""
+    text = "cpu, cuda, cuda:N or mps (default: the best available)"
+    parser.add_argument("--device", metavar="D", help=text if mps else text.replace(", cuda:N or mps", " or cuda:N"))
 
 
 def add_precision(parser: argparse.ArgumentParser, *, default: str) -> None:

@@ -42,7 +42,10 @@ def choose_device(name: str | None = None) -> torch.device:
         if device.type not in available or device.index is not None:
             torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if "device string" in reason or "device type" in reason:  # a long list of all that PyTorch could be built for
+            reason = "expected cpu, cuda, cuda:N or mps"
+        raise ValueError(f"device {name!r} cannot be used: {reason}") from error
     if not available.get(device.type, True):
         raise ValueError(f"device {name} is not available here; available: {', '.join(present)}")
     return device

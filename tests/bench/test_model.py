@@ -294,7 +294,11 @@ def test_status_tells_whether_anything_was_measured(contenders: str, status: int
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        *[(text, "is not a record of `inline bench`") for text in ("{}", "no json", "[]", "é")],
+        *[
+            (text, "is not a record of `inline bench`")
+            for text in ("{}", "no json", "[]", "é", '{"kind": "op", "facts": {}, "results": 3}')
+        ],
+        ('{"kind": "op", "facts": {}, "results": [{}]}', "has results that this version cannot read"),
         ('{"kind": "study", "facts": {}, "results": []}', "is a record of kind 'study'; expected op or"),
     ],
 )

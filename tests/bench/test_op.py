@@ -1,5 +1,6 @@
 """The contenders of the operation compute what they are named after, and a run gives a result for each."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -157,6 +158,18 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
     _, facts, results = read_record(record, kinds=["op"])
     assert (facts["device"], facts["compile modes"]) == ("cpu", "eager")
     assert [(r["case"], r["contender"]) for r in results] == [("1, 2², 2×4", "textbook"), ("1, 2², 2×4", "softmax")]
+
+
+def test_json_can_take_the_place_of_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = ["--case", "1,2,2x4", "--contenders", "textbook", "--forward"]
+    assert main(["bench", "op", "--device", "cpu", "--quick", *case, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert [result["contender"] for result in json.loads(out)["results"]] == ["textbook"]
+    assert "InLine, textbook" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("direction", "expected"), [("forward", False), ("forward+backward", True)])

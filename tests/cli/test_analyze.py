@@ -49,6 +49,21 @@ def test_injectivity_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "linear: verdict all equal" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["locality", "--taus", 0.1], "--taus is an option of confusion, not of locality"),
+        (["injectivity", "inline_deit_tiny"], "injectivity uses no model: leave out the models and --weights"),
+    ],
+)
+def test_what_an_analysis_does_not_use_is_refused(
+    arguments: list[object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert analyze(*arguments, "--output", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_all_compares_models(weights: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A trained weights file, which names its model, beside an untrained model with another attention."""
     small = "img_size=8,in_chans=1,embed_dim=16,depth=1,num_heads=2,patch_size=2,num_classes=10"

@@ -112,6 +112,8 @@ def test_export_fails_loudly(
     ("arguments", "message"),
     [
         (["models", "vgg*"], "inline models: no model matches 'vgg*'"),
+        (["models", "inline_dit_tiny"], "no model matches 'inline_dit_tiny'; did you mean inline_deit_tiny"),
+        (["models", "--json", "/dev/null/x.json"], "'/dev/null/x.json' cannot be written"),
         (["info", "inline_swin"], "inline info: there is no model 'inline_swin'; did you mean"),
         (["info", "resnet18"], "resnet18 is a model of timm, not one of this library"),
         (
@@ -119,6 +121,15 @@ def test_export_fails_loudly(
             "--img-size is 0 3; expected a side, or height and width",
         ),
         (["export", "inline_deit_tiny", "--weights", "none.safetensors"], "none.safetensors"),
+        (["export", "inline_deit_tiny", "--output", "/dev/null/m.onnx"], "'/dev/null/m.onnx' cannot be written"),
+        (
+            ["predict", "inline_dit_study", "photo.png"],
+            "no file, folder or model 'inline_dit_study'; did you mean inline",
+        ),
+        (
+            ["bench", "model", "inline_dit_tiny"],
+            "there is no model or file inline_dit_tiny; did you mean inline_deit_tiny",
+        ),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,32 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
     assert f"{command}: error: unrecognized arguments: " in error
 
 
+@pytest.mark.parametrize("words", [["predict", "photo.jpg"], ["segment", "predict", "photo.jpg"]], ids=lambda w: w[0])
+def test_a_misspelt_option_is_recognised(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--weights", "w", "--precison=fp16"])
+    assert "--precison=fp16; did you mean --precision?" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes are other there")
+def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
+    """As in `inline models | head -1`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, "models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, error = process.communicate(timeout=60)
+    assert error == ""
+    assert process.returncode == 141
+
+
+def test_out_of_memory_is_one_line(weights: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", str(images), "--weights", str(weights), "--device", "cpu", "--img-size", str(10**7)]
+    assert main(words) == 2
+    assert "inline predict: out of memory: use smaller images" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is no signal to one process there")
 @pytest.mark.parametrize("moment", ["torch._utils", pytest.param("inline_attention.layers", marks=pytest.mark.slow)])
 def test_ctrl_c_while_libraries_load(moment: str) -> None:

@@ -397,6 +397,9 @@ def test_phone(open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, s
         page.locator(f"#tab-{tab}").tap()
         if tab == "image":
             settled(page)
+            name = page.locator("[data-kind=softmax] .guesses span").first
+            expect(name).to_be_visible()
+            assert name.bounding_box()["width"] > 80  # room for the name of a class
         if tab == "cost":
             expect(page.locator("#cost-table tbody tr")).to_have_count(6)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]

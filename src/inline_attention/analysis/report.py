@@ -1,15 +1,21 @@
-"""Results as plain values, and as one HTML page that needs no other file."""
+"""The files of an analysis: numbers, table and figure of each, and one HTML page that needs no other file."""
 
 import base64
 import dataclasses
+import datetime
 import html
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from .base import Findings
+from inline_attention._version import __version__
+from inline_attention.printing import write_csv, write_json
+
+from .base import Findings, Subject
 
 NOT_IN_JSON = {"plain": False}  # metadata of a dataclass's field that `to_plain` leaves out
 
@@ -32,6 +38,41 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     return value
+
+
+def write_findings(findings: Findings, subjects: Sequence[Subject], folder: Path) -> None:
+    """Write NAME.json, NAME.csv, NAME.png and NAME.svg. `subjects` is empty for an analysis without models."""
+    from .figures import save  # imports matplotlib
+
+    name, results, summaries = findings.name, findings.results, findings.summaries
+    content: dict[str, Any] = dict(analysis=name, parameters=findings.parameters, warning=findings.warning)
+    if subjects:
+        content["models"] = [
+            dict(label=s.label, **s.facts, summary=summaries[s.label], result=results[s.label]) for s in subjects
+        ]
+    else:
+        for result in results.values():
+            content.update(to_plain(result))
+    write_json(folder / f"{name}.json", to_plain(content))
+    write_csv(folder / f"{name}.csv", *findings.table)
+    save(findings.figure, folder / name)
+
+
+def write_report(
+    analyses: Sequence[Findings], subjects: Sequence[Subject], folder: Path, *, device: torch.device
+) -> Path:
+    """Write report.html, with the figures that `write_findings` wrote to the same folder."""
+    facts = {
+        "inline-attention": __version__,
+        "torch": torch.__version__,
+        "device": str(device),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    sections = [(findings, (folder / f"{findings.name}.png").read_bytes()) for findings in analyses]
+    page = html_report(sections, facts=facts, models={subject.label: subject.facts for subject in subjects})
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
 _STYLE = """

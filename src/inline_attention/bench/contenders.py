@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from inline_attention.layers import Attention, InLineAttention
 from inline_attention.models import create_model, list_models
 from inline_attention.models.base import resize_input
+from inline_attention.models.registry import suggest_names
 from inline_attention.models.weights import open_model
 from inline_attention.ops import Backend, Grid
 from inline_attention.ops.projections import unstack
@@ -276,7 +277,7 @@ def default_contenders(device: torch.device, *, dense: bool = False) -> list[str
 def check_classifiers(models: Sequence[str], contenders: Sequence[str]) -> None:
     """Raise ValueError for a model that does not exist, or a contender that one of the models does not have."""
     if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
-        raise ValueError(f"there is no model or file {', '.join(unknown)}; `inline models` lists the models")
+        raise ValueError(f"there is no model or file {', '.join(unknown)}; {suggest_names(unknown[0])}")
     check_contenders(contenders, OF_CLASSIFIERS)
     without = [name for name in models if name not in COUNTERPARTS]
     if without and {*PEERS, "peer_math", "free"} & set(contenders):

@@ -47,6 +47,10 @@ class Setting:
     def task(self) -> str:
         return "train" if self.training else "infer"
 
+    def facts(self) -> dict[str, Any]:
+        """The fields of a `ContenderResult` that the setting determines."""
+        return dict(model=self.model, img_size=self.img_size, batch=self.batch, task=self.task)
+
     @property
     def is_latency(self) -> bool:
         """Whether to wait for the end of each call. Batch 1 is the usual batch of a dense model, not a special case."""
@@ -58,9 +62,8 @@ def describe_size(img_size: "Size | list[int]") -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelResult:
-    """The result of one contender in one mode. `peak_bytes` counts parameters, optimiser state and activations, but not
-    the images."""
+class ContenderResult:
+    """The result of one contender in one mode. A failed one has an error."""
 
     model: str
     img_size: Size
@@ -68,10 +71,16 @@ class ModelResult:
     task: str
     contender: str
     mode: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelResult(ContenderResult):
+    """`peak_bytes` counts parameters, optimiser state and activations, but not the images."""
+
     timing: Timing | None
     images_per_second: float | None
     peak_bytes: int | None
-    error: str | None = None
 
 
 def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> Call:
@@ -252,10 +261,7 @@ def run_setting(
         timed = timing if isinstance(timing, Timing) else None
         results.append(
             ModelResult(
-                model=setting.model,
-                img_size=setting.img_size,
-                batch=setting.batch,
-                task=setting.task,
+                **setting.facts(),
                 contender=contender,
                 mode=mode,
                 timing=timed,

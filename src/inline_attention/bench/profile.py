@@ -9,10 +9,11 @@ import torch
 
 from inline_attention.printing import table
 
-from .contenders import CONTENDERS, Size
+from .contenders import CONTENDERS
 from .kernels import UNITS
 from .model import (
     Candidate,
+    ContenderResult,
     Setting,
     describe_size,
     each_size_compiled,
@@ -44,20 +45,13 @@ SHOWN_SHARE = 0.02  # kernels with at least this share of a step have a row of t
 NAME_WIDTH = 60
 
 
-@dataclass(frozen=True)
-class ProfileResult:
+@dataclass(frozen=True, kw_only=True)
+class ProfileResult(ContenderResult):
     """One kernel in one step; on a CPU, one operator without the operators that it calls."""
 
-    model: str
-    img_size: Size
-    batch: int
-    task: str
-    contender: str
-    mode: str
-    kernel: str | None  # None: the contender failed
-    microseconds: float
-    launches: float
-    error: str | None = None
+    kernel: str | None = None  # None: the contender failed
+    microseconds: float = 0.0
+    launches: float = 0.0
 
 
 def kind_of(kernel: str) -> str:
@@ -79,13 +73,13 @@ def run_setting(
         setting, contenders=contenders, modes=usable_modes([mode], device), device=device, dtype=dtype
     )
     for (contender, used_mode), candidate in candidates.items():
-        row = partial(ProfileResult, setting.model, setting.img_size, setting.batch, setting.task, contender, used_mode)
+        row = partial(ProfileResult, **setting.facts(), contender=contender, mode=used_mode)
         try:
             for kernel in profile_candidate(candidate, device):
-                results.append(row(kernel.name, kernel.seconds * 1e6, kernel.launches))
+                results.append(row(kernel=kernel.name, microseconds=kernel.seconds * 1e6, launches=kernel.launches))
             log(f"{setting}: profiled: {contender} {used_mode}")
         except Exception as error:  # the other contenders go on
-            results.append(row(None, 0.0, 0.0, describe_error(error)))
+            results.append(row(error=describe_error(error)))
             log(f"{setting}: failed: {contender} {used_mode}: {results[-1].error}")
         release_graphs(device)
     return results

@@ -43,9 +43,12 @@ class Record:
         added = [asdict(result) for result in results]
         self.results += added
         if self.path is not None:
-            content = dict(kind=self.kind, facts=self.facts, results=self.results)
-            self.path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            self.path.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return added
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return dict(kind=self.kind, facts=self.facts, results=self.results)
 
     @property
     def failed(self) -> bool:
@@ -58,13 +61,13 @@ def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, s
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         kind, facts, results = content["kind"], content["facts"], content["results"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a record of `inline bench`: {error!r}") from error
+        for result in results:
+            if "size" in result:  # in records of dense models before 0.2
+                result["img_size"] = result.pop("size")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a record of `inline bench`: expected a file that --json wrote") from error
     if kind not in kinds:
         raise ValueError(f"{path} is a record of kind {kind!r}; expected {' or '.join(kinds)}")
-    for result in results:
-        if "size" in result:  # in records of dense models before 0.2
-            result["img_size"] = result.pop("size")
     return kind, facts, results
 
 

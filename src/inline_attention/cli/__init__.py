@@ -5,16 +5,22 @@ inside `run`, so that `--help` and usage errors are fast.
 """
 
 import argparse
+import difflib
 import importlib
 import io
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from inline_attention.printing import printable, say, say_text
 from inline_command import COMMANDS, main
+
+BROKEN_PIPE = 141  # exit status of a program that SIGPIPE ends: 128 + 13
 
 __all__ = ["COMMANDS", "CommandParser", "build_parser", "main", "parse", "run_command", "run_parser"]
 
@@ -41,7 +47,8 @@ class _LogHandler(logging.StreamHandler):  # Python 3.10 does not accept a type 
     """Prints the log of the library, such as the names of unreadable images, to standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(printable, super().format(record).split("\n")))
+        text = f"{record.levelname.lower()}: {super().format(record)}"
+        return "\n".join(map(printable, text.split("\n")))
 
 
 def build_parser(command: str) -> CommandParser:
@@ -61,18 +68,42 @@ def run_parser(build: Callable[[], CommandParser], argv: Sequence[str], *, name:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escape characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    logging.basicConfig(handlers=[_LogHandler()])
+    logging.basicConfig(handlers=[_LogHandler()], format="%(message)s")
     try:
         args = parse(build(), argv)
         return args.run(args) or 0
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("INLINE_TRACEBACK"):
+    except BrokenPipeError:
+        if not _reader_has_left():
             raise
-        say_text(f"{name}: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+        return BROKEN_PIPE
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        if os.environ.get("INLINE_TRACEBACK") or not (message := _message(error)):
+            raise
+        say_text(f"{name}: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         say(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as in `inline models | head`."""
+    if sys.platform == "win32":
+        return True
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # 0: errors only
+    return bool(output.poll(0))
+
+
+def _message(error: Exception) -> str | None:
+    """The line for the user. None for an error that is a bug, and needs its traceback."""
+    if isinstance(error, RuntimeError):
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        return "out of memory: use smaller images or fewer of them at a time" if out_of_memory else None
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -83,7 +114,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """
     args, rest = parser.parse_known_args(argv)
     if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):
-        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options = [option for option in args.parser._option_string_actions if option.startswith("--")]
+        close = [name for word in rest for name in difflib.get_close_matches(word.partition("=")[0], options, n=1)]
+        meant = f"; did you mean {', '.join(close)}?" if close else ""
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
     if rest:
         args.arguments += rest
     return args

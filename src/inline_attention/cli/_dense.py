@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from inline_attention.cli._options import add_device, add_loading, add_output, add_precision, add_results
+from inline_attention.cli._options import add_action, add_device, add_loading, add_output, add_precision, add_results
 from inline_attention.cli._output import autocast_dtype, image_progress
 from inline_attention.cli._training import configure_training
 from inline_attention.environment import choose_device
@@ -52,10 +52,10 @@ def add_actions(
         output: default folder of predict.
     """
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    train = actions.add_parser("train", help=f"train a {model}", description=description)
+    train = add_action(actions, "train", f"train a {model}", description=description)
     recipe = "name of a recipe or a .yaml file (--list-recipes shows them)"
     configure_training(train, data=data, recipe=recipe, task=task)
-    actions.add_parser("models", help="published models: parameters, cost, results")
+    add_action(actions, "models", "table of the published models: parameters, cost and accuracy")
 
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--weights", required=True, metavar="W", help=f"file that `inline {command} train` wrote")
@@ -64,12 +64,12 @@ def add_actions(
     add_device(trained)
     add_precision(trained, default="fp32")
 
-    evaluate = actions.add_parser("eval", parents=[trained], help=measures)
+    evaluate = add_action(actions, "eval", measures, parents=[trained])
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
-    evaluate.add_argument("--split", help="split to evaluate on (default: that of the training run)")
-    add_results(evaluate, csv="the figures of each class")
+    evaluate.add_argument("--split", metavar="NAME", help="split to evaluate on (default: that of the training run)")
+    add_results(evaluate, csv="the results of each class")
 
-    predict = actions.add_parser("predict", parents=[trained], help=predicts)
+    predict = add_action(actions, "predict", predicts, parents=[trained])
     predict.add_argument("images", nargs="+", metavar="IMAGE|FOLDER", help="files, or folders (searched to any depth)")
     add_output(predict, default=output)
     return Actions(evaluate, predict)
@@ -106,8 +106,10 @@ def predict(
 
         options = dict(device=device, amp_dtype=autocast_dtype(args.precision), on_file=on_file)
         done = predict_files(trained, paths, args.output, **options)
+    if not done:
+        raise ValueError("no image could be read")
     say(f"{len(done)} {files} in {args.output}")
-    return 0 if done else 1
+    return 0
 
 
 def write_result(

@@ -1,5 +1,6 @@
 """Precision, sizes, progress and result files, for all commands."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,12 +53,18 @@ class _LineProgress:
             say(f"{self._what}: {self._done}/{self._total}", file=sys.stderr)
 
 
-def check_writable(*paths: str | Path | None) -> None:
-    """Raise ValueError for a result file that cannot be written. Call this before the work starts."""
-    for path in paths:
-        if (
-            path is not None
-            and str(path) != STANDARD_OUTPUT
-            and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir())
-        ):
+def check_writable(*paths: Path | None, json: str | None = None) -> None:
+    """Raise ValueError for a result file that cannot be written. Call this before the work starts.
+
+    Only JSON can go to standard output.
+    """
+    for path in paths if json in (None, STANDARD_OUTPUT) else (*paths, Path(json)):
+        if path is None:
+            continue
+        if str(path) == STANDARD_OUTPUT:
+            raise ValueError("only --json takes - for standard output; expected a file's name")
+        folder = path.absolute().parent
+        if path.is_dir() or not folder.is_dir():
             raise ValueError(f"{str(path)!r} cannot be written: expected a file's name in a folder that exists")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise ValueError(f"{str(path)!r} cannot be written: permission denied")

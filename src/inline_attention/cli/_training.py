@@ -18,7 +18,9 @@ def configure_training(
 ) -> None:
     """data, recipe: help texts. task: imports the task. It is called only when the task is needed."""
     parser.usage = f"{parser.prog} [RECIPE] [key=value ...] [options]"
-    parser.add_argument("arguments", nargs="*", metavar="[RECIPE] [key=value ...]", help=f"{recipe}; then settings")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="[RECIPE] [key=value ...]", help=f"{recipe}; then settings, listed below"
+    )
     add_run_options(parser, data=data)
     parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
     if isinstance(parser, CommandParser):
@@ -29,10 +31,12 @@ def add_run_options(parser: argparse.ArgumentParser, *, data: str) -> None:
     """The options of every command that trains."""
     parser.add_argument("--data", metavar="PATH", help=data)
     parser.add_argument("--output", metavar="DIR", help="run folder (default: runs/RECIPE-TIME)")
-    parser.add_argument("--resume", metavar="auto|PATH", help="continue the run in --output, or one elsewhere")
+    parser.add_argument("--resume", metavar="auto|PATH", help="continue the run in --output (auto), or the one at PATH")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of all random numbers (default: 0)")
     parser.add_argument("--deterministic", action="store_true", help="use deterministic algorithms only")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the best available")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help="device to train on (default: the best available)"
+    )
     parser.add_argument("--print-config", action="store_true", help="show every setting and exit")
 
 

@@ -7,41 +7,41 @@ compared. Without images, two photographs of the package are used.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from inline_attention.cli._options import add_device, add_img_size, add_loading, add_output
 from inline_attention.cli._output import image_progress, parse_size
 from inline_attention.environment import choose_device
-from inline_attention.printing import say, write_csv, write_json
+from inline_attention.printing import say
 
 if TYPE_CHECKING:
-    import torch
-
     from inline_attention.analysis import Analysis, Findings, Subject
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     from inline_attention.analysis import analysis_class, analysis_names
 
-    parser.add_argument("analysis", choices=(*analysis_names(), "all"))
+    parser.add_argument("analysis", choices=(*analysis_names(), "all"), help="the measurement, or all of them")
     parser.add_argument(
         "arguments",
         nargs="*",
         metavar="MODEL",
-        help="several are compared (default: those with weights in the package)",
+        help="the model; several are compared (default: those with weights in the package)",
     )
     parser.add_argument(
-        "--weights", nargs="+", metavar="W", default=[], help="for each model a file, URL, 'pretrained' or 'none'"
+        "--weights",
+        nargs="+",
+        metavar="W",
+        default=[],
+        help="for each model a file, URL, 'pretrained' or 'none' (random weights)",
     )
     parser.add_argument("--labels", nargs="+", metavar="L", help="names of the models in figures")
     images = parser.add_mutually_exclusive_group()
     images.add_argument("--data", metavar="PATH", help="images with known classes: folder, digits, hfds/NAME, …")
-    images.add_argument("--images", nargs="+", metavar="F", help="image files or folders")
+    images.add_argument("--images", nargs="+", metavar="IMAGE", help="image files or folders")
     add_output(parser)
-    parser.add_argument("--split", default="val", help="split of --data (default: val)")
+    parser.add_argument("--split", metavar="NAME", default="val", help="split of --data (default: val)")
     parser.add_argument("--max-images", type=int, metavar="N", help="use N images, evenly spaced in --data")
     add_img_size(parser)
     add_loading(parser, batch_size=8)
@@ -71,10 +71,17 @@ def run(args: argparse.Namespace) -> int:
     from functools import partial
 
     from inline_attention.analysis import analysis_names
+    from inline_attention.analysis.report import write_findings, write_report
     from inline_attention.analysis.subjects import open_subjects
 
     device = choose_device(args.device)
-    analyses = [build(name, args) for name in (analysis_names() if args.analysis == "all" else [args.analysis])]
+    names = analysis_names() if args.analysis == "all" else (args.analysis,)
+    for option, users in options().items():
+        if getattr(args, option) is not None and not {*names} & {*users}:
+            raise ValueError(f"--{option} is an option of {' and '.join(users)}, not of {args.analysis}")
+    analyses = [build(name, args) for name in names]
+    if (args.arguments or args.weights) and not any(analysis.needs_models for analysis in analyses):
+        raise ValueError(f"{args.analysis} uses no model: leave out the models and --weights")
     out = args.output
     out.mkdir(parents=True, exist_ok=True)
     subjects: list[Subject] = []
@@ -97,14 +104,13 @@ def run(args: argparse.Namespace) -> int:
     for analysis in analyses:
         progress = partial(image_progress, total=analysis.count(total))
         findings = analysis.run(subjects, progress=progress)
-        write(findings, subjects if analysis.needs_models else [], out)
+        write_findings(findings, subjects if analysis.needs_models else [], out)
         print_summary(findings)
         if findings.warning is not None:
             say(f"warning: {findings.warning} (--data, --images)", file=sys.stderr)
         done.append(findings)
     if args.analysis == "all":
-        write_report(done, subjects, out, device)
-        say("", out / "report.html")
+        say("", write_report(done, subjects, out, device=device))
     return 0
 
 
@@ -118,25 +124,6 @@ def build(name: str, args: argparse.Namespace) -> "Analysis":
     return cls(**{key: value for key, value in values.items() if value is not None})
 
 
-def write(findings: "Findings", subjects: Sequence["Subject"], out: Path) -> None:
-    """NAME.json, NAME.csv, NAME.png and NAME.svg"""
-    from inline_attention.analysis.figures import save
-    from inline_attention.analysis.report import to_plain
-
-    name, results, summaries = findings.name, findings.results, findings.summaries
-    content: dict[str, Any] = dict(analysis=name, parameters=findings.parameters, warning=findings.warning)
-    if subjects:
-        content["models"] = [
-            dict(label=s.label, **s.facts, summary=summaries[s.label], result=results[s.label]) for s in subjects
-        ]
-    else:
-        for result in results.values():
-            content.update(to_plain(result))
-    write_json(out / f"{name}.json", to_plain(content))
-    write_csv(out / f"{name}.csv", *findings.table)
-    save(findings.figure, out / name)
-
-
 def print_summary(findings: "Findings") -> None:
     say("", findings.name)
     for label, summary in findings.summaries.items():
@@ -147,24 +134,3 @@ def print_summary(findings: "Findings") -> None:
             elif value is not None:
                 parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
         say(f"  {label}: {'; '.join(parts).replace('_', ' ')}")
-
-
-def write_report(
-    analyses: Sequence["Findings"], subjects: Sequence["Subject"], out: Path, device: "torch.device"
-) -> None:
-    import datetime
-
-    import torch
-
-    from inline_attention._version import __version__
-    from inline_attention.analysis.report import html_report
-
-    facts = {
-        "inline-attention": __version__,
-        "torch": torch.__version__,
-        "device": str(device),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    }
-    sections = [(findings, (out / f"{findings.name}.png").read_bytes()) for findings in analyses]
-    page = html_report(sections, facts=facts, models={subject.label: subject.facts for subject in subjects})
-    (out / "report.html").write_text(page, encoding="utf-8")

@@ -1,13 +1,15 @@
 """Speed and memory of the operation, of whole models and of dense prediction, compared with peers in one run."""
 
 import argparse
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inline_attention.cli._options import add_device, add_img_size, add_precision
+from inline_attention.cli._options import add_action, add_device, add_img_size, add_precision
 from inline_attention.cli._output import check_writable, parse_size
 from inline_attention.environment import choose_device
-from inline_attention.printing import say, say_text
+from inline_attention.printing import STANDARD_OUTPUT, say, say_text, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from inline_attention.bench.model import Setting
     from inline_attention.bench.record import Record
 
+CASE = "BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM: shape of the input, such as 256,14+1,6x32"
 DENSE_MODELS = ("fpn-pvt_tiny", "upernet-swin_tiny", "mask_rcnn-pvt_tiny", "cascade_mask_rcnn-swin_tiny")
 
 
@@ -24,79 +27,95 @@ def _names(text: str) -> list[str]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", metavar="FILE", type=Path, help="write each measurement as soon as it is made")
-    add_device(common, default="cuda if available, else cpu")
+    common.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the results as JSON to FILE, each as soon as it is measured; - prints them, and text to stderr",
+    )
+    add_device(common, mps=False)
     add_precision(common, default="bf16 on a GPU, fp32 on a CPU")
     common.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
     timed = argparse.ArgumentParser(add_help=False, parents=[common])
-    timed.add_argument("--quick", action="store_true", help="fewer and shorter samples")
+    timed.add_argument("--quick", action="store_true", help="measure less often, for a first impression")
     tasks = argparse.ArgumentParser(add_help=False)
     tasks.add_argument("--train", action="store_true", help="only training steps")
     tasks.add_argument("--infer", action="store_true", help="only inference")
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
 
-    op = kinds.add_parser("op", parents=[timed], help="the operation alone")
-    op.add_argument("--case", nargs="+", metavar="CASE", help="BATCH,SIDE[xSIDE][+PREFIX],HEADSxDIM, as 256,14+1,6x32")
-    _add_contenders(
-        op, "fused, reference, textbook, softmax, softmax_wide, linear, mala, tangent, and others of bench/op.py"
-    )
+    op = add_action(kinds, "op", "the attention operation alone", parents=[timed])
+    op.add_argument("--case", nargs="+", metavar="CASE", help=CASE)
+    _add_contenders(op, "fused, reference, textbook, softmax, softmax_wide, linear, mala, tangent, …")
     op.add_argument("--forward", action="store_true", help="only the forward pass")
     op.add_argument("--backward", action="store_true", help="only the forward and backward pass together")
 
-    kernels = kinds.add_parser("kernels", parents=[timed], help="the Triton kernels one by one, on a GPU")
-    kernels.add_argument("--case", nargs="+", metavar="CASE", help="as in op")
+    kernels = add_action(kinds, "kernels", "the Triton kernels one by one, on a GPU", parents=[timed])
+    kernels.add_argument("--case", nargs="+", metavar="CASE", help=CASE)
 
-    even = kinds.add_parser(
-        "break-even", parents=[timed], help="number of tokens from which linear attention is faster"
+    even = add_action(
+        kinds, "break-even", "number of tokens from which linear attention is faster than softmax", parents=[timed]
     )
     even.add_argument(
-        "--heads", nargs="+", default=["6x64"], metavar="HxD", help="heads and their size (default: 6x64)"
+        "--heads",
+        nargs="+",
+        default=["6x64"],
+        metavar="HxD",
+        help="number of heads and channels of each (default: 6x64)",
     )
     even.add_argument(
-        "--sides", nargs="+", type=int, metavar="N", help="sides of the map (default: 4 7 10 14 20 28 40 56)"
+        "--sides", nargs="+", type=int, metavar="N", help="sides of the token map (default: 4 7 10 14 20 28 40 56)"
     )
-    even.add_argument("--anchors", type=int, default=1, metavar="M", help="anchors of the tangent (1)")
+    even.add_argument("--anchors", type=int, default=1, metavar="M", help="anchors of tangent attention (default: 1)")
 
-    model = kinds.add_parser("model", parents=[timed, tasks], help="whole models")
-    sweep = kinds.add_parser("sweep", parents=[timed, tasks], help="InLine-DeiT-T over resolutions")
-    profile = kinds.add_parser("profile", parents=[common, tasks], help="time of whole models by kernel")
+    model = add_action(kinds, "model", "whole models", parents=[timed, tasks])
+    sweep = add_action(kinds, "sweep", "InLine-DeiT-T over resolutions", parents=[timed, tasks])
+    profile = add_action(kinds, "profile", "time of whole models by kernel", parents=[common, tasks])
     for sub in (model, profile):
-        sub.add_argument("models", nargs="+", metavar="NAME", help="model such as inline_deit_tiny, or weights file")
+        sub.add_argument(
+            "models", nargs="+", metavar="MODEL", help="a name such as inline_deit_tiny, or a weights file"
+        )
     for sub in (model, sweep, profile):
         sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
         batches = "256 128 64 32 8, on a CPU 4 2 1" if sub is sweep else "64, on a CPU 2"
-        sub.add_argument("--img-sizes", nargs="+", type=int, metavar="N", help=f"sides (default: {sizes})")
         sub.add_argument(
-            "--batch-sizes", nargs="+", type=int, metavar="B", help=f"one, or one for each side (default: {batches})"
+            "--img-sizes", nargs="+", type=int, metavar="N", help=f"image sides in pixels (default: {sizes})"
+        )
+        sub.add_argument(
+            "--batch-sizes", nargs="+", type=int, metavar="N", help=f"one, or one for each side (default: {batches})"
         )
         _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, peer_math, free")
     for sub in (model, sweep):
         _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")
-        sub.add_argument("--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also batch 1")
+        sub.add_argument(
+            "--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also time single images"
+        )
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second over resolution")
     sweep.set_defaults(models=["inline_deit_tiny"])
     profile.set_defaults(quick=False)
-    profile.add_argument("--mode", help="mode of torch.compile, or eager (default: reduce-overhead, on a CPU eager)")
+    profile.add_argument(
+        "--mode", metavar="MODE", help="mode of torch.compile, or eager (default: reduce-overhead, on a CPU eager)"
+    )
 
-    dense = kinds.add_parser("dense", parents=[timed, tasks], help="backbones under dense heads, InLine and softmax")
+    dense = add_action(
+        kinds, "dense", "segmenters and detectors with InLine and softmax backbones", parents=[timed, tasks]
+    )
     dense.add_argument(
         "models",
         nargs="*",
         default=list(DENSE_MODELS),
         metavar="HEAD-BACKBONE",
-        help=f"default: {', '.join(DENSE_MODELS)}",
+        help=f"models to time (default: {', '.join(DENSE_MODELS)})",
     )
     add_img_size(dense, default="the published one")
     dense.add_argument(
-        "--batch-size", type=int, metavar="B", help="default: 1 in inference, 2 in training, as published"
+        "--batch-size", type=int, metavar="N", help="images in a batch (default: 1 in inference, 2 in training)"
     )
     _add_contenders(dense, "fused, reference, softmax")
     _add_modes(dense, "eager and compiled, in inference also with CUDA graphs")
     dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory")
 
-    tables = kinds.add_parser("table", help="print records of earlier runs as markdown")
-    tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="a file that --json wrote")
-    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw the models of all records as a sweep")
+    tables = add_action(kinds, "table", "print the results of earlier runs as markdown")
+    tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="files that --json wrote")
+    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second over resolution")
 
 
 def _add_contenders(parser: argparse.ArgumentParser, names: str) -> None:
@@ -120,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     from inline_attention.bench.timing import Effort
 
     picture = getattr(args, "picture", None)
-    check_writable(getattr(args, "json", None), picture)
+    check_writable(picture, json=getattr(args, "json", None))
     if picture is not None:
         check_picture(picture)
     if args.kind == "table":
@@ -139,7 +158,10 @@ def run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = dict(device=device, dtype=dtype, effort=Effort.choose(quick=args.quick))
     facts = describe_run(device, dtype)
     runs = {"op": _run_op, "break-even": _run_break_even, "kernels": _run_kernels, "profile": _run_profile}
-    record = runs.get(args.kind, _run_models)(args, facts, options)
+    with redirect_stdout(sys.stderr) if args.json == STANDARD_OUTPUT else nullcontext():
+        record = runs.get(args.kind, _run_models)(args, facts, options)
+    if args.json == STANDARD_OUTPUT:
+        write_json(STANDARD_OUTPUT, record.content)
     return 1 if record.failed else 0
 
 
@@ -148,15 +170,16 @@ def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:
     return [name for name, wanted in zip(names, (one, other), strict=True) if wanted or one == other]
 
 
-def _print_facts(facts: dict[str, str]) -> None:
-    for name, value in facts.items():
-        say(f"{name}: {value}")
-    say("")
+def _open_record(kind: str, facts: dict[str, str], args: argparse.Namespace) -> "Record":
+    """Print the facts of a run, and open the record of its results."""
+    from inline_attention.bench.record import Record
+
+    say(*(f"{name}: {value}" for name, value in facts.items()), "")
+    return Record(kind, facts, None if args.json in (None, STANDARD_OUTPUT) else Path(args.json))
 
 
 def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from inline_attention.bench import op
-    from inline_attention.bench.record import Record
     from inline_attention.bench.timing import copy_bandwidth
 
     device = options["device"]
@@ -166,8 +189,7 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
     directions = _chosen(args.forward, args.backward, ("forward", "forward+backward"))
     bandwidth = copy_bandwidth(device, effort=options["effort"])
     facts |= {"compile modes": "eager", "copy": f"{bandwidth / 1e9:.1f} GB/s"}
-    _print_facts(facts)
-    record = Record("op", facts, args.json)
+    record = _open_record("op", facts, args)
     for case in cases:
         for results in op.run_case(case, contenders=contenders, directions=directions, bandwidth=bandwidth, **options):
             say_text(op.op_table(record.add(results)))
@@ -176,7 +198,6 @@ def _run_op(args: argparse.Namespace, facts: dict[str, str], options: dict[str, 
 
 def _run_break_even(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from inline_attention.bench import break_even
-    from inline_attention.bench.record import Record
 
     sides = args.sides or break_even.SIDES
     if min(sides) < 1:
@@ -185,8 +206,7 @@ def _run_break_even(args: argparse.Namespace, facts: dict[str, str], options: di
         raise ValueError(f"--anchors {args.anchors}: expected 1 or more")
     sizes = [_parse_heads(text) for text in args.heads]
     facts["compile modes"] = "eager"
-    _print_facts(facts)
-    record = Record("break-even", facts, args.json)
+    record = _open_record("break-even", facts, args)
     for heads, head_dim in sizes:
         results = break_even.time_sizes(heads, head_dim, sides=sides, anchors=args.anchors, **options)
         say_text(break_even.break_even_table(record.add(results)))
@@ -203,7 +223,6 @@ def _parse_heads(text: str) -> tuple[int, int]:
 
 def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from inline_attention.bench import op
-    from inline_attention.bench.record import Record
     from inline_attention.bench.timing import copy_bandwidth
     from inline_attention.ops.backends import HAS_TRITON
 
@@ -218,8 +237,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     cases = [op.Case.parse(text) for text in args.case or op.GPU_CASES]
     bandwidth = copy_bandwidth(device, effort=options["effort"])
     facts |= {"compile modes": "eager", "copy": f"{bandwidth / 1e9:.1f} GB/s"}
-    _print_facts(facts)
-    record = Record("kernels", facts, args.json)
+    record = _open_record("kernels", facts, args)
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
         if case.heads * case.head_dim <= MOST_WIDTH:
@@ -232,7 +250,6 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     from inline_attention.bench import contenders as known
     from inline_attention.bench import model
     from inline_attention.bench.picture import draw_bars, draw_sweep
-    from inline_attention.bench.record import Record
 
     device, dense = options["device"], args.kind == "dense"
     contenders = args.contenders or known.default_contenders(device, dense=dense)
@@ -243,10 +260,9 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     if modes is not None:
         modes = model.usable_modes(modes, device)
     facts["compile modes"] = "each contender's best" if modes is None else ", ".join(modes)
-    _print_facts(facts)
+    record = _open_record("dense" if dense else "model", facts, args)
     each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if modes and len(modes) > 1 else "")
     say(f"{len(settings)} measurements of {each}: {', '.join(map(str, settings))}")
-    record = Record("dense" if dense else "model", facts, args.json)
     for number, setting in enumerate(settings, start=1):
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
@@ -274,7 +290,6 @@ def _settings(args: argparse.Namespace, device: "torch.device", *, latency: bool
 def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
     from inline_attention.bench import model, profile
     from inline_attention.bench.contenders import check_classifiers, default_contenders
-    from inline_attention.bench.record import Record
 
     device = options["device"]
     contenders = args.contenders or default_contenders(device)
@@ -283,8 +298,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
     model.check_modes([mode])
     settings = _settings(args, device, latency=False)
     facts["compile modes"] = ", ".join(model.usable_modes([mode], device))
-    _print_facts(facts)
-    record = Record("profile", facts, args.json)
+    record = _open_record("profile", facts, args)
     for setting in settings:
         results = profile.run_setting(
             setting, contenders=contenders, mode=mode, device=device, dtype=options["dtype"], log=say
@@ -313,8 +327,12 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
     of_models: list[dict[str, Any]] = []
     for path in paths:
         kind, facts, results = read_record(path, kinds=tables)
+        try:
+            text = tables[kind](results)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} has results that this version cannot read: {error!r}") from error
         say(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}", "")
-        say_text(tables[kind](results) + "\n")
+        say_text(text + "\n")
         if kind == "model":
             of_models += results
     if picture is not None:

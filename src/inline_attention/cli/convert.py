@@ -1,22 +1,24 @@
-"""Convert a checkpoint to safetensors: this library's names, and the model's configuration in the metadata.
+"""Convert an official checkpoint to a safetensors file that every other command can open.
 
-With --average: the mean of several weights files of one model, such as the last checkpoints of a run.
+The file has this library's parameter names, and the configuration of its model in the metadata. With --average, it
+holds the mean of several weights files of one model, such as the last checkpoints of a run.
 """
 
 import argparse
 from pathlib import Path
 
+from inline_attention.cli._output import check_writable
 from inline_attention.printing import say
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="IN", help="an official .pth, safetensors, or the URL of either")
-    parser.add_argument("target", metavar="OUT", type=Path, help="the safetensors file to write")
-    parser.add_argument("--model", metavar="NAME", help="model of the weights (default: found by names and shapes)")
+    parser.add_argument("source", metavar="IN", help="official .pth or safetensors file, or its URL")
+    parser.add_argument("target", metavar="OUT", type=Path, help="safetensors file to write")
+    parser.add_argument("--model", metavar="NAME", help="model of the weights (default: found from names and shapes)")
     parser.add_argument(
         "--ema",
         action=argparse.BooleanOptionalAction,
-        help="require the averaged weights, or use the others (default: averaged if there are any)",
+        help="take the averaged weights (EMA), or the others (default: averaged if there are any)",
     )
     parser.add_argument(
         "--average", metavar="FILE", nargs="+", type=Path, help="write the mean of IN and these files, all safetensors"
@@ -29,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.target} exists; --force overwrites it")
     if args.target.suffix != ".safetensors":
         raise ValueError(f"{args.target}: the name of the file to write must end in .safetensors")
+    check_writable(args.target)
 
     from inline_attention.models.convert import average, convert
     from inline_attention.models.weights import architecture

@@ -30,20 +30,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         task=_task,
         data="COCO folder (annotations/instances_SPLIT.json, images in SPLIT/) or YOLO folder (data.yaml)",
         add_options=_add_options,
-        measures="average precision on images with annotations",
+        measures="measure average precision on annotated images",
         predicts="find objects in images",
         output="detected",
     )
     evaluate.add_argument("--layout", choices=("auto", "coco", "yolo"), help="layout of the data (default: auto)")
     predict.add_argument(
-        "--min-score", type=float, default=0.5, help="leave out objects below this score (default: 0.5)"
+        "--min-score", type=float, default=0.5, metavar="P", help="leave out objects below this score (default: 0.5)"
     )
 
 
 def _add_options(trained: argparse.ArgumentParser) -> None:
     own = "default: that of the weights"
-    trained.add_argument("--short-side", type=int, metavar="N", help=f"resize the short side to this ({own})")
-    trained.add_argument("--max-side", type=int, metavar="N", help=f"limit of the long side ({own})")
+    trained.add_argument(
+        "--short-side", type=int, metavar="N", help=f"resize the short side of an image to N pixels ({own})"
+    )
+    trained.add_argument("--max-side", type=int, metavar="N", help=f"largest length of the long side in pixels ({own})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,7 +126,7 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.tasks.detection.layouts import read_split
     from inline_attention.tasks.detection.task import write_per_class
 
-    check_writable(args.csv, args.json)
+    check_writable(args.csv, json=args.json)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data

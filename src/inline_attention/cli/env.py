@@ -14,7 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from inline_attention.environment import describe_environment
 
-    check_writable(args.json)
+    check_writable(json=args.json)
     facts = describe_environment()
     if args.json:
         write_json(args.json, facts)

@@ -32,26 +32,38 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="needed only if the weights do not name their model")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a name of `inline models`; needed only if the weights do not name it"
+    )
     add_weights(parser)
-    parser.add_argument("--data", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME")
-    parser.add_argument("--split", default="val", help="split to evaluate on (default: val; all: every image)")
+    parser.add_argument(
+        "--data", metavar="PATH", required=True, help="folder, digits, hfds/NAME, wds/FOLDER or tfds/NAME"
+    )
+    parser.add_argument("--split", metavar="NAME", default="val", help="split to evaluate on, or all (default: val)")
     parser.add_argument(
         "--split-file",
         metavar="FILE",
-        help="table of a folder without splits (default: split.csv of the weights' run)",
+        help="split table of a folder without splits (default: split.csv of the training run)",
     )
     add_img_size(parser)
     add_eval_transform(parser)
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
-    parser.add_argument("--num-classes", type=int, help="number of classes, if the data do not list them (wds/)")
-    parser.add_argument("--real", action="store_true", help="also count by ImageNet's reassessed labels (ReaL)")
     parser.add_argument(
-        "--knn", type=int, metavar="K", help="ignore the classifier: let the K nearest training images vote"
+        "--num-classes", type=int, metavar="N", help="number of classes, if the data do not list them (wds/)"
     )
-    parser.add_argument("--train-split", default="train", help="split that votes with --knn (default: train)")
+    parser.add_argument(
+        "--real", action="store_true", help="also measure accuracy with ImageNet's reassessed labels (ReaL)"
+    )
+    parser.add_argument(
+        "--knn", type=int, metavar="K", help="instead of the classifier, let the K nearest training images vote"
+    )
+    parser.add_argument(
+        "--train-split", metavar="NAME", default="train", help="split that votes with --knn (default: train)"
+    )
     add_loading(parser, batch_size=64)
-    parser.add_argument("--max-broken", type=float, default=0.01, help="stop above this share of unreadable images")
+    parser.add_argument(
+        "--max-broken", type=float, default=0.01, metavar="P", help="allowed share of unreadable images (default: 0.01)"
+    )
     add_device(parser)
     add_precision(parser, default="fp32")
     add_results(parser, csv="the accuracy of each class")
@@ -64,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.knn is not None and (args.csv or args.real):
         raise ValueError("--knn has no accuracy by class and no ReaL labels: leave out --csv and --real")
-    check_writable(args.csv, args.json)
+    check_writable(args.csv, json=args.json)
     with join_ranks(args.device) as ranks:
         classifier = load_classifier(
             args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform

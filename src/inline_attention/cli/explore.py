@@ -14,13 +14,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="files of `inline train`, one for each attention, or one of `inline linearize`, which is shown beside its "
-        "teacher (default: those of the package, else random weights)",
+        "teacher (default: the weights of the package)",
     )
-    parser.add_argument("--port", type=int, default=7860, help="default: 7860; 0 chooses a free port")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+        "--port", type=int, default=7860, metavar="N", help="port to listen on; 0 chooses a free one (default: 7860)"
     )
-    add_device(parser, default="cuda if available, else cpu")
+    parser.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+    add_device(parser, mps=False)
 
 
 def run(args: argparse.Namespace) -> None:

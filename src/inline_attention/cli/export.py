@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from inline_attention.cli._options import add_img_size, add_weights
-from inline_attention.cli._output import parse_size
+from inline_attention.cli._output import check_writable, parse_size
 from inline_attention.printing import say
 
 FORMATS = ("onnx", "pt2", "torchscript", "pt2-int8", "openvino", "coreml", "litert", "hf")
@@ -16,15 +16,17 @@ FORMATS = ("onnx", "pt2", "torchscript", "pt2-int8", "openvino", "coreml", "lite
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a model of `inline models`; needed only if the weights do not name it"
+        "name", metavar="MODEL", nargs="?", help="a name of `inline models`; needed only if the weights do not name it"
     )
-    parser.add_argument("--format", choices=FORMATS, default="onnx", help="default: onnx")
+    parser.add_argument("--format", choices=FORMATS, default="onnx", help="format of the file (default: onnx)")
     add_weights(parser, otherwise="random ones")
-    parser.add_argument("--num-classes", type=int, help="for a model without weights (default: 1000, as published)")
+    parser.add_argument(
+        "--num-classes", type=int, metavar="N", help="classes of a model without weights (default: 1000, as published)"
+    )
     add_img_size(parser)
-    parser.add_argument("--dynamic-batch", action="store_true", help="any number of images")
-    parser.add_argument("--dynamic-size", action="store_true", help="any size above a minimum, which is printed")
-    parser.add_argument("--output", type=Path, metavar="F", help="default: NAME.onnx, NAME.pt2, … in this directory")
+    parser.add_argument("--dynamic-batch", action="store_true", help="the file takes any number of images")
+    parser.add_argument("--dynamic-size", action="store_true", help="the file takes images of any size above a minimum")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: MODEL.onnx, MODEL.pt2, … in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from inline_attention.models.weights import architecture
     from inline_attention.tasks.classification.classifier import load_classifier
 
+    if args.format != "hf":  # which writes a folder
+        check_writable(args.output)
     torch.manual_seed(0)
     img_size = parse_size(args.img_size)
     classifier = load_classifier(

@@ -8,11 +8,13 @@ import argparse
 
 from inline_attention.cli._options import add_img_size, add_results, add_weights
 from inline_attention.cli._output import check_writable, parse_size
-from inline_attention.printing import STANDARD_OUTPUT, write_json
+from inline_attention.printing import STANDARD_OUTPUT, say, say_text, table, write_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a model of `inline models`")
+    parser.add_argument(
+        "name", metavar="MODEL", nargs="?", help="a name of `inline models`; not needed if the weights name it"
+    )
     add_weights(parser, otherwise="none, the name is enough")
     add_img_size(parser)
     add_results(parser)
@@ -25,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     from inline_attention.models.profile import profile
     from inline_attention.models.weights import architecture, open_model
 
-    check_writable(args.json)
+    check_writable(json=args.json)
     if args.weights:
         model = open_model(args.name, args.weights).to("meta")
     else:
@@ -40,27 +42,11 @@ def run(args: argparse.Namespace) -> None:
     if args.json == STANDARD_OUTPUT:
         return
 
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{architecture(model)} at {img_size[0]}×{img_size[1]}", header_style="bold", show_footer=True)
+    say(f"{architecture(model)} at {img_size[0]}×{img_size[1]}")
+    rows = [[cost.name, " × ".join(map(str, cost.shape)), *_in_units(*cost[2:])] for cost in costs]
     totals = [sum(values) for values in zip(*(cost[2:] for cost in costs), strict=True)]
-    table.add_column("stage", footer="total")
-    table.add_column("output", justify="right")
-    for heading, total in zip(("params", "MACs", "activations"), totals, strict=True):
-        table.add_column(heading, justify="right", footer=_in_units(heading, total))
-    for cost in costs:
-        table.add_row(
-            cost.name,
-            " × ".join(map(str, cost.shape)),
-            _in_units("params", cost.params),
-            _in_units("MACs", cost.macs),
-            _in_units("activations", cost.activation_bytes),
-        )
-    Console().print(table)
+    say_text(table(["stage", "output", "params", "MACs", "activations"], [*rows, ["total", "", *_in_units(*totals)]]))
 
 
-def _in_units(heading: str, value: int) -> str:
-    if heading == "params":
-        return f"{value / 1e6:.2f}M"
-    return f"{value / 1e9:.3f}G" if heading == "MACs" else f"{value / 2**20:.1f} MiB"
+def _in_units(params: int, macs: int, activation_bytes: int) -> list[str]:
+    return [f"{params / 1e6:.2f}M", f"{macs / 1e9:.3f}G", f"{activation_bytes / 2**20:.1f} MiB"]

@@ -18,17 +18,28 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [MODEL] [key=value ...] [options]"
-    parser.add_argument("arguments", nargs="*", metavar="[MODEL] [key=value ...]", help="the teacher; then settings")
-    parser.add_argument("--weights", metavar="F", help="the teacher's weights: a file (default: the published ones)")
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="[MODEL] [key=value ...]",
+        help="the model to convert, called the teacher; then settings, listed below",
+    )
+    parser.add_argument("--weights", metavar="W", help="weights file of the teacher (default: the published weights)")
     add_run_options(parser, data="folder with train/ and val/, or what data.path accepts")
-    parser.add_argument("--recipe", metavar="F", help="a .yaml file of your own (default: the recipe linearize)")
+    parser.add_argument(
+        "--recipe", metavar="FILE", help="recipe of your own, a .yaml file (default: that of the package)"
+    )
     parser.add_argument("--epochs", type=int, metavar="N", help="epochs of distillation (default: 20); 0 skips it")
-    parser.add_argument("--attention", metavar="A", help="tangent (default), inline, linear or mala")
-    parser.add_argument("--anchors", type=int, metavar="M", help="queries around which tangent expands softmax (1)")
+    parser.add_argument(
+        "--attention", metavar="A", help="attention of the student: tangent, inline, linear or mala (default: tangent)"
+    )
+    parser.add_argument(
+        "--anchors", type=int, metavar="M", help="queries around which tangent attention expands softmax (default: 1)"
+    )
     parser.add_argument(
         "--keep-softmax",
         metavar="X",
-        help="attentions that stay softmax: names or wildcards, separated by commas; or auto:K",
+        help="layers that keep softmax: names or wildcards, separated by commas, or auto:K, which chooses K of them",
     )
     parser.add_argument("--no-labels", action="store_true", help="learn from the teacher alone; any images will do")
     parser.add_argument("--no-report", action="store_true", help="do not measure accuracy and speed at the end")

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--topk is {args.topk}; expected at least 1")
     if args.threshold is not None and not 0 <= args.threshold <= 1:
         raise ValueError(f"--threshold is {args.threshold:g}; expected a probability, 0 to 1")
-    check_writable(args.csv, args.json)
+    check_writable(args.csv, json=args.json)
     device = choose_device(args.device)
     classifier = load_classifier(name, weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform)
     topk, threshold = args.topk, args.threshold
@@ -103,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
                 "skipped_images": skipped,
             },
         )
-    return 0 if found else 1
+    if not found:
+        raise ValueError("no image could be read")
+    return 0
 
 
 def split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -111,11 +113,14 @@ def split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     import timm
 
     from inline_attention.data.sources import IMAGE_EXTENSIONS
+    from inline_attention.models.registry import suggest_names
 
     first = Path(arguments[0])
-    # A folder may have the name of a model. A word that is neither a model nor a path is taken for a misspelt model.
+    # A folder may have the name of a model.
     if first.suffix.lower() in IMAGE_EXTENSIONS or (first.exists() and not timm.is_model(arguments[0])):
         return None, arguments
+    if ":" not in arguments[0] and not timm.is_model(arguments[0]):  # timm reads "hf-hub:…" itself
+        raise ValueError(f"there is no file, folder or model {arguments[0]!r}; {suggest_names(arguments[0])}")
     if len(arguments) == 1:
         raise ValueError(f"there are no images: give files or folders after the model {arguments[0]!r}")
     return arguments[0], arguments[1:]
@@ -125,7 +130,7 @@ def choose_weights(name: str | None, weights: str | None) -> tuple[str | None, s
     """The model and its weights, with defaults for what is left out."""
     from inline_attention.models.shipped import shipped_weights
 
-    if weights is not None:
+    if weights is not None and (name is not None or weights != "pretrained"):
         return name, weights
     if shipped_weights(name or DEFAULT_MODEL):
         return name or DEFAULT_MODEL, "pretrained"

@@ -30,25 +30,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         task=_task,
         data="folder with images/SPLIT, masks/SPLIT and classes.txt, or ADE20K or Cityscapes as distributed",
         add_options=_add_options,
-        measures="mIoU and accuracy on images with masks",
-        predicts="segment images",
+        measures="measure mIoU and accuracy on images with masks",
+        predicts="assign a class to every pixel of images",
         output="segmented",
     )
     own = "default: that of the training run"
     evaluate.add_argument(
         "--layout", choices=("auto", "folders", "ade20k", "cityscapes"), help=f"layout of the data ({own})"
     )
-    evaluate.add_argument("--ignore-index", type=int, help=f"class number of ignored pixels ({own})")
-    evaluate.add_argument("--examples", metavar="FILE", type=Path, help="draw the first images with their predictions")
+    evaluate.add_argument("--ignore-index", type=int, metavar="N", help=f"value of mask pixels to ignore ({own})")
+    evaluate.add_argument(
+        "--examples", metavar="FILE", type=Path, help="draw the first images and their predictions to FILE"
+    )
 
 
 def _add_options(trained: argparse.ArgumentParser) -> None:
-    trained.add_argument("--window", type=int, nargs="+", metavar="N", help="side of the windows, or height and width")
+    trained.add_argument(
+        "--window", type=int, nargs="+", metavar="N", help="side of the sliding window, or height and width"
+    )
     trained.add_argument(
         "--scales", type=float, nargs="+", metavar="S", help="scales to average over, such as 0.75 1 1.25"
     )
     trained.add_argument("--flip", action="store_true", help="average over the image and its mirror image")
-    trained.add_argument("--short-side", type=int, metavar="N", help="resize the short side to this; 0: do not resize")
+    trained.add_argument(
+        "--short-side", type=int, metavar="N", help="resize the short side of an image to N pixels; 0: do not resize"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +126,7 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.tasks.segmentation.sources import lists_classes
     from inline_attention.tasks.segmentation.task import write_per_class
 
-    check_writable(args.csv, args.json)
+    check_writable(args.csv, args.examples, json=args.json)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data

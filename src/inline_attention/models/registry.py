@@ -166,9 +166,13 @@ def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Mo
 def check_name(name: str) -> None:
     """Raise ValueError for a name that timm does not know, and suggest the nearest ones."""
     if ":" not in name and not timm.is_model(name):
-        close = difflib.get_close_matches(name, list_models(), n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "`inline models` lists them"
-        raise ValueError(f"there is no model {name!r}; {hint}")
+        raise ValueError(f"there is no model {name!r}; {suggest_names(name)}")
+
+
+def suggest_names(name: str) -> str:
+    """The end of a message about an unknown model: the nearest names."""
+    close = difflib.get_close_matches(name, list_models(), n=3)
+    return f"did you mean {' or '.join(close)}?" if close else "`inline models` lists them"
 
 
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:

@@ -168,7 +168,7 @@ class Rank(LayerAnalysis):
                 )
                 if what == "numerical":
                     axes.plot(place, result.tokens, linestyle=":", color=colour, linewidth=1.5)
-            axes.set(title=f"{what.capitalize()} rank", xlabel="layer", ylim=(0, None))
+            axes.set(title=f"{what.capitalize()} rank", xlabel="layer", ylabel="rank", ylim=(0, None))
             axes.legend(fontsize=8)
         figures.add_caption(
             figure,

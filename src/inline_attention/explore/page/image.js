@@ -108,7 +108,7 @@ function makePanel({ title, name, model = null, head = null }) {
     "aria-label": model ? `Attention map, ${name}` : "Token of the picture",
     "aria-valuenow": 0,
   });
-  const facts = html("p", { class: "facts" });
+  const facts = html("p", { class: "facts" }, model ? "Computing…" : "");
   const node = html("article", { class: "card panel", "data-kind": model?.kind ?? "picture" }, html("header", {}, title));
   if (head) node.firstChild.append(head);
   node.append(canvas);

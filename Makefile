@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-timm test-versions soak bench docs dist lint clean
+.PHONY: help quickstart test test-all test-timm test-versions soak bench docs dist lint style clean
 
 help:
 	@echo "make quickstart   trains a small model on handwritten digits, about a minute"
@@ -28,19 +28,25 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/inline train
 
-lint: $(STAMP)
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 # One thread per worker: the tests' tensors are small, and more threads than cores slow each other down.
 # Three workers for two cores, because some tests wait for processes and sockets.
 # Work stealing keeps the tests of a file on one worker, where they share fixtures.
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
-
-test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
+# Compiled files are kept, whatever the environment says: many tests start processes.
+# mypy takes a minute without its cache. It runs beside the tests, and its output follows theirs.
+test: TESTS = not slow and not gpu
+test-all: TESTS = not gpu
+test test-all: style
+	@mkdir -p build
+	@$(BIN)/mypy > build/mypy.txt 2>&1 & mypy=$$!; \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(TESTS)"; tests=$$?; \
+	wait $$mypy; types=$$?; echo mypy; cat build/mypy.txt; exit $$((tests || types))
 
 # An interrupted soak continues where it stopped. ARGS='--share 0.05' runs a short one; ARGS=--record writes the figures of docs/.
 soak: $(STAMP)

@@ -69,7 +69,22 @@ def cache_types() -> None:
     tl.tensor.__init__ = quick_tensor
 
 
+def skip_what_changes_nothing() -> None:
+    """Most operands have the same shape already, and most arguments are no constants of the compiler."""
+    semantic = tl.semantic.TritonSemantic
+    broadcast, unwrap = semantic.broadcast_impl_value, tl.core._unwrap_if_constexpr
+    plain = {tl.tensor, int, float, bool, type(None)}
+
+    def quick_broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        same = lhs.handle.data.shape == rhs.handle.data.shape and lhs.type.is_block() == rhs.type.is_block()
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = quick_broadcast
+    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
+
+
 def install() -> None:
+    skip_what_changes_nothing()
     patch_once()
     skip_unused_checks()
     cache_types()

@@ -1,5 +1,6 @@
 """Folders of finished runs with given numbers, as `python -m study report` reads them."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,12 @@ from study.grid import Run
 from study.measures import CONFUSED_AT
 
 LINEAR, SOFTMAX = [40.0, 40.4, 40.2], [43.5, 43.6, 43.4]
+
+
+@functools.cache
+def config_text(run: Run, changes: tuple[str, ...]) -> str:
+    """Of config.yaml. YAML is slow, and the tests write the same runs again and again."""
+    return settings.to_yaml(run.config(extra=changes))
 
 
 def write_runs(
@@ -30,7 +37,7 @@ def write_runs(
             (folder / "summary.json").write_text(json.dumps(summary))
             (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
             (folder / "environment.json").write_text(json.dumps([start]))
-            (folder / "config.yaml").write_text(settings.to_yaml(run.config(extra=changes)))
+            (folder / "config.yaml").write_text(config_text(run, changes))
             if analyses and row in analyses:
                 (folder / "analysis.json").write_text(json.dumps(analyses[row]))
 

@@ -2,10 +2,11 @@
 
 import ast
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import training_runs
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "inline_attention"
@@ -60,15 +61,18 @@ def test_imports_point_one_way() -> None:
     assert [levels[room] for room in chain] == sorted({levels[room] for room in chain})
 
 
+def libraries_loaded_with_the_integrations() -> set[str]:
+    importlib.import_module("inline_attention.integrations")
+    return {"transformers", "diffusers"} & sys.modules.keys()
+
+
 def test_integrations_import_operations_and_layers_alone() -> None:
     """Nothing imports them either: other libraries are loaded only on request."""
     drawing = load_drawing()
     arrows = drawing.read_table(drawing.PAGE.read_text(encoding="utf-8"))
     assert set(arrows["integrations"]) <= {"ops", "layers"}
     assert not [room for room, imports in arrows.items() if "integrations" in imports]
-    code = "import sys, inline_attention.integrations; print({'transformers', 'diffusers'} & sys.modules.keys())"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "set()"
+    assert not training_runs.call(libraries_loaded_with_the_integrations)
 
 
 def test_the_picture_is_of_the_table() -> None:

@@ -16,11 +16,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
-import sklearn.datasets
 import torch
 from PIL import Image
 
@@ -48,6 +49,8 @@ TINY = (
 @functools.cache
 def images() -> str:
     """A folder of real images: the first digits of the embedded set, 160 for training and 41 for validation."""
+    import sklearn.datasets
+
     root = tempfile.mkdtemp(prefix="digits-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     digits = sklearn.datasets.load_digits()
@@ -88,6 +91,12 @@ def run(argv: Sequence[str], *, log: Path | None = None) -> int:
     process.join()
     assert process.exitcode is not None
     return process.exitcode
+
+
+def call(function: Callable[..., Any], *arguments: object) -> Any:
+    """What a function of a test module returns in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=processes) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def start_ranks(argv: Sequence[str], world_size: int, *, log: Path | None = None) -> list[BaseProcess]:

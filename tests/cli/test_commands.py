@@ -1,10 +1,7 @@
 """The commands that show and export models, and how errors reach the shell."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -144,37 +141,3 @@ def test_wrong_arguments_exit_2() -> None:
     with pytest.raises(SystemExit) as done:
         main(["export", "inline_deit_tiny", "--format", "tflite"])
     assert done.value.code == 2
-
-
-WITHOUT_EXTRAS = """
-import sys
-from importlib.machinery import PathFinder
-MISSING = {"triton", "onnx", "onnxscript", "onnxruntime", "sklearn", "matplotlib", "tensorboard", "rich"}
-find_spec = PathFinder.find_spec
-def find_others(name, path=None, target=None):
-    return None if name.partition(".")[0] in MISSING else find_spec(name, path, target)
-PathFinder.find_spec = find_others
-import torch, inline_attention
-inline_attention.create_model("inline_deit_study", pretrained=True)  # torch.hub checks only what hubconf.py lists
-assert "rich" not in sys.modules
-MISSING.remove("rich")  # of the command line, which every installation has
-from inline_attention.cli import main
-x = torch.randn(1, 9, 8, requires_grad=True)
-inline_attention.InLineAttention(8, 2)(x, (3, 3)).sum().backward()
-assert x.grad is not None
-model = inline_attention.create_model("inline_pvt_tiny", depths=(1, 1, 1, 1), num_classes=2)
-model(torch.randn(1, 3, 32, 32)).sum().backward()
-assert main(["models"]) == 0
-assert main(["env"]) == 0
-assert main(["info", "inline_deit_tiny"]) == 0
-assert main(["export", "inline_deit_tiny", "--output", sys.argv[1]]) == 2
-"""
-
-
-def test_without_triton_and_other_extras(tmp_path: Path) -> None:
-    """As on macOS, on Windows and after a plain install: only the extras do not work, and errors name them."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, str(tmp_path / "m.onnx")], capture_output=True, text=True, env=os.environ
-    )
-    assert done.returncode == 0, done.stderr
-    assert "pip install 'inline-attention[export]'" in done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import training_runs
 from PIL import Image
 
 from inline_attention import create_model
@@ -21,10 +22,6 @@ from inline_attention.printing import printable
 from inline_attention.tasks.classification.classifier import preprocessing
 
 START = "import sys; from inline_command import main; sys.exit(main())"
-
-
-def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", START, *words], cwd=cwd, capture_output=True, text=True)
 
 
 def test_every_command_has_a_file_and_every_file_is_a_command() -> None:
@@ -243,13 +240,14 @@ def test_names_from_files_cannot_control_the_terminal(tmp_path: Path) -> None:
     for name in names:
         Image.new("RGB", (8, 8)).save(images / os.fsdecode(name))
     (images / "\x1b[2Jbroken.png").write_bytes(b"")
-    arguments = ["--weights", str(weights), str(images), "--device", "cpu", "--json", "out.json", "--csv", "out.csv"]
-    done = run("predict", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert r"\x1b]0;title\x07[/bold] 0" in done.stdout
-    assert r"\udcff.png" in done.stdout
-    assert "broken.png" in done.stderr
-    assert "\x1b" not in done.stdout + done.stderr
+    results, log = [f"--json={tmp_path / 'out.json'}", f"--csv={tmp_path / 'out.csv'}"], tmp_path / "log.txt"
+    status = training_runs.run(["predict", f"--weights={weights}", str(images), "--device=cpu", *results], log=log)
+    printed = log.read_text()
+    assert status == 0, printed
+    assert r"\x1b]0;title\x07[/bold] 0" in printed
+    assert r"\udcff.png" in printed
+    assert r"\x1b[2Jbroken.png" in printed
+    assert "\x1b" not in printed
     predictions = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["predictions"]
     assert {os.fsencode(Path(entry["image"]).name) for entry in predictions} == set(names)
     assert r"\udcff.png" in (tmp_path / "out.csv").read_text(encoding="utf-8")

@@ -154,6 +154,7 @@ def write_colours(root: Path) -> Path:
     return root
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_fine_tuning_needs_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first training command of the README: weights of the package, at their own size."""
 
@@ -188,6 +189,7 @@ def test_a_failed_download_names_options_of_the_command(
     assert "pretrained=" not in error
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_folder_without_splits_is_divided_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

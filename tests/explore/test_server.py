@@ -1,14 +1,11 @@
 """Requests over a real connection: which are answered, how large they may be, and that visitors are kept apart."""
 
 import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -373,43 +370,3 @@ def test_a_port_in_use(server: ExploreServer, capsys: pytest.CaptureFixture[str]
         open_server(server.app, host="no.such.host.invalid", port=0)
     assert main(["explore", "--port", "70000"]) == 2
     assert "port 70000; expected 0 (any free one) to 65535" in capsys.readouterr().err
-
-
-PLAIN_INSTALL = """
-import sys
-from importlib.machinery import PathFinder
-find_spec = PathFinder.find_spec
-def find_others(name, path=None, target=None):
-    missing = {"sklearn", "matplotlib", "tensorboard", "onnx", "triton"}
-    return None if name.partition(".")[0] in missing else find_spec(name, path, target)
-PathFinder.find_spec = find_others
-from inline_attention.cli import main
-sys.exit(main(["explore", "--port", "0"]))
-"""
-
-
-@contextmanager
-def closing_by_force(process: subprocess.Popen[str]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.kill()
-
-
-def test_command() -> None:
-    """In a process of its own, without the extras: Ctrl-C ends it with status 0, also during a measurement."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PLAIN_INSTALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background may not hear it
-    ) as process, closing_by_force(process):  # fmt: skip
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
-        host, port = url.removeprefix("http://").removesuffix("/").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
-            connection.sendall(b"POST /api/measure HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            connection.recv(10)
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err
-    assert host == "127.0.0.1"

@@ -23,7 +23,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model.kwargs.depth=2", "model.kwargs.embed_dim=16", "model.kwargs.num_heads=2", "model.kwargs.patch_size=4",
         "schedule.epochs=1", "schedule.warmup_epochs=0", "data.workers=0", "log.tensorboard=false",
     ]  # fmt: skip
-    assert main(["train", "quickstart", "--device", "cpu", "--output", str(folder), *settings]) == 0
+    with _runs.without_pictures():
+        assert main(["train", "quickstart", "--device", "cpu", "--output", str(folder), *settings]) == 0
     return folder / "checkpoints" / "last.safetensors"
 
 

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from on_use import OnUse
 from torch import Tensor
 
-diffusers = pytest.importorskip("diffusers")
-
-from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0  # noqa: E402
-
-from inline_attention.integrations.diffusers import SanaLinearAttnProcessor, use_fused_attention  # noqa: E402
+diffusers = OnUse("diffusers")
+theirs = OnUse("diffusers.models.attention_processor")
+ours = OnUse("inline_attention.integrations.diffusers")
 
 
 def build(**kwargs: Any) -> Any:
@@ -46,7 +45,7 @@ def test_the_whole_model(qk_norm: str | None) -> None:
     for fused in (False, True):
         model = build(qk_norm=qk_norm)
         if fused:
-            assert use_fused_attention(model) == 2
+            assert ours.use_fused_attention(model) == 2
         out = model(**inputs(), return_dict=False)[0]
         outs.append(out.detach())
         grads.append(torch.autograd.grad(out.square().mean(), [model.transformer_blocks[0].attn1.to_q.weight])[0])
@@ -64,8 +63,8 @@ def test_small_sums() -> None:
     attn = attention()
     x = 1e-5 * torch.randn(2, 30, 16)
     x[:, 0] = 0
-    expected = SanaLinearAttnProcessor2_0()(attn, x)
-    torch.testing.assert_close(SanaLinearAttnProcessor()(attn, x), expected, atol=1e-8, rtol=1e-4)
+    expected = theirs.SanaLinearAttnProcessor2_0()(attn, x)
+    torch.testing.assert_close(ours.SanaLinearAttnProcessor()(attn, x), expected, atol=1e-8, rtol=1e-4)
     assert (expected - attn.to_out[0].bias).abs().max() > 1e-7
 
 
@@ -78,13 +77,13 @@ def test_float64_against_the_formula() -> None:
     scores = torch.einsum("bihd,bjhd->bhij", q, k)
     weights = scores / (scores.sum(-1, keepdim=True) + 1e-15)
     expected = attn.to_out[0](torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
-    out = SanaLinearAttnProcessor()(attn, x, source)
+    out = ours.SanaLinearAttnProcessor()(attn, x, source)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     present = torch.arange(7) < 4
-    masked = SanaLinearAttnProcessor()(attn, x, source, present.expand(2, -1))
-    torch.testing.assert_close(masked, SanaLinearAttnProcessor()(attn, x, source[:, :4]), atol=1e-12, rtol=1e-12)
+    masked = ours.SanaLinearAttnProcessor()(attn, x, source, present.expand(2, -1))
+    torch.testing.assert_close(masked, ours.SanaLinearAttnProcessor()(attn, x, source[:, :4]), atol=1e-12, rtol=1e-12)
     with pytest.raises(ValueError, match="mask over pairs"):
-        SanaLinearAttnProcessor()(attn, x, source, torch.ones(2, 9, 7, dtype=torch.bool))
+        ours.SanaLinearAttnProcessor()(attn, x, source, torch.ones(2, 9, 7, dtype=torch.bool))
 
 
 @torch.no_grad()
@@ -93,9 +92,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
     """At most twice as far from the exact result as diffusers, which computes in float32"""
     attn = attention()
     x = 20 + torch.randn(2, 64, 16)
-    exact = SanaLinearAttnProcessor()(attn.double(), x.to(dtype).double())
+    exact = ours.SanaLinearAttnProcessor()(attn.double(), x.to(dtype).double())
     errors = []
-    for processor in (SanaLinearAttnProcessor(), SanaLinearAttnProcessor2_0()):
+    for processor in (ours.SanaLinearAttnProcessor(), theirs.SanaLinearAttnProcessor2_0()):
         out = processor(attn.to(dtype), x.to(dtype))
         assert out.dtype == dtype
         errors.append((out.double() - exact).abs().max())
@@ -104,4 +103,4 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match="Linear has no SanaLinearAttnProcessor2_0"):
-        use_fused_attention(torch.nn.Linear(2, 2))
+        ours.use_fused_attention(torch.nn.Linear(2, 2))

@@ -13,28 +13,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import inline_attention  # noqa: F401  (registers the models)
 
-lightning = pytest.importorskip("lightning", reason="Lightning is not installed (pip install lightning)")
-
-
-class Classifier(lightning.LightningModule):
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.model = timm.create_model(name, **options)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
-
 
 def test_train_save_and_load(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="Lightning is not installed (pip install lightning)")
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self, name: str, **options: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = timm.create_model(name, **options)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.model(images)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
     torch.manual_seed(0)
     images, labels = torch.randn(16, 3, 64, 64), torch.arange(16) % 2
     images += 2.0 * labels[:, None, None, None]  # the classes differ in brightness

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from on_use import OnUse
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+from inline_attention.ops import inline_attention, tangent_attention
 
-from inline_attention.integrations.transformers import register  # noqa: E402
-from inline_attention.ops import inline_attention, tangent_attention  # noqa: E402
-
+transformers = OnUse("transformers")
 OPERATIONS: dict[str, Any] = {"inline": inline_attention, "tangent": tangent_attention}
 SIZES: dict[str, Any] = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 VISION: dict[str, Any] = dict(**SIZES, image_size=32, patch_size=8)
@@ -19,6 +18,9 @@ every_operation = pytest.mark.parametrize("kind", OPERATIONS)
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    from inline_attention.integrations.transformers import register
+
     register()
     register()
 

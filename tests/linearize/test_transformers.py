@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from on_use import OnUse
 from torch import nn
 
 from inline_attention.linearize import linearize, restore
 
-transformers = pytest.importorskip("transformers", minversion="4.48")
+transformers = OnUse("transformers", minversion="4.48")
 
 SMALL: dict[str, Any] = dict(
     hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=48, patch_size=16

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from on_use import OnUse
 from small import shrunk
 
-smp = pytest.importorskip("segmentation_models_pytorch")
+smp = OnUse("segmentation_models_pytorch")
 
 
 def test_upernet_trains_one_step() -> None:

@@ -8,8 +8,8 @@ import json
 import os
 import pickle
 import random
+import resource
 import struct
-import subprocess
 import sys
 import types
 import warnings
@@ -18,6 +18,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import training_runs
 
 from inline_attention.models._checkpoint import WeightsError, _load_torch_file, open_checkpoint
 
@@ -115,20 +116,20 @@ def test_training_checkpoint(tmp_path, new_format):
         assert torch.equal(actual["optimizer"]["state"][index]["exp_avg"], state["exp_avg"])
 
 
-MEASURED = """
-import json, resource, sys
-from inline_attention.models._checkpoint import open_checkpoint
-results = []
-for path in sys.argv[1:]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try:
-        open_checkpoint(path)
-        said = "read"
-    except ValueError as error:
-        said = str(error)
-    results.append((said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024))
-print(json.dumps(results))
-"""
+def memory_to_open(paths):
+    """For each file, what was said, and by how many MiB the peak of this process grew."""
+    results = []
+    for path in paths:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            open_checkpoint(path)
+            said = "read"
+        except ValueError as error:
+            said = str(error)
+        results.append((said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024))
+    return results
+
+
 # Names that torch's restricted loader lets a pickle call with any size.
 ALLOCATORS = (b"cbuiltins\nbytearray\n", b"ctorch\nByteStorage\n")
 
@@ -165,9 +166,8 @@ def test_memory_follows_the_size_of_a_file(tmp_path):
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": torch.ones(100 << 18)}, tmp_path / "trained.pth")
     expected[tmp_path / "trained.pth"] = "read"
 
-    command = [sys.executable, "-c", MEASURED, *map(str, expected)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    for (path, message), (said, grown) in zip(expected.items(), json.loads(done.stdout), strict=True):
+    measured = training_runs.call(memory_to_open, list(expected))
+    for (path, message), (said, grown) in zip(expected.items(), measured, strict=True):
         assert message in said, path
         assert grown < 50, path
 

@@ -2,14 +2,14 @@
 
 import http.server
 import json
-import subprocess
-import sys
+import resource
 import threading
 import time
 
 import pytest
 import timm
 import torch
+import training_runs
 from safetensors.torch import save_file
 from small import create_small
 
@@ -224,18 +224,17 @@ def test_preprocessing_says_nothing_else(tmp_path, good):
     assert (data.crop_pct, data.path, data.workers) == (0.5, "digits", None)
 
 
-MEASURED = """
-import resource, sys
-from inline_attention import load_model
-load_model(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for path in sys.argv[2:]:
-    try:
-        load_model(path)
-    except ValueError as error:
-        print(error)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""
+def memory_to_load(first, *others):
+    """What was said about the others, and by how many MiB they raised the peak of this process."""
+    load_model(first)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = []
+    for path in others:
+        try:
+            load_model(path)
+        except ValueError as error:
+            said.append(str(error))
+    return said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
 
 
 def test_memory_follows_the_file(tmp_path, good):
@@ -244,10 +243,9 @@ def test_memory_follows_the_file(tmp_path, good):
     for number, config in enumerate(({}, {"embed_dim": 16384}, {"num_classes": 10**6, "img_size": 65_536})):
         (tmp_path / str(number)).mkdir()
         paths.append(str(altered(tmp_path / str(number), good, config=config)))
-    done = subprocess.run([sys.executable, "-c", MEASURED, *paths], capture_output=True, text=True, check=True)
-    said, grown = done.stdout.strip().split("\n")
+    (said,), grown = training_runs.call(memory_to_load, *paths)
     assert "does not fit the model" in said
-    assert int(grown) < 100
+    assert grown < 100
 
 
 def test_loading_leaves_the_random_state(tmp_path, good):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from on_use import OnUse
 from PIL import Image
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from study import pretrained
 from study.__main__ import main
 from study.pretrained import Form
 
-onnx = pytest.importorskip("onnx")
+onnx = OnUse("onnx")
 SMALL: dict[str, Any] = dict(embed_dim=16, depth=2, num_heads=2, img_size=42)
 OF_LAYER = {
     "norm1": "norm1", "norm2": "norm2", "attn.proj": "attention/output/dense", "mlp.fc1": "mlp/fc1",

@@ -77,7 +77,9 @@ class Fixed(Classification):
 
 
 def run_fixed(output: Path, *overrides: str, resume: str | None = None) -> Outcome:
-    settings = (*_runs.TINY, *CALM, "ema.decay=null", "schedule.warmup_epochs=0", "schedule.epochs=8", *overrides)
+    """Eight epochs of one update."""
+    fixed = ("data.batch_size=160", "ema.decay=null", "schedule.warmup_epochs=0", "schedule.epochs=8")
+    settings = (*_runs.TINY, *CALM, *fixed, *overrides)
     flags = {"data": {"path": _runs.images()}, "device": "cpu"}
     name = None if resume else "inline_deit_tiny"
     with _runs.without_pictures():
@@ -100,7 +102,7 @@ def test_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = run_fixed(tmp_path / "run", "schedule.early_stop=2", "checkpoint.every_epochs=100").summary
     assert (summary["epochs"], summary["best_top1"], summary["best_epoch"], summary["val_top1"]) == (4, 30.0, 2, 30.0)
     assert "early stop: no better result in the last 2 evaluation(s); the best is epoch 2" in capsys.readouterr().out
-    assert (tmp_path / "run" / "checkpoints" / "step-00000020").is_dir()  # the last state is saved
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()  # the last state is saved
     patient = run_fixed(tmp_path / "patient", "schedule.early_stop=4").summary
     assert (patient["epochs"], patient["best_epoch"]) == (8, 6)
 
@@ -113,7 +115,7 @@ def test_plateau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = [record["lr"] / before[0]["lr"] for record in before if record["epoch"] % 1 == 0]
     assert rates == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]
     monkeypatch.setattr(Fixed, "epoch", 6, raising=False)  # a resumed run begins with the evaluation of epoch 7
-    run_fixed(tmp_path / "run", *options, resume=str(tmp_path / "run" / "checkpoints" / "step-00000035"))
+    run_fixed(tmp_path / "run", *options, resume=str(tmp_path / "run" / "checkpoints" / "step-00000007"))
     assert [record["lr"] for record in _runs.metrics(tmp_path / "run")] == [record["lr"] for record in before]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_use import OnUse
 from PIL import Image
-from sklearn.metrics import average_precision_score, f1_score
 from torch import Tensor, nn
 
 from inline_attention.cli import main
@@ -20,6 +20,7 @@ from inline_attention.export import export_model
 from inline_attention.tasks.classification import evaluate, evaluate_multi_label, load_classifier
 from inline_attention.tasks.classification.multi_label import average_precision
 
+sklearn_metrics = OnUse("sklearn.metrics")
 COLOURS = ("red", "green", "blue")  # a label is one channel of the image: bright if it has the label
 SMALL = (
     "model.kwargs={embed_dim: 16, depth: 1, num_heads: 2, patch_size: 4}", "model.name=inline_deit_tiny",
@@ -59,7 +60,7 @@ def test_average_precision_is_scikit_learns(ties: bool) -> None:
         scores = torch.randn(40, generator=generator)
         scores = scores.round() if ties else scores
         truth = torch.arange(40) < positives
-        expected = average_precision_score(truth.numpy(), scores.numpy())
+        expected = sklearn_metrics.average_precision_score(truth.numpy(), scores.numpy())
         assert float(average_precision(scores, truth)) == pytest.approx(expected, rel=1e-5)
     assert average_precision(scores, torch.zeros(40, dtype=torch.bool)).isnan()
 
@@ -77,9 +78,9 @@ def test_figures_are_scikit_learns(folder: Path) -> None:
     logits = torch.cat([Pixels()(batch.images) for batch in loader])
     truth = torch.cat([batch.targets for batch in loader]).numpy()
     found = (logits > 0).numpy()
-    assert result.map == pytest.approx(100 * average_precision_score(truth, logits.numpy()), rel=1e-5)
-    assert result.f1_micro == pytest.approx(100 * f1_score(truth, found, average="micro"), rel=1e-5)
-    assert result.f1_macro == pytest.approx(100 * f1_score(truth, found, average="macro"), rel=1e-5)
+    assert result.map == pytest.approx(100 * sklearn_metrics.average_precision_score(truth, logits.numpy()), rel=1e-5)
+    assert result.f1_micro == pytest.approx(100 * sklearn_metrics.f1_score(truth, found, average="micro"), rel=1e-5)
+    assert result.f1_macro == pytest.approx(100 * sklearn_metrics.f1_score(truth, found, average="macro"), rel=1e-5)
     assert 0 < result.f1_micro < 100
     assert (result.images, result.skipped) == (61, 0)
     assert result.positives.tolist() == truth.sum(0).tolist()

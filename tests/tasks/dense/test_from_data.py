@@ -108,6 +108,7 @@ TINY = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_says_what_was_chosen_and_a_resumed_one_keeps_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

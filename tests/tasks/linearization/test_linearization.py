@@ -15,7 +15,6 @@ from torch import nn
 
 import inline_attention
 from inline_attention.bench.linearization import SCALES
-from inline_attention.bench.timing import Effort
 from inline_attention.cli import main
 from inline_attention.data import DataConfig
 from inline_attention.models import create_model
@@ -59,13 +58,17 @@ def words(teacher: Path, output: Path, *more: str, data: str | None = None, name
     ]  # fmt: skip
 
 
+def run(argv: list[str]) -> int:
+    """Without the stages' pictures, which take longer than the stages."""
+    with _runs.without_pictures():
+        return main(argv)
+
+
 @pytest.fixture(scope="module")
 def finished(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of both stages, with its report."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    with pytest.MonkeyPatch.context() as patch:  # the times do not matter here
-        patch.setattr(Effort, "choose", lambda quick: Effort(rounds=2, seconds=0))
-        assert main(words(teacher, folder)) == 0
+    assert main(words(teacher, folder)) == 0
     return folder
 
 
@@ -123,12 +126,18 @@ def test_a_complete_run_that_is_resumed_writes_its_report_again(
     assert (folder / "report.png").exists()
 
 
+@pytest.fixture(scope="module")
+def saved_often(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    assert run(words(teacher, folder, "checkpoint.every_steps=4", "--no-report")) == 0
+    return folder
+
+
 @pytest.mark.parametrize("stage", ["match", "distill"])
-def test_a_stopped_run_ends_with_the_same_bits(stage: str, finished: Path, teacher: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_ends_with_the_same_bits(stage: str, finished: Path, saved_often: Path, tmp_path: Path) -> None:
     """A kill inside a stage: the checkpoints after it, its summary and the later stage are missing."""
     folder = tmp_path / "run"
-    saving = "checkpoint.every_steps=4"
-    assert main(words(teacher, folder, saving, "--no-report")) == 0
+    shutil.copytree(saved_often, folder)
     assert_same_student(folder, finished)
     if stage == "match":
         shutil.rmtree(folder / "distill")
@@ -137,7 +146,7 @@ def test_a_stopped_run_ends_with_the_same_bits(stage: str, finished: Path, teach
     checkpoints = sorted((folder / stage / "checkpoints").glob("step-*"))
     shutil.rmtree(checkpoints[-1])
     assert len(checkpoints) == 2
-    assert main(["linearize", "--resume", str(folder / stage), "--no-report"]) == 0
+    assert run(["linearize", "--resume", str(folder / stage), "--no-report"]) == 0
     assert_same_student(folder, finished)
 
 
@@ -217,7 +226,7 @@ def test_a_model_without_a_head_learns_the_features_of_all_tokens(
 
     folder = tmp_path / "run"
     monkeypatch.setitem(SCALES, "cpu", ((1,), 1))  # the times of several sizes are tested elsewhere
-    assert main(words(teacher, folder, "match.steps=1", "schedule.epochs=1")) == 0
+    assert run(words(teacher, folder, "match.steps=1", "schedule.epochs=1")) == 0
     quality = json.loads((folder / "report.json").read_text())["quality"]
     assert all(row["top1"] is None and row["agreement"] is None for row in quality)
     assert all(0 < row["knn_top1"] <= 100 for row in quality)
@@ -264,13 +273,13 @@ def test_without_training(anchors: int, teacher: Path, tmp_path: Path) -> None:
 def test_more_epochs_continue_a_complete_run(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    assert main(["linearize", "--resume", str(folder), "--epochs", "3", "--no-report"]) == 0
+    assert run(["linearize", "--resume", str(folder), "--epochs", "3", "--no-report"]) == 0
     assert json.loads((folder / "distill" / "summary.json").read_text())["epochs"] == 3
 
 
 def test_bf16_and_an_average(teacher: Path, tmp_path: Path) -> None:
     more = ("run.precision=bf16", "ema.decay=0.5", "ema.batch=null", "match.steps=2", "schedule.epochs=1")
-    assert main(words(teacher, tmp_path / "run", *more, "--no-report")) == 0
+    assert run(words(teacher, tmp_path / "run", *more, "--no-report")) == 0
     for stage in ("match", "distill"):
         assert (tmp_path / "run" / stage / "checkpoints" / "ema.safetensors").exists()
     assert _runs.metrics(tmp_path / "run" / "distill", "eval")[-1]["ema_top1"] is not None

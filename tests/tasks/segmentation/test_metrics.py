@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from on_use import OnUse
 
 from inline_attention.tasks.segmentation.metrics import Confusion, Scores
 
-torchmetrics = pytest.importorskip("torchmetrics.functional.classification")
+torchmetrics = OnUse("torchmetrics.functional.classification")
 
 
 @pytest.mark.parametrize("seed", range(3))

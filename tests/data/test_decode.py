@@ -15,8 +15,7 @@ from inline_attention.data.decode import UnreadableImage, decode_image, image_si
 from inline_attention.explore.pictures import decode_picture
 from inline_attention.tasks.detection.annotations import without_annotations
 from inline_attention.tasks.detection.data import load
-from inline_attention.tasks.segmentation.data import PlainFiles
-from inline_attention.tasks.segmentation.sources import read_mask
+from inline_attention.tasks.segmentation.sources import MaskSource, Pair, read_mask
 
 GRADIENT = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
 COLOURS = np.stack([GRADIENT, GRADIENT.T, 255 - GRADIENT], axis=-1)
@@ -106,7 +105,8 @@ def test_every_command_reads_photographs_alike(tmp_path: Path) -> None:
     config = DataConfig(img_size=[8, 5], eval_transform="resize", workers=0, mean=[0.0] * 3, std=[1.0] * 3)
     (batch,) = open_files([path], config=config)
     assert ((batch.images[0].permute(1, 2, 0) * 255).round().numpy() == upright).all()
-    assert (PlainFiles([path]).read(0)[0] == upright).all()
+    images = MaskSource([Pair(path, None)], class_names=[], labels=np.empty(0, np.int16))
+    assert (images.read(0)[0] == upright).all()
     (annotated,) = without_annotations([path], ["cat"]).images
     assert annotated.size == (8, 5)
     assert (np.asarray(load(annotated)) == upright).all()

@@ -114,10 +114,10 @@ def test_arguments_of_timm_with_one_value(name: str) -> None:
         (
             "inline_pvt_tiny",
             dict(embed_dims=(8, 16)),
-            r"embed_dims=\(8, 16\) has 2 values; expected one for each stage",
+            r"embed_dims=\(8, 16\): expected a value for each of the 4 stages",
         ),
-        ("inline_swin_tiny", dict(num_heads=(3, 6)), r"num_heads=\(3, 6\) has 2 values; expected one for each stage"),
-        ("inline_cswin_tiny", dict(stripes=(1, 2)), r"stripes=\(1, 2\) has 2 values; expected one for each stage"),
+        ("inline_swin_tiny", dict(num_heads=(3, 6)), r"num_heads=\(3, 6\): expected a value for each of the 4 stages"),
+        ("inline_cswin_tiny", dict(stripes=(1, 2)), r"stripes=\(1, 2\): expected a value for each of the 4 stages"),
         ("inline_deit_tiny", dict(img_size=32.0), r"img_size=32\.0; expected a positive integer or a pair"),
     ],
 )

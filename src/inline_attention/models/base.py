@@ -37,9 +37,7 @@ def check_stages(depths: Sequence[int], **by_stage: Sequence[Any]) -> None:
     """ValueError for an argument that lacks the value of a stage."""
     for name, values in by_stage.items():
         if len(values) < len(depths):
-            raise ValueError(
-                f"{name}={values!r} has {len(values)} values; expected one for each stage, depths={depths!r}"
-            )
+            raise ValueError(f"{name}={values!r}: expected a value for each of the {len(depths)} stages")
 
 
 def ceil_grid(size: Grid, stride: int) -> Grid:

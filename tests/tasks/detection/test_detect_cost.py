@@ -80,7 +80,7 @@ def test_recipes_for_boxes_are_those_for_masks_without_the_masks(name: str) -> N
 def test_recipes_say_what_is_ours(name: str) -> None:
     text = resources.files("inline_attention").joinpath(Detection.recipes, f"{name}.yaml").read_text()
     comment = " ".join(line for line in text.splitlines() if line.startswith("#"))
-    assert ("Weight decay and drop path are ours" in comment) == name.startswith("cascade")
+    assert ("weight decay and drop path" in comment) == name.startswith("cascade")
     assert ("steps of 32" in comment) == name.endswith("3x")
     assert ("single scale" in comment) == name.endswith("1x")
 

@@ -122,7 +122,12 @@ def test_annotations_without_any_object_are_no_evaluation(
 def test_an_argument_of_the_wrong_type_is_one_line(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [*TINY, "model.kwargs={embed_dims: [a, b, c, d]}", f"--data={folders['yolo']}", f"--output={tmp_path / 'run'}"]
+    options = [
+        *TINY,
+        "model.kwargs={embed_dims: [a,b,c,d]}",
+        f"--data={folders['yolo']}",
+        f"--output={tmp_path / 'run'}",
+    ]
     assert main(["detect", "train", "faster_rcnn_inline_pvt_tiny_1x", *options, "--device=cpu"]) == 2
     error = capsys.readouterr().err
     assert "model inline_pvt_tiny cannot be built with" in error

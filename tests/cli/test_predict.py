@@ -103,7 +103,7 @@ def test_names_of_another_number_of_classes(images: Path, tmp_path: Path, capsys
     model = create_model("inline_deit_tiny", num_classes=4, **SMALL)
     weights = save_weights(model, tmp_path / "w.safetensors", metadata={"class_names": '["cat", "dog"]'})
     assert main(command(weights, images / "a.png")) == 2
-    assert "names 2 classes, its model has 4 outputs" in capsys.readouterr().err
+    assert "names 2 classes, but its model has 4 outputs" in capsys.readouterr().err
 
 
 def test_errors(weights: Path, images: Path, tmp_path: Path, capsys, caplog) -> None:

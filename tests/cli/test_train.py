@@ -98,7 +98,7 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
         (["model.kwargs.num_heads=5"], "num_heads"),
         (["model.kwargs.heads=5"], "has no argument 'heads'; expected some of"),
         (["model.kwargs.depth=many"], "model inline_deit_tiny cannot be built with"),
-        (["data.batch_size=63", "data.mixup=0.8"], "an even number"),
+        (["data.batch_size=63", "data.mixup=0.8"], "choose an even data.batch_size"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -243,7 +243,8 @@ def test_model_or_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert split_model(["inline_deit_tiny.png"]) == (None, ["inline_deit_tiny.png"])
     assert split_model(["inline_deit_tiny.in1k", "a.png"]) == ("inline_deit_tiny.in1k", ["a.png"])
     assert split_model(["inline_deit_tiny", "a.png"]) == ("inline_deit_tiny", ["a.png"])
-    assert split_model(["inline_swim_tiny", "folder"]) == ("inline_swim_tiny", ["folder"])
+    with pytest.raises(ValueError, match="no file, folder or model 'inline_swim_tiny'; did you mean inline_swin_tiny"):
+        split_model(["inline_swim_tiny", "folder"])
     with pytest.raises(ValueError, match="there are no images"):
         split_model(["inline_deit_tiny"])
 

@@ -37,7 +37,7 @@ lint: style
 
 # One thread per worker: the tests' tensors are small, and more threads than cores slow each other down.
 # Three workers for two cores, because some tests wait for processes and sockets.
-# Work stealing keeps the tests of a file on one worker, where they share fixtures.
+# The tests of a file stay on one worker, where they share fixtures.
 # Compiled files are kept, whatever the environment says: many tests start processes.
 # mypy takes a minute without its cache. It runs beside the tests, and its output follows theirs.
 test: TESTS = not slow and not gpu
@@ -45,7 +45,7 @@ test-all: TESTS = not gpu
 test test-all: style
 	@mkdir -p build
 	@$(BIN)/mypy > build/mypy.txt 2>&1 & mypy=$$!; \
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(TESTS)"; tests=$$?; \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "$(TESTS)"; tests=$$?; \
 	wait $$mypy; types=$$?; echo mypy; cat build/mypy.txt; exit $$((tests || types))
 
 # An interrupted soak continues where it stopped. ARGS='--share 0.05' runs a short one; ARGS=--record writes the figures of docs/.

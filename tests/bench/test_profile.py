@@ -60,7 +60,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("task", ["infer", "train"])
+@pytest.mark.parametrize("task", ["infer", pytest.param("train", marks=pytest.mark.slow)])
 def test_profile_writes_record_and_table(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "profile.json"
     options = [

@@ -86,7 +86,7 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
         (["inline_diet_tiny"], "unknown recipe 'inline_diet_tiny'; did you mean inline_deit_tiny?"),
         (["inline_deit_tiny"], "no data: give --data FOLDER"),
         (["inline_deit_tiny", "--data", "nowhere"], "nowhere"),
-        (["mine.yaml"], "recipe file mine.yaml does not exist; --list-recipes"),
+        (["mine.yaml"], "recipe file mine.yaml does not exist; give the path"),
         (["torn.yaml"], "torn.yaml is not YAML: while parsing"),
         (["latin.yaml"], "unknown setting model.gr"),
         (["--resume", "auto"], "--resume auto continues the run in --output"),

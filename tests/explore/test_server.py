@@ -301,6 +301,27 @@ def test_the_gate_lets_one_run_and_some_wait() -> None:
     waiting.join()
 
 
+def test_a_closed_gate_waits_for_threads_whose_turn_is_over() -> None:
+    """Such a thread may still be freeing tensors."""
+    gate = Gate(waiting=0)
+    over, closing = threading.Event(), threading.Event()
+    ended = []
+
+    def compute() -> None:
+        with gate.turn():
+            pass
+        over.set()
+        closing.wait(10)
+        ended.append(True)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    over.wait(10)
+    threading.Timer(0.1, closing.set).start()
+    gate.close()
+    assert ended
+
+
 def test_too_many_visitors_are_told_so(server: ExploreServer) -> None:
     gate = server.app._gate
     with gate.turn():

@@ -48,6 +48,7 @@ def state_of(part: type[Part], **changes: int) -> State:
     return State(part.name, seed=0, cases=part.count // part.per_case, code="c", **changes)
 
 
+@pytest.mark.slow
 def test_failures_crashes_and_hangs_are_found_and_the_rest_still_runs(tmp_path: Path) -> None:
     state = state_of(Planted)
     supervisor.run([(Planted, state)], folder=tmp_path, jobs=2)

@@ -86,6 +86,7 @@ def test_local_labels_name_the_brightest_neighbour() -> None:
     assert labels == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_residual_supplies_local_detail(photographs: Photographs) -> None:
     found = {}
     for name in ("InLine", "InLine + residual"):

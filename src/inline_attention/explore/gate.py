@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 
 class Busy(Exception):
@@ -16,6 +17,7 @@ class Gate:
         self._running, self._seconds = running, seconds
         self._places = threading.BoundedSemaphore(running + waiting)
         self._turns = threading.BoundedSemaphore(running)
+        self._threads: WeakSet[threading.Thread] = WeakSet()  # had a turn
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -25,6 +27,7 @@ class Gate:
             if not self._turns.acquire(timeout=self._seconds):
                 raise Busy(f"no turn came within {self._seconds:.0f} seconds; try again later")
             try:
+                self._threads.add(threading.current_thread())
                 yield
             finally:
                 self._turns.release()
@@ -34,7 +37,11 @@ class Gate:
     def close(self) -> None:
         """Wait for running computations, and start no others.
 
-        A thread that is inside PyTorch when the interpreter ends would abort the process.
+        A thread that is inside PyTorch when the interpreter ends would abort the process. A thread whose turn is over
+        may still be freeing its tensors, so wait for the threads too.
         """
         for _ in range(self._running):
             self._turns.acquire(timeout=self._seconds)
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)

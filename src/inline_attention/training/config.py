@@ -288,7 +288,9 @@ def load_recipe(
     """
     if recipe.endswith((".yaml", ".yml")):
         if not Path(recipe).is_file():
-            raise ValueError(f"recipe file {recipe} does not exist; give the path of a YAML file or the name of a recipe")
+            raise ValueError(
+                f"recipe file {recipe} does not exist; give the path of a YAML file or the name of a recipe"
+            )
         text, name = Path(recipe).read_text(encoding="utf-8", errors="replace"), Path(recipe).stem
     else:
         names = recipe_names(folder)

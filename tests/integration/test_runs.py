@@ -38,6 +38,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_made_again(grid: Path) -> None:
     before = {run.name: (grid / run.name / "summary.json").stat().st_mtime_ns for run in RUNS}
     outcome = GridRunner(grid, paths=DIGITS).make(RUNS)
@@ -45,6 +46,7 @@ def test_finished_runs_are_not_made_again(grid: Path) -> None:
     assert before == {run.name: (grid / run.name / "summary.json").stat().st_mtime_ns for run in RUNS}
 
 
+@pytest.mark.slow
 def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     """Finished runs give the time of a start and of an epoch."""
     long, of_a_row = Run("digits", "softmax", 100_000, 0, 2), Run("digits", ROWS[0], 100_000, 0, 2)
@@ -64,6 +66,7 @@ def test_runs_that_would_not_end_in_time_are_not_begun(grid: Path) -> None:
     assert runner.expected_seconds(long) == pytest.approx(slowest)
 
 
+@pytest.mark.slow
 def test_report(grid: Path, tmp_path: Path) -> None:
     docs, readme = tmp_path / "docs", tmp_path / "README.md"
     readme.write_text("before\n<!-- results of the study -->\nof before\n<!-- end of the results -->\nafter\n")
@@ -313,6 +316,7 @@ def test_an_empty_folder_has_no_report(tmp_path: Path, capsys: pytest.CaptureFix
         ("analysis.json", "{", "analysis.json' is not JSON"),
     ],
 )
+@pytest.mark.slow
 def test_a_damaged_run_is_named(
     file: str, content: str | None, message: str, grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def test_windows_too_small_for_a_mask(tmp_path: Path) -> None:
     assert deit.count("masks of 49 tokens") == swin.count("masks of 49 tokens") == 1
 
 
+@pytest.mark.slow
 def test_variants_are_drawn_where_there_are_some(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_runs(tmp_path, {row: [40.0, 41.0] for row in MAIN}, epochs=40)

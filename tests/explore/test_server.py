@@ -1,5 +1,6 @@
 """Requests over a real connection: which are answered, how large they may be, and that visitors are kept apart."""
 
+import errno
 import json
 import socket
 import threading
@@ -299,6 +300,20 @@ def test_the_gate_lets_one_run_and_some_wait() -> None:
         assert leave.is_set()
     thread.join()
     waiting.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(ConnectionResetError(), False), (OSError(errno.EBADF, "Bad file descriptor"), False), (KeyError("a bug"), True)],
+)
+def test_only_errors_of_ours_are_printed(
+    error: Exception, shown: bool, server: ExploreServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        raise error
+    except Exception:
+        server.handle_error(None, None)
+    assert ("Traceback" in capsys.readouterr().err) == shown
 
 
 def test_a_closed_gate_waits_for_threads_whose_turn_is_over() -> None:

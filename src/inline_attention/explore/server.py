@@ -95,7 +95,9 @@ class ExploreServer(socketserver.ThreadingTCPServer):
             self._connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], GONE):
+        error = sys.exc_info()[1]
+        # Ctrl-C while a request is handed to its thread closes the connection (EBADF).
+        if not isinstance(error, GONE) and getattr(error, "errno", None) != errno.EBADF:
             traceback.print_exc()
 
 

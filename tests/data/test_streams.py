@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import training_runs
 from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data
+from inline_attention.data.streams import Item
 
 pytest.importorskip("webdataset")
 
@@ -161,6 +163,20 @@ def test_nothing_can_be_read(shards: Path, workers: int) -> None:
         shard.write_bytes(bytes(1024))
     with pytest.raises(ValueError, match="no images in 'wds/"):
         list(open_data(config(shards, workers=workers)).train.epoch(0))
+
+
+def test_every_run_of_unreadable_images_ends_a_batch(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that never came to its next batch would read on for ever, and could not be told to stop."""
+    monkeypatch.setattr("inline_attention.data.streams.MAX_REPLACEMENTS", 3)
+
+    def read(**_: object) -> Iterator[Item]:
+        yield from (Item(str(number), b"", 0, damage="damaged") for number in range(6))
+        raise AssertionError("reads on")
+
+    loader = open_data(config(shards)).train._loader
+    monkeypatch.setattr(loader._stream.reader, "read", read)
+    batches = iter(loader._dataset)
+    assert [len(next(batches).skipped) for _ in range(2)] == [3, 3]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

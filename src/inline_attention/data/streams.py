@@ -286,7 +286,7 @@ class StreamDataset(IterableDataset[RawBatch | ValueError]):
                 broken_in_a_row += 1
             if len(samples) == stream.batch_size or (stream.training and broken_in_a_row == MAX_REPLACEMENTS):
                 yield collate(samples, shape=shape, skipped=skipped)
-                samples, skipped = [], []
+                samples, skipped, broken_in_a_row = [], [], 0
                 batches_left = None if batches_left is None else batches_left - 1
         if samples or skipped:
             yield collate(samples, shape=shape, skipped=skipped)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 4
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all test-timm test-versions soak bench docs dist lint style clean
@@ -36,7 +36,6 @@ lint: style
 	$(BIN)/mypy
 
 # One thread per worker: the tests' tensors are small, and more threads than cores slow each other down.
-# Four workers for two cores, because some tests wait for processes and sockets.
 # The tests of a file stay on one worker, where they share fixtures.
 # Compiled files are kept, whatever the environment says: many tests start processes.
 # mypy takes a minute without its cache. It runs beside the tests, and its output follows theirs.

@@ -200,6 +200,7 @@ def test_workers_end_when_the_loader_is_closed(shards: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_a_run_with_a_bad_label_ends(shards: Path, tmp_path: Path) -> None:
     for shard in shards.glob("train*.tar"):
         append(shard, "999999", encoded(0), b"7")

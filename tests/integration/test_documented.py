@@ -317,7 +317,9 @@ def test_the_command_runs(
 def test_explore_starts(command: Command, tmp_path: Path, runs: dict[str, Path]) -> None:
     words = inline_words(command)
     prepare(words, tmp_path, runs)
-    start = "import sys; from inline_command import main; sys.exit(main())"
+    # A shell's background job ignores Ctrl-C, and so do its children.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    start += "from inline_command import main; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", start, *words, "--port", "0", "--device", "cpu"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -7,7 +7,9 @@ import argparse
 from pathlib import Path
 
 import onnxruntime
-from photo_data import write_classes
+from photo_data import draw_row, write_classes
+from PIL import Image
+from torch import from_numpy
 
 from inline_attention.data import open_files
 from inline_attention.export import export_model
@@ -39,10 +41,14 @@ def main() -> None:
     print(f"{exported.path}: {exported.covers}, {max(c.difference for c in exported.checks):.0e} from the model")
 
     session = onnxruntime.InferenceSession(exported.path)
-    files = sorted((data / "val").rglob("*.jpg"))[::6]
-    for batch in open_files(files, config=classifier.data):
-        for file, logits in zip(files, session.run(None, {"image": batch.images.numpy()})[0], strict=True):
-            print(f"{file.relative_to(data)}: {classifier.class_names[logits.argmax()]}")
+    files = sorted((data / "val").rglob("*.jpg"))[2::5]
+    (batch,) = open_files(files, config=classifier.data)
+    logits = session.run(None, {"image": batch.images.numpy()})[0]
+    best = [row.max(0) for row in from_numpy(logits).softmax(1)]
+    guesses = [f"{classifier.class_names[index]} {value:.2f}" for value, index in best]
+    for file, guess in zip(files, guesses, strict=True):
+        print(f"{file.relative_to(data)}: {guess}")
+    draw_row(args.output / "guesses.jpg", [Image.open(file) for file in files], guesses)
 
 
 if __name__ == "__main__":

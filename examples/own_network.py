@@ -1,6 +1,7 @@
 """InLine attention in a network of your own: a small transformer on the pixels of handwritten digits."""
 
 import torch
+from photo_data import draw_row
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,10 +38,9 @@ class Network(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)
-    digits = load_digits()
-    images, labels = torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target)
-    order = torch.randperm(len(images))
-    train, test = order[:1400], order[1400:]
+    pixels, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 8, 8) / 16
+    train, test = torch.randperm(len(images)).split([1400, 397])
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, epochs=10, steps_per_epoch=22)
@@ -51,8 +51,9 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             schedule.step()
-        accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
-        print(f"epoch {epoch + 1:2}  loss {loss.item():.3f}  accuracy {100 * accuracy:.1f}%")
+        correct = (guesses := model(images[test]).argmax(1)) == labels[test]
+        print(f"epoch {epoch + 1:2}  loss {loss.item():.3f}  accuracy {100 * correct.float().mean():.1f}%")
+    draw_row("runs/digits.jpg", images[test][:8].numpy(), [str(guess) for guess in guesses[:8].tolist()])
 
 
 if __name__ == "__main__":

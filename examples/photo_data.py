@@ -1,10 +1,15 @@
-"""Small data sets from the two photographs of the package, so that the examples run without a download.
+"""What the examples share: small data sets from the two photographs of the package, and a row of pictures.
 
 Training images come from the left part of a photograph, validation images from the right one. They share no pixel.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 
@@ -75,3 +80,15 @@ def pasted(rng: np.random.Generator, *, size: int = 128) -> tuple[Image.Image, t
     picture = temple.crop((x, y, x + size, y + size))
     picture.paste(flower.crop((220, 120, 420, 320)).resize((width, height)), (left, top))
     return picture, (left, top, left + width, top + height)
+
+
+def draw_row(path: str | Path, pictures: Sequence[Image.Image | np.ndarray], captions: Sequence[str]) -> None:
+    """One file with the pictures side by side, each under its caption"""
+    figure, axes = plt.subplots(1, len(pictures), figsize=(8, 1.9), layout="constrained", squeeze=False)
+    for axis, picture, caption in zip(axes[0], pictures, captions, strict=True):
+        axis.imshow(picture, cmap="gray")
+        axis.set_title(caption, fontsize=9)
+        axis.set_axis_off()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    print(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs the hub
 
 import torch
-from photo_data import PHOTOS
+from photo_data import PHOTOS, draw_row
 from PIL import Image
 from timm.data import ImageNetInfo
 from timm.models import save_for_hf
@@ -37,8 +37,12 @@ def main() -> None:
         model=AutoModelForImageClassification.from_pretrained(args.output),
         image_processor=AutoImageProcessor.from_pretrained(args.output),
     )
-    for image, found in zip(args.images, classify(args.images, top_k=3), strict=True):
-        print(Path(image).name, ", ".join(f"{guess['label']} {guess['score']:.2f}" for guess in found))
+    results = [
+        [f"{guess['label']} {guess['score']:.2f}" for guess in found] for found in classify(args.images, top_k=3)
+    ]
+    for image, found in zip(args.images, results, strict=True):
+        print(Path(image).name, ", ".join(found))
+    draw_row(args.output / "guesses.jpg", [Image.open(i) for i in args.images], [found[0] for found in results])
 
     inputs = classify.image_processor(images=Image.open(args.images[0]), return_tensors="pt")
     with torch.no_grad():

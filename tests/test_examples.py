@@ -38,12 +38,12 @@ def percent(text: str, pattern: str) -> float:
     return float(found[1])
 
 
-def test_there_are_eight_short_ones_with_a_line_in_the_readme() -> None:
+def test_there_are_eight_short_ones_with_a_picture_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(SCRIPTS) == 8
     for name in SCRIPTS:
         assert len((FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 60, name
-        assert f"(examples/{name}.py)" in readme
+        assert re.search(rf"\(examples/{name}\.py\).*!\[.+\]\(docs/images/example-\w+\.jpg\)", readme), name
 
 
 def test_attention_maps(run: Run) -> None:
@@ -69,11 +69,13 @@ def test_linearize_model(run: Run) -> None:
     assert text.count("→ tangent, with residual") == 7
     assert percent(text, "calibrated:") >= 50
     assert "at 256 pixels: (1, 100)" in text
+    assert Path("runs/linear.png").exists()
 
 
 @pytest.mark.slow
 def test_own_network(run: Run) -> None:
-    assert percent(run("own_network").splitlines()[-1], "accuracy") > 90
+    assert percent(run("own_network").splitlines()[-2], "accuracy") > 90
+    assert Path("runs/digits.jpg").exists()
 
 
 @pytest.mark.slow
@@ -85,6 +87,7 @@ def test_finetune_and_export(run: Run) -> None:
     assert float(difference[1]) < 1e-4
     guesses = re.findall(r"val/(\w+)/\d+\.jpg: (\w+)", text)
     assert sum(own == guess for own, guess in guesses) >= len(guesses) - 1 >= 2
+    assert Path("runs/example/guesses.jpg").exists()
 
 
 @pytest.mark.slow
@@ -109,6 +112,7 @@ def test_detect_boxes(run: Run) -> None:
 def test_transformers_pipeline(run: Run) -> None:
     text = run("transformers_pipeline")
     assert re.search(r"^china.jpg [a-z ,]+ 0\.\d\d", text, flags=re.MULTILINE)  # words, not WordNet numbers
+    assert Path("runs/hf/guesses.jpg").exists()
     difference = re.search(r"from the model itself: ([\d.e-]+)", text)
     assert difference is not None
     assert float(difference[1]) < 1e-4

@@ -57,7 +57,7 @@ def ask(
     server: ExploreServer, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, Any, http.client.HTTPResponse]:
     """Status, content (JSON decoded), response. Names of headers are written with underscores."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=300)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     if isinstance(body, dict):
         body = json.dumps(body)

@@ -204,7 +204,7 @@ def test_a_large_upload_is_refused_unread_and_the_answer_arrives(server: Explore
 
 def exchange(server: ExploreServer, request: bytes) -> bytes:
     """Send raw bytes and return the whole answer."""
-    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=300) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: connection.recv(65536), b""))
@@ -383,7 +383,7 @@ def test_cost(server: ExploreServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_leaves_ends_the_measurement(server: ExploreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_module, "SIZES", (32,) * 1000)
-    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=300) as connection:
         connection.sendall(b"POST /api/measure HTTP/1.0\r\nHost: localhost\r\n\r\n")
         connection.recv(10)  # it has begun
         status, content, _ = ask(server, "POST", "/api/measure", {})

@@ -43,7 +43,7 @@ def test_there_are_eight_short_ones_with_a_picture_in_the_readme() -> None:
     assert len(SCRIPTS) == 8
     for name in SCRIPTS:
         assert len((FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 60, name
-        assert re.search(rf"\(examples/{name}\.py\).*!\[.+\]\(docs/images/example-\w+\.jpg\)", readme), name
+        assert re.search(rf"\(examples/{name}\.py\).*!\[.+\]\(docs/images/example-\w+\.(jpg|png)\)", readme), name
 
 
 def test_attention_maps(run: Run) -> None:

@@ -31,6 +31,12 @@ def test_every_command_has_a_file_and_every_file_is_a_command() -> None:
     assert files == set(COMMANDS)
 
 
+def test_the_package_is_the_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "inline_attention", "trian"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "did you mean 'train'?" in done.stderr
+
+
 LIGHT = """
 import sys
 from inline_command import main

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tracing import is_exporting
+from .tracing import needs_plain_operations
 
 Grid = tuple[int, int]  # (height, width) of a token map
 
@@ -60,7 +60,7 @@ def local_sum(x: Tensor, weight: Tensor) -> Tensor:
     # Nine contiguous rows (B, 1, 1, C), one per tap. With a stride of nine, products are five times slower on a CPU.
     rows = weight.mT.contiguous()[:, :, None, None].unbind(1)
     out = x * rows[CENTRE]
-    if is_exporting():
+    if needs_plain_operations():
         for tap, term in enumerate(_shifted(x)):
             if tap != CENTRE:
                 out = out + term * rows[tap]  # every converter has these two; coremltools has no addcmul

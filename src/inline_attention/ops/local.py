@@ -21,7 +21,10 @@ CENTRE = 4
 
 
 class LocalSource(NamedTuple):
-    """What a local weight is made from: the tokens, and the parameters that `make_local_weight` takes."""
+    """What a local weight is made from: the tokens, and the parameters that `make_local_weight` takes.
+
+    Only tests and timings make one. Layers will, once `fused.short.WINS` names sizes for which it is faster.
+    """
 
     x: Tensor  # (B, N, heads·d); absent tokens may hold anything
     w1: Tensor

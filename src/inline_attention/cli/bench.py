@@ -267,9 +267,9 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
         say_text(model.model_table(record.add(results)))
-    if not dense:  # dense models share no size
+    if not dense and (ratios := model.ratio_table(record.results)):  # dense models share no size
         say("")
-        say_text(model.ratio_table(record.results))
+        say_text(ratios)
     if args.picture is not None:
         (draw_bars if dense else draw_sweep)(record.results, args.picture)
     return record
@@ -320,7 +320,7 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
         "op": op_table,
         "break-even": break_even_table,
         "kernels": kernel_table,
-        "model": lambda results: f"{ratio_table(results)}\n\n{model_table(results)}",
+        "model": lambda results: "\n\n".join(filter(None, (ratio_table(results), model_table(results)))),
         "profile": profile_table,
         "dense": model_table,
     }

@@ -28,6 +28,8 @@ from inline_attention.analysis import (
 )
 from inline_attention.analysis.divergence import Divergence
 from inline_attention.analysis.measures import confusion
+from inline_attention.analysis.measures.locality import Locality
+from inline_attention.analysis.measures.maps import Maps
 from inline_attention.analysis.measures.masking import random_mask, window_mask
 from inline_attention.data.samples import sample_photographs
 
@@ -462,6 +464,32 @@ def test_maps() -> None:
     assert changed
     with pytest.raises(ValueError, match=r"query 1.5, 0; expected two numbers"):
         attention_maps(model, image()[0], query=(1.5, 0))
+
+
+def test_the_maps_of_several_images_are_side_by_side() -> None:
+    models = {"softmax": deit("softmax"), "InLine": deit("inline")}
+    results = {
+        label: [attention_maps(model, one, picture=np.zeros((32, 32))) for one in image()]
+        for label, model in models.items()
+    }
+    figure = Maps().draw(results)
+    parts = figure.subfigs
+    assert len(parts) == 2
+    for part in parts:
+        labels = [axes.get_ylabel() for axes in part.axes if axes.get_ylabel()]
+        assert labels == ["softmax", "InLine", "InLine\nwith local terms"]
+    assert figure.get_figwidth() > figure.get_figheight()
+
+
+def test_every_model_has_a_panel_of_locality() -> None:
+    """Lines of models with equal values, such as chance, would hide each other in one panel."""
+    result = measure_locality(deit("softmax"), [image()])
+    figure = Locality().draw({f"model {n}": result for n in range(5)})
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == [f"model {n}" for n in range(5)]
+    for axes in shown:
+        values = [line.get_ydata() for line in axes.lines]
+        np.testing.assert_array_equal(values, [result.share, result.chance, result.uniform])
 
 
 def test_divergence_is_counted_and_not_hidden() -> None:

@@ -18,6 +18,8 @@ from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
 from inline_attention.tasks.detection.model import create_detector
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
 
 def settings(model: str, *, tasks: list[str], img_size: tuple[int, int] | None = None) -> list[bench.Setting]:
     return bench.make_dense_settings([model], img_size=img_size, batch=None, tasks=tasks)
@@ -65,7 +67,9 @@ def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.C
     assert all(r["error"] is None and r["timing"]["median"] > 0 for r in results)
     assert np.asarray(Image.open(picture).convert("L")).std() > 5
     shown = capsys.readouterr().out
-    assert main(["bench", "table", str(record)]) == 0
+    again = tmp_path / "again.png"
+    assert main(["bench", "table", str(record), f"--picture={again}"]) == 0
+    assert again.read_bytes() == picture.read_bytes()
     rows = [[[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "| softmax " in line]
             for text in (shown, capsys.readouterr().out)]  # fmt: skip
     assert len(rows[0]) == 1
@@ -74,9 +78,15 @@ def test_the_command_measures_records_and_draws(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_table_of_the_documentation_is_that_of_its_record() -> None:
-    folder = Path(__file__).parents[2] / "docs" / "results"
-    _, _, results = read_record(folder / "dense-h200.json", kinds=["dense"])
-    assert bench.model_table(results).strip() in (folder / "dense-tables.md").read_text()
+    _, _, results = read_record(RESULTS / "dense-h200.json", kinds=["dense"])
+    assert bench.model_table(results).strip() in (RESULTS / "dense-tables.md").read_text()
+
+
+@pytest.mark.parametrize("names", [["op-h200"], ["dense-h200", "models-h200"]])
+def test_records_that_make_no_picture(names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [str(RESULTS / f"{name}.json") for name in names]
+    assert main(["bench", "table", *records, f"--picture={tmp_path / 'x.png'}"]) == 2
+    assert "expected records of model and sweep, or of dense" in capsys.readouterr().err
 
 
 @pytest.mark.slow

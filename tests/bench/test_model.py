@@ -267,6 +267,7 @@ def test_best_mode_counts() -> None:
 def test_ratio_is_over_the_faster_counterpart() -> None:
     results = [result("fused", 120.0), result("peer", 100.0), result("peer_sdpa", 200.0)]
     assert bench.ratio_table(results).splitlines()[-1].split("|")[-2].strip() == "0.60"
+    assert bench.ratio_table(results[:1]) == ""
 
 
 def test_failures_are_shown() -> None:

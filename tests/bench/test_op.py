@@ -70,6 +70,11 @@ def test_softmax_is_softmax(case: str) -> None:
     assert op.softmax_wide(x).shape == x.q.shape
 
 
+def test_odd_heads_have_no_half() -> None:
+    with pytest.raises(ValueError, match="3 heads cannot be halved"):
+        op.softmax_wide(inputs("1,2,3x8"))
+
+
 def test_inputs_share_one_projection() -> None:
     """Contenders get views, as in a model. Contiguous q, k and v would favour those that copy them."""
     x = inputs(CASES[0])

@@ -203,6 +203,28 @@ def test_second_derivatives_of_one_tensor_in_three_places() -> None:
     assert torch.autograd.gradgradcheck(lambda v, w: local_residual(v, w, grid=(1, 5)), (x, weight))
 
 
+@pytest.mark.parametrize("argument", range(4))
+def test_transforms_of_torch_func(argument: int) -> None:
+    mask = some_mask()
+    q, k, v = (x.masked_fill(~mask[:, :, None, None], torch.nan)[:, :7, :1, :2] for x in qkv())
+    tensors = [q, k, v, local_kernels()[:, :1, :2]]
+    mask = mask[:, :7]
+
+    def call(x: Tensor) -> Tensor:
+        q, k, v, weight = (x if i == argument else tensor for i, tensor in enumerate(tensors))
+        return inline_attention(
+            q, k, v, feature_map="exp", local_weight=weight, grid=(2, 3), num_prefix_tokens=1, token_mask=mask,
+            query_mask=mask,
+        )  # fmt: skip
+
+    x = tensors[argument]
+    expected = torch.autograd.functional.jacobian(call, x)
+    assert_close(torch.func.jacrev(call)(x), expected)
+    assert_close(torch.func.jacfwd(call)(x), expected)
+    several = torch.stack([x, 2 * x])
+    assert_close(torch.func.vmap(call)(several), torch.stack([call(y) for y in several]))
+
+
 def test_one_tensor_in_several_places_compiles_as_one_graph() -> None:
     """Self-attention passes one mask for tokens and queries."""
     torch._dynamo.reset()

@@ -32,6 +32,7 @@ from kernel_cases import (
     random_case,
     run,
 )
+from torch.autograd import forward_ad
 
 from inline_attention.ops import (
     FEATURE_MAPS,
@@ -527,7 +528,9 @@ def test_refuses_forward_mode_differentiation():
         (lambda q: inline_attention(q, q, q, backend="triton"), q),
         (lambda weight: inline_attention(q, q, q, local_weight=weight, grid=(2, 3), backend="triton"), weight),
     ]:
-        with pytest.raises(NotImplementedError, match="forward-mode"):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            attend(forward_ad.make_dual(x, x))
+        with pytest.raises(ValueError, match=r"torch\.func"):
             torch.func.jvp(attend, (x,), (x,))
 
 

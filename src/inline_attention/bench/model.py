@@ -247,9 +247,9 @@ def run_setting(
     effort: Effort,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
-    """Every contender in every mode. All are built first and then timed in turn."""
+    """Every contender in every mode. All are built first and then timed in turn. No modes: those of dense models."""
     if modes is None:
-        modes = default_dense_modes(training=setting.training) if is_dense(setting.model) else default_modes(device)
+        modes = default_dense_modes(training=setting.training)
     modes = usable_modes(modes, device)
     candidates = make_candidates(setting, contenders=contenders, modes=modes, device=device, dtype=dtype)
     named = {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()}
@@ -390,7 +390,7 @@ def model_table(results: Sequence[dict]) -> str:
 
 
 def ratio_table(results: Sequence[dict]) -> str:
-    """A column for each size: the speed of each contender over that of the counterpart."""
+    """A column for each size: the speed of each contender over that of the counterpart. Empty without counterparts."""
     best = best_of(results)
     speeds = {(*row_of(r), r["contender"]): r["images_per_second"] for r in best if r["images_per_second"]}
     peers = fastest_peers(best)
@@ -407,4 +407,4 @@ def ratio_table(results: Sequence[dict]) -> str:
             if any(cells):
                 rows.append([model, task, CONTENDERS[contender].title, *cells])
     sizes = [f"{describe_size(size)} × {batch}" for size, batch in columns]
-    return table(["model", "task", "speed ÷ softmax", *sizes], rows)
+    return table(["model", "task", "speed ÷ softmax", *sizes], rows) if rows else ""

@@ -204,6 +204,8 @@ def softmax_math(x: Inputs) -> Tensor:
 
 def softmax_wide(x: Inputs) -> Tensor:
     """Half as many heads of twice the width, as in softmax models of the same width."""
+    if x.case.heads % 2:
+        raise ValueError(f"{x.case.heads} heads cannot be halved")
     heads = (x.case.heads // 2, 2 * x.case.head_dim)
     return _softmax(*(y.flatten(2).unflatten(2, heads) for y in (x.q, x.k, x.v))).reshape(x.q.shape)
 

@@ -115,7 +115,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     tables = add_action(kinds, "table", "print the results of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="files that --json wrote")
-    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second over resolution")
+    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw records of model and sweep, or of dense")
 
 
 def _add_contenders(parser: argparse.ArgumentParser, names: str) -> None:
@@ -267,9 +267,9 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
         say(f"[{number}/{len(settings)}] {setting}")
         results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
         say_text(model.model_table(record.add(results)))
-    if not dense:  # dense models share no size
+    if not dense and (ratios := model.ratio_table(record.results)):  # dense models share no size
         say("")
-        say_text(model.ratio_table(record.results))
+        say_text(ratios)
     if args.picture is not None:
         (draw_bars if dense else draw_sweep)(record.results, args.picture)
     return record
@@ -312,7 +312,7 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
     from inline_attention.bench.kernels import kernel_table
     from inline_attention.bench.model import model_table, ratio_table
     from inline_attention.bench.op import op_table
-    from inline_attention.bench.picture import draw_sweep
+    from inline_attention.bench.picture import draw_bars, draw_sweep
     from inline_attention.bench.profile import profile_table
     from inline_attention.bench.record import read_record
 
@@ -320,11 +320,12 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
         "op": op_table,
         "break-even": break_even_table,
         "kernels": kernel_table,
-        "model": lambda results: f"{ratio_table(results)}\n\n{model_table(results)}",
+        "model": lambda results: "\n\n".join(filter(None, (ratio_table(results), model_table(results)))),
         "profile": profile_table,
         "dense": model_table,
     }
-    of_models: list[dict[str, Any]] = []
+    pictures = {"model": draw_sweep, "dense": draw_bars}
+    drawn: dict[str, list[dict[str, Any]]] = {}
     for path in paths:
         kind, facts, results = read_record(path, kinds=tables)
         try:
@@ -333,7 +334,11 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
             raise ValueError(f"{path} has results that this version cannot read: {error!r}") from error
         say(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}", "")
         say_text(text + "\n")
-        if kind == "model":
-            of_models += results
-    if picture is not None:
-        draw_sweep(of_models, picture)
+        if kind in pictures:
+            drawn.setdefault(kind, []).extend(results)
+    if picture is None:
+        return
+    if len(drawn) != 1:
+        raise ValueError(f"--picture {picture}: expected records of model and sweep, or of dense, and not of both")
+    ((kind, results),) = drawn.items()
+    pictures[kind](results, picture)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .tracing import is_exporting
+from .tracing import needs_plain_operations
 
 # Imported here and not where they are used: torch.compile cannot trace an import that registers operators.
 fused: Any
@@ -99,8 +99,8 @@ def _warn_once(reason: str) -> None:
 
 
 def _why_not_triton(x: Tensor) -> str | None:
-    if is_exporting():
-        return "exported and traced programs hold PyTorch's own operations only"
+    if needs_plain_operations():
+        return "exported programs and the transforms of torch.func take PyTorch's own operations only"
     if not HAS_TRITON:
         return "Triton is not installed"
     reason: str | None = fused.why_not(x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tracing import is_exporting
+from .tracing import needs_plain_operations
 
 Grid = tuple[int, int]  # (height, width) of a token map
 
@@ -21,7 +21,10 @@ CENTRE = 4
 
 
 class LocalSource(NamedTuple):
-    """What a local weight is made from: the tokens, and the parameters that `make_local_weight` takes."""
+    """What a local weight is made from: the tokens, and the parameters that `make_local_weight` takes.
+
+    Only tests and timings make one. Layers will, once `fused.short.WINS` names sizes for which it is faster.
+    """
 
     x: Tensor  # (B, N, heads·d); absent tokens may hold anything
     w1: Tensor
@@ -60,7 +63,7 @@ def local_sum(x: Tensor, weight: Tensor) -> Tensor:
     # Nine contiguous rows (B, 1, 1, C), one per tap. With a stride of nine, products are five times slower on a CPU.
     rows = weight.mT.contiguous()[:, :, None, None].unbind(1)
     out = x * rows[CENTRE]
-    if is_exporting():
+    if needs_plain_operations():
         for tap, term in enumerate(_shifted(x)):
             if tap != CENTRE:
                 out = out + term * rows[tap]  # every converter has these two; coremltools has no addcmul

@@ -16,7 +16,7 @@ from torch import Tensor
 from .feature_maps import FeatureMap
 from .local import Grid, local_sum, local_sum_backward
 from .precision import is_autocast_on
-from .tracing import is_exporting
+from .tracing import is_exporting, needs_plain_operations
 
 # Vanilla linear attention divides by a sum that can be zero.
 LINEAR_EPS = 1e-6
@@ -80,7 +80,7 @@ def _state(k: Tensor, v: Tensor, inputs: Inputs, scale: float) -> State:
     """The state of φ(k) and v (B, heads, N, d), zero where absent. Both are overwritten if no graph records this."""
     mask, weight = inputs.token_mask, inputs.token_weight
     count = token_count(inputs.k, mask)
-    subtract = torch.sub if torch.is_grad_enabled() or is_exporting() else Tensor.sub_
+    subtract = torch.sub if torch.is_grad_enabled() or needs_plain_operations() else Tensor.sub_
     if weight is None:
         k_mean = k.sum(2, keepdim=True) / count
         v_mean = v.sum(2, keepdim=True) / count
@@ -146,8 +146,9 @@ def _to_map(x: Tensor, token_mask: Tensor | None, *, dtype: torch.dtype, grid: G
 
 
 def _add_map(x: Tensor, grid_map: Tensor, num_prefix_tokens: int) -> Tensor:
-    """x (B, N, heads, d) plus a map (B, H, W, heads·d) on the tokens after the prefix. The map is overwritten."""
-    tokens = grid_map.flatten(1, 2).unflatten(2, x.shape[2:]).add_(_after_prefix(x, num_prefix_tokens))
+    """x (B, N, heads, d) plus a map (B, H, W, heads·d) on the tokens after the prefix. The map may be overwritten."""
+    add = torch.add if needs_plain_operations() else Tensor.add_
+    tokens = add(grid_map.flatten(1, 2).unflatten(2, x.shape[2:]), _after_prefix(x, num_prefix_tokens))
     return tokens if num_prefix_tokens == 0 else torch.cat([x[:, :num_prefix_tokens], tokens], dim=1)
 
 
@@ -297,18 +298,21 @@ class _Attention(torch.autograd.Function):
         return None, *grads, None, None
 
 
+def _with_zeros(inputs: Inputs) -> Inputs:
+    """Zeros for absent tokens, before φ. Autograd multiplies a gradient of zero by φ', which is NaN for NaN."""
+    return inputs._replace(
+        q=zero_absent(inputs.q, inputs.query_mask),
+        k=zero_absent(inputs.k, inputs.token_mask),
+        v=zero_absent(inputs.v, inputs.token_mask),
+    )
+
+
 def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -> tuple[Tensor | None, ...]:
     """The gradients as a function that autograd can differentiate again, for create_graph=True.
 
     `backward` treats the state as a constant. Here autograd records the forward pass, state included.
     """
-    # Zeros before φ: autograd multiplies a gradient of zero by φ', which is NaN if the absent token holds NaN.
-    cleaned = inputs._replace(
-        q=zero_absent(inputs.q, inputs.query_mask),
-        k=zero_absent(inputs.k, inputs.token_mask),
-        v=zero_absent(inputs.v, inputs.token_mask),
-    )
-    out, _ = forward(cleaned, **options)
+    out, _ = forward(_with_zeros(inputs), **options)
     wanted = [x for x in inputs[:6] if x is not None and x.requires_grad]
     grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
     return tuple(next(grads) if x is not None and x.requires_grad else None for x in inputs[:6])
@@ -316,8 +320,8 @@ def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -
 
 def attention(inputs: Inputs, **options: Any) -> Tensor:
     """The backend's entry. Options are those of `forward`, with the defaults filled in."""
-    if is_exporting():  # exporters trace operations, not autograd functions
-        return forward(inputs, **options)[0]
+    if needs_plain_operations():  # an exported program has no gradients
+        return forward(inputs if is_exporting() else _with_zeros(inputs), **options)[0]
     # One tensor may be several inputs, as a mask of tokens and queries often is. Views make the inputs distinct: an
     # autograd function with repeated inputs breaks the graph of torch.compile, and `_differentiable_backward` needs a
     # gradient for each input.

@@ -17,6 +17,6 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
     """Raise in forward-mode differentiation. Operators without a rule for it drop tangents silently."""
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            "the kernels have no forward-mode derivative (torch.func.jvp); differentiate in reverse mode, or write the "
-            "attention with attention_matrix"
+            "the kernels have no forward-mode derivative; differentiate in reverse mode, or use torch.func.jvp with "
+            "backend='reference'"
         )

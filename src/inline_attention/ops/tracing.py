@@ -1,4 +1,4 @@
-"""Whether a program is being recorded that must run without this library."""
+"""Whether operations are recorded or transformed by PyTorch, which sees neither kernels nor autograd functions."""
 
 import torch
 
@@ -9,3 +9,11 @@ def is_exporting() -> bool:
     The flag is that of `torch.compiler.is_exporting`, which is also True under torch.compile in torch 2.9 to 2.11.
     """
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+
+
+def needs_plain_operations() -> bool:
+    """True while exporting, and inside the transforms of torch.func. Nothing is overwritten then: vmap forbids it."""
+    if is_exporting():
+        return True
+    # torch.compile traces the transforms by itself, and cannot trace this question in every supported version.
+    return not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()

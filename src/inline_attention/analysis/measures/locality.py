@@ -176,24 +176,26 @@ class Locality(LayerAnalysis):
         return ("model", "layer", "attention", "share", "chance", "uniform"), lines
 
     def draw(self, results: Mapping[str, LocalityResult]) -> "Figure":
-        """Attention to the neighbourhood by layer, with chance."""
+        """Attention to the neighbourhood by layer, with chance: a panel for each model, on one scale."""
         from inline_attention.analysis import figures
 
-        figure = figures.new_figure(8, 4.4)
-        axes = figure.subplots()
-        for i, (label, result) in enumerate(results.items()):
+        columns = min(len(results), 4)
+        rows = -(-len(results) // columns)
+        figure = figures.new_figure(max(6.0, 3.6 * columns), 3.2 * rows + 0.9)
+        panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+        for i, (axes, (label, result)) in enumerate(zip(panels, results.items(), strict=False)):
             colour, place = figures.COLOURS[i % len(figures.COLOURS)], range(1, len(result.layers) + 1)
-            axes.plot(place, result.share, marker="o", color=colour, label=label)
-            axes.plot(place, result.chance, linestyle=":", color=colour, linewidth=1.5)
-            axes.plot(place, result.uniform, linestyle="-.", color=colour, linewidth=0.8)
-            if any(len(heads) > 1 for heads in result.by_head):
-                low, high = (np.array([f(heads) for heads in result.by_head]) for f in (np.min, np.max))
-                axes.fill_between(place, low, high, color=colour, alpha=0.12, linewidth=0)
+            axes.plot(place, result.share, marker="o", color=colour)
+            axes.plot(place, result.chance, linestyle=":", color="0.25", linewidth=1.5)
+            axes.plot(place, result.uniform, linestyle="-.", color="0.25", linewidth=0.8)
+            low, high = (np.array([f(heads) for heads in result.by_head]) for f in (np.min, np.max))
+            axes.fill_between(place, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.set(title=label, xlabel="layer")
+        for axes in panels[len(results) :]:
+            axes.set_visible(False)
         side = next(iter(results.values())).side
-        axes.set(
-            title=f"Attention to the {side}×{side} neighbourhood of the query", xlabel="layer", ylabel="sum of weights"
-        )
-        axes.legend(fontsize=8)
+        figure.suptitle(f"Attention to the {side}×{side} neighbourhood of the query")
+        figure.supylabel("sum of weights")
         figures.add_caption(
             figure,
             f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N; "

@@ -13,7 +13,7 @@ from inline_attention.analysis.hooks import capture
 from inline_attention.analysis.report import NOT_IN_JSON
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 CENTRE = (0.5, 0.5)
 
@@ -108,24 +108,26 @@ class Maps(LayerAnalysis):
         return ("model", "layer", "attention", "head", "smallest_weight", "largest_weight", "sum_on_map"), lines
 
     def draw(self, results: Mapping[str, list[MapsResult]]) -> "Figure":
-        """A line of maps for each image and model, and a second line with local terms."""
+        """The images side by side. Each has a line of maps for every model, and a second line with local terms."""
         from inline_attention.analysis import figures
 
-        # The models below each other, image by image.
-        by_image = itertools.zip_longest(*([(label, r) for r in found] for label, found in results.items()))
-        lines = [line for pairs in by_image for pair in pairs if pair is not None for line in self._lines(*pair)]
-        columns = 1 + max(len(line.maps) for line in lines)
-        figure = figures.new_figure(2.6 * columns, 2.35 * len(lines) + 0.7)
-        axes = figure.subplots(len(lines), columns, squeeze=False)
-        for places, line in zip(axes, lines, strict=True):
-            _draw_picture(places[0], line)
-            for place, (layer, weights) in zip(places[1:], line.maps, strict=False):
-                _draw_map(figure, place, layer, weights.mean(0) if self.head is None else weights[self.head])
-            for place in places[1 + len(line.maps) :]:
-                place.set_visible(False)
-        for place in axes.flat:
-            place.set_xticks([])
-            place.set_yticks([])
+        count = max(map(len, results.values()))
+        by_image = [
+            [line for label, found in results.items() if n < len(found) for line in self._lines(label, found[n])]
+            for n in range(count)
+        ]
+        rows = max(map(len, by_image))
+        columns = 1 + max(len(line.maps) for lines in by_image for line in lines)
+        figure = figures.new_figure(1.65 * columns * count, max(2.8, 1.5 * rows + 0.8))
+        for part, lines in zip(figure.subfigures(1, count, squeeze=False)[0], by_image, strict=True):
+            for row, line in enumerate(lines):
+                first, *places = (
+                    part.add_subplot(rows, columns, row * columns + column, xticks=[], yticks=[])
+                    for column in range(1, 2 + len(line.maps))
+                )
+                _draw_picture(first, line)
+                for place, (layer, weights) in zip(places, line.maps, strict=True):
+                    _draw_map(part, place, layer, weights.mean(0) if self.head is None else weights[self.head])
         what = "mean of all heads" if self.head is None else f"head {self.head}"
         figures.add_caption(
             figure,
@@ -164,10 +166,10 @@ def _draw_picture(axes: Any, line: _Line) -> None:
     at = (query[1] * picture.shape[1] - 0.5, query[0] * picture.shape[0] - 0.5)
     for colour, width in (("white", 5), ("red", 2.5)):  # visible on any picture
         axes.plot(*at, "+", color=colour, markersize=12 + width, markeredgewidth=width)
-    axes.set_ylabel(line.label, fontsize=8)
+    axes.set_ylabel(line.label, fontsize=9)
 
 
-def _draw_map(figure: "Figure", axes: Any, layer: LayerMap, weights: np.ndarray) -> None:
+def _draw_map(figure: "SubFigure", axes: Any, layer: LayerMap, weights: np.ndarray) -> None:
     from matplotlib.patches import Rectangle
 
     axes.set_facecolor("0.85")
@@ -179,6 +181,7 @@ def _draw_map(figure: "Figure", axes: Any, layer: LayerMap, weights: np.ndarray)
     picture = axes.imshow(weights, interpolation="nearest", **colours)
     y, x = (place * n / size for place, n, size in zip(layer.query, weights.shape, layer.grid, strict=True))
     axes.add_patch(Rectangle((int(x) - 0.5, int(y) - 0.5), 1, 1, fill=False, edgecolor="k", linewidth=1.2))
-    bar = figure.colorbar(picture, ax=axes, shrink=0.8)
+    bar = figure.colorbar(picture, ax=axes, shrink=0.68)
+    bar.ax.locator_params(nbins=4)
     bar.ax.tick_params(labelsize=6)
-    axes.set_title(layer.name.removesuffix(".attn"), fontsize=8)
+    axes.set_title(layer.name.removesuffix(".attn"), fontsize=9)

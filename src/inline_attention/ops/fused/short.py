@@ -1,4 +1,7 @@
-"""The forward pass of short sequences in one launch, for inference: where it was measured to win, and the operator."""
+"""The forward pass of short sequences in one launch, for inference: where it was measured to win, and the operator.
+
+Nothing is measured yet, so models do not use it. Tests and `tests/gpu_check.py short` run it.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -56,8 +59,7 @@ class Win(NamedTuple):
 
 
 # By compute capability, channels of a head, and whether the kernel makes the local weight, which spares the launches
-# for the mean token and the weight too. For InLine attention with a local residual, in half precision. Nothing is
-# measured yet, so nothing is here.
+# for the mean token and the weight too. For InLine attention with a local residual, in half precision.
 WINS: dict[tuple[tuple[int, int], int, bool], tuple[Win, ...]] = {}
 
 

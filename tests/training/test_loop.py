@@ -407,7 +407,7 @@ def test_unreadable_images_are_counted_once(folder_of_images: Path, tmp_path: Pa
     outcome = run(tmp_path / "run", *settings, data=str(folder_of_images))
     assert outcome.summary["skipped_images"] == 3
     assert _runs.metrics(tmp_path / "run", "eval")[0]["val_images"] == 15
-    with pytest.raises(ValueError, match=r"more than the limit of 1.*raise data.max_broken"):
+    with pytest.raises(ValueError, match=r"more than the limit of 1.*data.max_broken"):
         run(tmp_path / "strict", *settings, "data.max_broken=1", data=str(folder_of_images))
 
 
@@ -576,7 +576,7 @@ def test_checkpoints_without_a_configuration_are_a_run_too(tmp_path: Path) -> No
     ("arguments", "message"),
     [
         ({"resume": "auto"}, "--resume auto continues the run in --output: give --output DIR too"),
-        ({"resume": "nowhere"}, "--resume nowhere: expected auto, a run folder"),
+        ({"resume": "nowhere"}, "--resume nowhere does not exist: expected auto, a run folder"),
         ({"recipe": "inline_diet"}, "unknown recipe 'inline_diet'"),
     ],
 )

@@ -83,11 +83,13 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
     [
         (["optim.lrr=1"], "unknown setting optim.lrr; did you mean optim.lr?"),
         (["schedule.epochs=many"], "schedule.epochs=many: expected int"),
+        (["optim.name=AdamW"], "optim.name=AdamW is not known; did you mean adamw?"),
         (["inline_diet_tiny"], "unknown recipe 'inline_diet_tiny'; did you mean inline_deit_tiny?"),
         (["inline_deit_tiny"], "no data: give --data FOLDER"),
         (["inline_deit_tiny", "--data", "nowhere"], "nowhere"),
         (["mine.yaml"], "recipe file mine.yaml does not exist; give the path"),
         (["torn.yaml"], "torn.yaml is not YAML: while parsing"),
+        (["circle.yaml"], "circle.yaml is not YAML: found unconstructable recursive node"),
         (["latin.yaml"], "unknown setting model.gr"),
         (["--resume", "auto"], "--resume auto continues the run in --output"),
         (
@@ -107,6 +109,7 @@ def test_mistakes_are_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("torn.yaml").write_text("model: {name: x\n  data: [\n")
+    Path("circle.yaml").write_text("model: &all {kwargs: *all}\n")
     Path("latin.yaml").write_bytes("model: {größe: 3}".encode("latin-1"))
     assert main(["train", *arguments, "--device", "cpu"]) == 2
     error = capsys.readouterr().err
@@ -114,6 +117,23 @@ def test_mistakes_are_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.rglob("config.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--epochs=3", "schedule.epochs=…"),
+        ("--batch-size=3", "data.batch_size=…"),
+        ("--optimizer.lr=3", "optim.lr=…"),
+        ("--optim.name=sgd", "optim.name=…"),
+        ("--sed=3", "--seed"),
+    ],
+)
+def test_an_unknown_option_names_the_setting(option: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings are options in timm's and torchtitan's scripts."""
+    with pytest.raises(SystemExit):
+        main(["train", option])
+    assert f"unrecognized arguments: {option}; did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_the_end_says_what_came_of_it_and_what_to_do_next(

@@ -70,7 +70,7 @@ def test_loose_files_with_a_table(flat: Path, tmp_path: Path) -> None:
     assert open_data(config(root)).val.num_images == 8
     assert open_eval_data(config(root)).num_images == 8  # the table has splits: no run is needed
     (root / "labels.csv").write_text("\n".join(["file,label,split", *(line.replace("train", "val") for line in own)]))
-    with pytest.raises(ValueError, match=r"no images of split 'train' in '.*labels\.csv'; there is val"):
+    with pytest.raises(ValueError, match=r"no images of split 'train' in '.*labels\.csv'; there is 'val'"):
         open_data(config(root))
 
 
@@ -123,6 +123,8 @@ def test_evaluation_needs_to_know_the_split(flat: Path) -> None:
         ("file,label\n../a.png,cat\n", r"line 2 names '\.\./a\.png'; expected a file below"),
         ("file,label\n/a.png,cat\n", r"line 2 names '/a\.png'; expected a file below"),
         ("file,label\nb.png,cat\nb.png,dog\n", r"line 3 names 'b\.png' a second time"),
+        ("file,label\nb.png,cat\n./b.png,dog\n", r"line 3 names 'b\.png' a second time"),
+        ("file,label\nb.png,cat\nc.png,cat \n", r"line 3 has the label 'cat '; another line has it without the spaces"),
         ("file,label\nb.png,cat\n", r"1 of the 1 images in .* are not in .*: 'b\.png'"),
         ('file,label\n"b.png,cat\n', r"table .* cannot be read"),
     ],
@@ -139,7 +141,7 @@ def test_folders_that_are_refused(flat: Path, make_folder: MakeFolder, tmp_path:
         open_data(config(tmp_path / "empty"))
     with pytest.raises(ValueError, match=r"no classes in .*two or more folders, each with the images of a class"):
         open_data(config(make_folder("single", pictures={"more": 3})))
-    with pytest.raises(ValueError, match=r"no split 'val' in .* A validation split is made for --data .*train\."):
+    with pytest.raises(ValueError, match=r"no split 'val' in .* Or train with --data .*train, which is then divided\."):
         open_data(config(flat.parent))
     for path in sorted((flat / "emu").iterdir())[1:]:
         path.unlink()
@@ -192,6 +194,27 @@ def test_the_split_keeps_rare_labels_on_both_sides(tmp_path: Path) -> None:
         assert set(map(frozenset, sides.values())) == {frozenset({"train", "val"})}
         assert 5 <= sum(split == "val" for split in divided.splits) <= 10
     assert divide(table, config=DataConfig(), seed=0) == divide(table, config=DataConfig(), seed=0)
+
+
+def test_spaces_after_commas_belong_to_no_name(flat: Path) -> None:
+    first, second = sorted(path.relative_to(flat).as_posix() for path in flat.rglob("*.png"))[:2]
+    table = flat / "labels.csv"
+    table.write_text(f"file, label, split\n{first}, cat, train\n{second}, dog, val\n")
+    read = read_table(table, flat)
+    assert (read.files, read.labels, read.splits) == ([first, second], ["cat", "dog"], ["train", "val"])
+
+
+def test_a_table_of_other_images_is_refused(flat: Path, tmp_path: Path) -> None:
+    (tmp_path / "split.csv").write_text("file,label,split\nelsewhere.png,cat,val\n")
+    with pytest.raises(ValueError, match=r"add these files, .*other data .*--split all"):
+        open_eval_data(config(flat, split_file=str(tmp_path / "split.csv")))
+
+
+def test_validation_images_without_any_label_are_refused(tmp_path: Path) -> None:
+    several(tmp_path / "a", "1.png,cat", "2.png,cat", "3.png,")
+    (tmp_path / "a" / "labels.csv").write_text("file,labels,split\n1.png,cat,train\n2.png,cat,train\n3.png,,val\n")
+    with pytest.raises(ValueError, match="none of the 1 validation images has a label"):
+        open_data(config(tmp_path / "a"), rank=1, world_size=2)
 
 
 def test_labels_without_validation_images_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """The loop in this process: its updates, its files, and the plans it refuses."""
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import json
@@ -24,7 +25,9 @@ from torch.overrides import TorchFunctionMode
 from inline_attention.data import Data
 from inline_attention.models.weights import load_model
 from inline_attention.tasks.classification.task import Classification
+from inline_attention.training import checkpoint
 from inline_attention.training.distributed import Ranks
+from inline_attention.training.files import write_atomically
 from inline_attention.training.lock import FileLock
 from inline_attention.training.loop import NonFiniteLoss, Outcome, Trainer, choose_compile_mode, train
 from inline_attention.training.report import Reporter
@@ -105,6 +108,26 @@ def test_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()  # the last state is saved
     patient = run_fixed(tmp_path / "patient", "schedule.early_stop=4").summary
     assert (patient["epochs"], patient["best_epoch"]) == (8, 6)
+
+
+def test_the_best_are_weights_that_could_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full when the best weights are written, and has space again after the next epoch."""
+    attempts = []
+
+    def full_at_the_second(path: Path, content: bytes) -> None:
+        attempts.append(path)
+        if len(attempts) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_atomically(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full_at_the_second)
+    summary = run_fixed(tmp_path / "run", "schedule.epochs=3").summary
+    assert "saving works again: the best weights" in capsys.readouterr().out
+    with safetensors.safe_open(tmp_path / "run" / "checkpoints" / "best.safetensors", framework="pt") as file:
+        assert file.metadata()["epoch"] == "3"
+    assert (summary["best_epoch"], summary["best_top1"]) == (3, 20.0)
 
 
 def test_plateau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +430,7 @@ def test_unreadable_images_are_counted_once(folder_of_images: Path, tmp_path: Pa
     outcome = run(tmp_path / "run", *settings, data=str(folder_of_images))
     assert outcome.summary["skipped_images"] == 3
     assert _runs.metrics(tmp_path / "run", "eval")[0]["val_images"] == 15
-    with pytest.raises(ValueError, match=r"more than the limit of 1.*raise data.max_broken"):
+    with pytest.raises(ValueError, match=r"more than the limit of 1.*data.max_broken"):
         run(tmp_path / "strict", *settings, "data.max_broken=1", data=str(folder_of_images))
 
 
@@ -576,7 +599,7 @@ def test_checkpoints_without_a_configuration_are_a_run_too(tmp_path: Path) -> No
     ("arguments", "message"),
     [
         ({"resume": "auto"}, "--resume auto continues the run in --output: give --output DIR too"),
-        ({"resume": "nowhere"}, "--resume nowhere: expected auto, a run folder"),
+        ({"resume": "nowhere"}, "--resume nowhere does not exist: expected auto, a run folder"),
         ({"recipe": "inline_diet"}, "unknown recipe 'inline_diet'"),
     ],
 )

@@ -36,6 +36,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
         self.more_help: Callable[[], str] | None = None  # builds text that is appended to the help
+        self.settings: Callable[[], list[str]] = list  # the names that `key=value` may have
 
     def format_help(self) -> str:
         if self.more_help is not None:
@@ -114,10 +115,20 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """
     args, rest = parser.parse_known_args(argv)
     if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):
-        options = [option for option in args.parser._option_string_actions if option.startswith("--")]
-        close = [name for word in rest for name in difflib.get_close_matches(word.partition("=")[0], options, n=1)]
+        close = [name for word in rest if word.startswith("-") and (name := _nearest(word, args.parser))]
         meant = f"; did you mean {', '.join(close)}?" if close else ""
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
     if rest:
         args.arguments += rest
     return args
+
+
+def _nearest(word: str, parser: CommandParser) -> str | None:
+    """What an unknown option should be: the setting of that name, or the option of the closest spelling."""
+    option = word.partition("=")[0]
+    name = option.lstrip("-").replace("-", "_")
+    same = [key for key in parser.settings() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if same:
+        return f"{name if name in same else same[0]}=…"
+    options = [known for known in parser._option_string_actions if known.startswith("--")]
+    return next(iter(difflib.get_close_matches(option, options, n=1)), None)

@@ -25,6 +25,7 @@ def configure_training(
     parser.add_argument("--list-recipes", action="store_true", help="show the recipes and exit")
     if isinstance(parser, CommandParser):
         parser.more_help = lambda: describe_settings(task())
+        parser.settings = lambda: setting_names(task())
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, data: str) -> None:
@@ -38,6 +39,12 @@ def add_run_options(parser: argparse.ArgumentParser, *, data: str) -> None:
         "--device", choices=("auto", "cpu", "cuda", "mps"), help="device to train on (default: the best available)"
     )
     parser.add_argument("--print-config", action="store_true", help="show every setting and exit")
+
+
+def setting_names(task: "type[Task]") -> list[str]:
+    from inline_attention.training import settings
+
+    return settings.keys(task.defaults())
 
 
 def describe_settings(task: "type[Task]") -> str:

@@ -21,6 +21,7 @@ from inline_attention.cli._options import (
     add_precision,
     add_results,
     add_weights,
+    check_at_least,
 )
 from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
 from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.knn is not None and (args.csv or args.real):
         raise ValueError("--knn has no accuracy by class and no ReaL labels: leave out --csv and --real")
+    check_at_least(args, batch_size=1, workers=0, max_broken=0, num_classes=1, knn=1)
     check_writable(args.csv, json=args.json)
     with join_ranks(args.device) as ranks:
         classifier = load_classifier(

@@ -15,6 +15,7 @@ from inline_attention.cli._options import (
     add_precision,
     add_results,
     add_weights,
+    check_at_least,
 )
 from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
 from inline_attention.environment import choose_device
@@ -57,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     name, images = split_model(args.arguments)
     paths = find_images(images)
     name, weights = choose_weights(name, args.weights)
-    if args.topk is not None and args.topk < 1:
-        raise ValueError(f"--topk is {args.topk}; expected at least 1")
+    check_at_least(args, topk=1, batch_size=1, workers=0)
     if args.threshold is not None and not 0 <= args.threshold <= 1:
         raise ValueError(f"--threshold is {args.threshold:g}; expected a probability, 0 to 1")
     check_writable(args.csv, json=args.json)

@@ -79,8 +79,8 @@ def open_data(
         train_source, val_source = tables = [TableSource(Path(config.path), table, split) for split in splits]
         where = f"split {config.train_split!r} of {table.origin}"
         check_every_class_has_images(tables[0].labels, tables[0].class_names, where=where)
-        if table.multi_label and rank == 0:
-            _warn_of_unseen(tables[1])
+        if table.multi_label:
+            _check_unseen(tables[1], warn=rank == 0)
     else:
         train_source, val_source = (open_source(config, split) for split in splits)
         check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
@@ -189,10 +189,11 @@ def open_source(config: DataConfig, split: str) -> Source:
         return FolderSource(folder)
     there = sorted({p.stem if p.suffix in (".zip", ".tar") else p.name for p in root.iterdir() if _is_split(p)})
     alone = root / config.train_split
-    divided = f" A validation split is made for --data {alone}." if split == config.val_split and alone.is_dir() else ""
+    is_alone = there == [alone.name] and alone.is_dir()
+    divided = f" Or train with --data {alone}, which is then divided." if is_alone else ""
     raise ValueError(
         f"no split {split!r} in {config.path!r}; there is {', '.join(there) or 'nothing'}. "
-        f"Name the splits with data.train_split and data.val_split (inline eval: --split).{divided}"
+        f"Name the splits (training: data.train_split, data.val_split; inline eval: --split).{divided}"
     )
 
 
@@ -289,10 +290,12 @@ def _open_train_stream(
     return loader, class_names or stream.class_names
 
 
-def _warn_of_unseen(val: Source) -> None:
+def _check_unseen(val: Source, *, warn: bool) -> None:
     counts = count_images(val.labels, len(val.class_names))
     unseen = [name for name, count in zip(val.class_names, counts, strict=True) if not count]
-    if unseen:
+    if len(unseen) == len(counts):
+        raise ValueError(f"nothing to evaluate: none of the {len(val)} validation images has a label")
+    if unseen and warn:
         _logger.warning("%d labels have no validation image and are not measured: %s", len(unseen), list_some(unseen))
 
 

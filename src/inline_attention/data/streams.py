@@ -167,7 +167,10 @@ class Stream:
         names = timm_reader.class_to_idx
         self.named = bool(names)
         if not names and config.num_classes is None:
-            raise ValueError(f"{config.path!r} does not say how many classes it has; set data.num_classes")
+            raise ValueError(
+                f"{config.path!r} does not say how many classes it has; set data.num_classes "
+                "(inline eval: --num-classes)"
+            )
         self.class_names = sorted(names, key=names.__getitem__) or [str(i) for i in range(config.num_classes or 0)]
 
     def _open(self, kind: str, place: str, split: str) -> Any:

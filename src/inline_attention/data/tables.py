@@ -83,7 +83,7 @@ class TableSource(PathSource):
             )
         rows = [row for row, own in enumerate(table.splits) if split in (own, WHOLE)]
         if not rows:
-            there = ", ".join(sorted(set(table.splits) - {""}))
+            there = ", ".join(map(repr, sorted(set(table.splits) - {""})))
             raise ValueError(f"no images of split {split!r} in {table.origin}; there is {there}")
         label_sets = table.label_sets()
         self.class_names = sorted(set().union(*label_sets), key=natural_key)
@@ -146,7 +146,8 @@ def read_table(path: Path, root: Path) -> ImageTable:
     where = repr(str(path))
     try:
         text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
-        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+        padded = ", " in text.partition("\n")[0]  # written with spaces after the commas, which belong to no name
+        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=padded))
     except (OSError, csv.Error) as error:
         described = error.strerror if isinstance(error, OSError) else f"{error}; check its quotes"
         raise ValueError(f"table {where} cannot be read ({described})") from error
@@ -166,12 +167,14 @@ def read_table(path: Path, root: Path) -> ImageTable:
         inside = PurePosixPath(row[0])
         if inside.is_absolute() or ".." in inside.parts:
             raise ValueError(f"{where} line {number} names {row[0]!r}; expected a file below {str(root)!r}")
+        row[0] = str(inside)  # ./a.png and a.png are one image
     table = (_several_labels if header[1] == "labels" else _one_label)(lines, where)
     missing = [file for file in table.files if not (root / file).is_file()]
     if missing:
+        elsewhere = f" (for other data than the table's: --split {WHOLE} evaluates on all images)"
         raise ValueError(
             f"{len(missing)} of the {len(table.files)} images in {where} are not in {str(root)!r}: "
-            f"{list_some(missing)}; add these files, or remove their lines"
+            f"{list_some(missing)}; add these files, or remove their lines{'' if path.parent == root else elsewhere}"
         )
     if not lines:
         raise ValueError(f"no images in {where}: the table is empty")
@@ -187,6 +190,8 @@ def _one_label(lines: list[tuple[int, list[str]]], where: str) -> ImageTable:
         seen.add(file)
     known = {row[1] for _, row in lines}
     for number, (_, label, *_) in lines:
+        if label != label.strip() and label.strip() in known:
+            raise ValueError(f"{where} line {number} has the label {label!r}; another line has it without the spaces")
         parts = _split_labels(label)
         if len(parts) > 1 and known.issuperset(parts):
             raise ValueError(f"{where} line {number} has the label {label!r}, and its parts are labels too; {hint}")

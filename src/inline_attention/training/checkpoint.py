@@ -156,8 +156,8 @@ class Checkpoints:
         elif self.ranks.is_first:
             remove(unfinished)
 
-    def save_best(self, model: nn.Module, *, about: Mapping[str, str]) -> None:
-        """Write the model's current weights to best.safetensors, with `about` as further metadata."""
+    def save_best(self, model: nn.Module, *, about: Mapping[str, str]) -> bool:
+        """Write the model's current weights to best.safetensors, with `about` as further metadata. False: it failed."""
         weights = full_weights(model)
 
         def write() -> None:
@@ -166,7 +166,9 @@ class Checkpoints:
             write_atomically(self.folder / "best.safetensors", content)
             sync_folder(self.folder)
 
-        self._report("best weights", self._try(write, first_rank_only=True))
+        failure = self._try(write, first_rank_only=True)
+        self._report("best weights", failure)
+        return not failure
 
     def clear_unfinished(self) -> None:
         """Remove the unfinished files of a killed process. Only rank 0 calls this, with the run folder locked."""

@@ -66,7 +66,7 @@ class OptimConfig:
         clip, decay = self.clip_norm, self.layer_decay
         known = [str(name) for name in timm.optim.list_optimizers(exclude_filters=_OTHER_OPTIMIZERS)]
         if self.name not in known:
-            close = difflib.get_close_matches(self.name, known, n=1)
+            close = difflib.get_close_matches(self.name.lower(), known, n=1)
             meant = f"; did you mean {close[0]}?" if close else "."
             raise ValueError(f"optim.name={self.name} is not known{meant} Known: {', '.join(known)}")
         info = timm.optim.get_optimizer_info(self.name)

@@ -170,10 +170,10 @@ class Trainer:
         if result is None:  # the run was complete before it was resumed
             result = self.evaluate()
         summary = self.summary(result)
-        self.reporter.write_summary(summary)
         self.reporter.write_files(self.task.result_files(result))
-        if self.checkpoints.failing:
+        if self.checkpoints.failing:  # no summary: to job scripts, it means that the weights are there
             raise OSError(f"the run is over, but its last state could not be saved in {self.checkpoints.folder}")
+        self.reporter.write_summary(summary)
         if SUMMARY in self.reporter.failing:
             raise OSError(f"the run is over, but {SUMMARY} could not be written to {self.folder}")
         return Outcome(self.folder, summary, is_first_rank=self.ranks.is_first)
@@ -289,13 +289,14 @@ class Trainer:
         return result
 
     def keep_best(self, result: Evaluation, *, weights: str) -> None:
-        """Save the model's current weights (its own, or their average) if they are the best so far."""
+        """Save the model's current weights (its own, or their average) if they are better than the saved ones."""
         progress, key = self.progress, self.task.headline.key
         figure = result.figures[key]
         if progress.best is None or figure > progress.best:
-            progress.best, progress.best_epoch, progress.stale = figure, progress.epoch + 1, 0
+            progress.stale = 0
             about = {"weights": weights, "epoch": str(progress.epoch + 1), key: f"{figure:.4f}"}
-            self.checkpoints.save_best(self.model, about=about)
+            if self.checkpoints.save_best(self.model, about=about):
+                progress.best, progress.best_epoch = figure, progress.epoch + 1
 
     def start_clock(self) -> None:
         self.clock = time.perf_counter()

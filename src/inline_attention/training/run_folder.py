@@ -188,8 +188,9 @@ def _resume_source(path: Path) -> tuple[Path, Path | None]:
         if damage := find_damage(path):
             raise ValueError(f"checkpoint {path} is damaged ({damage}): --resume auto finds the newest intact one")
         return path.parent.parent, path
+    there = "" if path.exists() else " does not exist"
     raise ValueError(
-        f"--resume {path}: expected auto, a run folder (with {CONFIG}) or a checkpoint in it "
+        f"--resume {path}{there}: expected auto, a run folder (with {CONFIG}) or a checkpoint in it "
         f"({CHECKPOINTS}/step-…). To start from weights alone, set model.weights={path}"
     )
 

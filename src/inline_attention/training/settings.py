@@ -34,6 +34,9 @@ class Text(str):
 class _TextLoader(yaml.SafeLoader):
     """Reads unquoted scalars as `Text` and quoted ones as strings. Anchors, merge keys and tags work as usual."""
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        return super().construct_object(node, deep=True)  # refuses a collection that contains itself
+
 
 def _construct_text(_: _TextLoader, node: Any) -> str:
     return Text(node.value) if node.style is None else node.value

@@ -119,6 +119,18 @@ def test_arguments_of_timm_with_one_value(name: str) -> None:
         ("inline_swin_tiny", dict(num_heads=(3, 6)), r"num_heads=\(3, 6\): expected a value for each of the 4 stages"),
         ("inline_cswin_tiny", dict(stripes=(1, 2)), r"stripes=\(1, 2\): expected a value for each of the 4 stages"),
         ("inline_deit_tiny", dict(img_size=32.0), r"img_size=32\.0; expected a positive integer or a pair"),
+        ("inline_deit_tiny", dict(patch_size=0), "patch_size=0; expected a positive integer"),
+        ("inline_deit_tiny", dict(patch_size=(16, 16)), r"patch_size=\(16, 16\); expected a positive integer"),
+        ("inline_deit_tiny", dict(depth=-1), "depth=-1; expected a positive integer"),
+        ("inline_deit_tiny", dict(in_chans=0), "in_chans=0; expected a positive integer"),
+        ("inline_deit_tiny", dict(num_classes=-3), "num_classes=-3; expected a number of classes, or 0"),
+        ("inline_deit_tiny", dict(drop_path_rate=1.5), "drop_path_rate=1.5; expected a probability"),
+        ("inline_swin_tiny", dict(embed_dim=-96), "embed_dim=-96; expected a positive integer"),
+        ("inline_swin_tiny", dict(depths=(2, 2, -1, 2)), r"depths\[2\]=-1; expected a positive integer"),
+        ("inline_swin_tiny", dict(depths=2), "depths=2; expected the number of blocks of each stage"),
+        ("inline_cswin_tiny", dict(mlp_ratio=0), "mlp_ratio=0; expected a positive number"),
+        ("inline_cswin_tiny", dict(stripes=(0, 2, 7, 7)), r"stripes\[0\]=0; expected a positive integer"),
+        ("softmax_pvt_tiny", dict(reductions=(-1, 1, 1, 1)), r"reductions\[0\]=-1; expected a positive integer"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, options: dict, message: str) -> None:

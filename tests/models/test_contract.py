@@ -461,25 +461,17 @@ def test_torch_fx(name: str) -> None:
 # Baselines that timm has as well
 
 
-def test_deit_is_timms() -> None:
-    theirs = timm.create_model("deit_tiny_patch16_224", depth=2, num_classes=10).eval()
-    ours = timm.create_model("softmax_deit_tiny", depth=2, num_classes=10).eval()
-    ours.load_state_dict(theirs.state_dict())
-    x = image(224, batch=1)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
-
-
-def test_swin_is_timms() -> None:
-    theirs = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 2, 2, 1), num_classes=10).eval()
-    ours = timm.create_model("softmax_swin_tiny", depths=(1, 2, 2, 1), num_classes=10).eval()
-    state = {}
-    for name, value in theirs.state_dict().items():
-        if name.endswith(("relative_position_index", "attn_mask")):
-            continue
-        name = name.replace("layers.", "stages.").replace("head.fc.", "head.")
-        state[name] = value
-    ours.load_state_dict(state)
+@pytest.mark.parametrize(
+    ("name", "timms", "options"),
+    [
+        ("softmax_deit_tiny", "deit_tiny_patch16_224", dict(depth=2)),
+        ("softmax_swin_tiny", "swin_tiny_patch4_window7_224", dict(depths=(1, 2, 2, 1))),
+    ],
+)
+def test_baselines_are_timms(name: str, timms: str, options: dict) -> None:
+    theirs = timm.create_model(timms, num_classes=10, **options).eval()
+    ours = timm.create_model(name, num_classes=10, **options).eval()
+    inline_attention.load_weights(ours, theirs.state_dict())
     x = image(224, batch=1)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)

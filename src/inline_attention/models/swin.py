@@ -303,12 +303,15 @@ class Swin(PyramidModel):
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         modules = dict(self.named_modules())
         own = self.state_dict(keep_vars=True)
+        # A downsampling ends a stage of the official models, and begins one of ours and of timm's.
+        shift = int(any(name.startswith("layers.0.downsample.") for name in state_dict))
         out = {}
         for name, value in state_dict.items():
             if name.endswith(("relative_position_index", "attn_mask")):
                 continue  # computed from the size of the map
-            name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.downsample.", name)
+            name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + shift}.downsample.", name)
             name = re.sub(r"^layers\.", "stages.", name)
+            name = re.sub(r"^head\.fc\.", "head.", name)  # timm's
             name, value = adapt_attention(name, value, own)
             if name.endswith(".relative_position_bias_table"):
                 attn = modules.get(name.rpartition(".")[0])

@@ -119,6 +119,18 @@ def test_arguments_of_timm_with_one_value(name: str) -> None:
         ("inline_swin_tiny", dict(num_heads=(3, 6)), r"num_heads=\(3, 6\): expected a value for each of the 4 stages"),
         ("inline_cswin_tiny", dict(stripes=(1, 2)), r"stripes=\(1, 2\): expected a value for each of the 4 stages"),
         ("inline_deit_tiny", dict(img_size=32.0), r"img_size=32\.0; expected a positive integer or a pair"),
+        ("inline_deit_tiny", dict(patch_size=0), "patch_size=0; expected a positive integer"),
+        ("inline_deit_tiny", dict(patch_size=(16, 16)), r"patch_size=\(16, 16\); expected a positive integer"),
+        ("inline_deit_tiny", dict(depth=-1), "depth=-1; expected a positive integer"),
+        ("inline_deit_tiny", dict(in_chans=0), "in_chans=0; expected a positive integer"),
+        ("inline_deit_tiny", dict(num_classes=-3), "num_classes=-3; expected a number of classes, or 0"),
+        ("inline_deit_tiny", dict(drop_path_rate=1.5), "drop_path_rate=1.5; expected a probability"),
+        ("inline_swin_tiny", dict(embed_dim=-96), "embed_dim=-96; expected a positive integer"),
+        ("inline_swin_tiny", dict(depths=(2, 2, -1, 2)), r"depths\[2\]=-1; expected a positive integer"),
+        ("inline_swin_tiny", dict(depths=2), "depths=2; expected the number of blocks of each stage"),
+        ("inline_cswin_tiny", dict(mlp_ratio=0), "mlp_ratio=0; expected a positive number"),
+        ("inline_cswin_tiny", dict(stripes=(0, 2, 7, 7)), r"stripes\[0\]=0; expected a positive integer"),
+        ("softmax_pvt_tiny", dict(reductions=(-1, 1, 1, 1)), r"reductions\[0\]=-1; expected a positive integer"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, options: dict, message: str) -> None:
@@ -449,25 +461,17 @@ def test_torch_fx(name: str) -> None:
 # Baselines that timm has as well
 
 
-def test_deit_is_timms() -> None:
-    theirs = timm.create_model("deit_tiny_patch16_224", depth=2, num_classes=10).eval()
-    ours = timm.create_model("softmax_deit_tiny", depth=2, num_classes=10).eval()
-    ours.load_state_dict(theirs.state_dict())
-    x = image(224, batch=1)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
-
-
-def test_swin_is_timms() -> None:
-    theirs = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 2, 2, 1), num_classes=10).eval()
-    ours = timm.create_model("softmax_swin_tiny", depths=(1, 2, 2, 1), num_classes=10).eval()
-    state = {}
-    for name, value in theirs.state_dict().items():
-        if name.endswith(("relative_position_index", "attn_mask")):
-            continue
-        name = name.replace("layers.", "stages.").replace("head.fc.", "head.")
-        state[name] = value
-    ours.load_state_dict(state)
+@pytest.mark.parametrize(
+    ("name", "timms", "options"),
+    [
+        ("softmax_deit_tiny", "deit_tiny_patch16_224", dict(depth=2)),
+        ("softmax_swin_tiny", "swin_tiny_patch4_window7_224", dict(depths=(1, 2, 2, 1))),
+    ],
+)
+def test_baselines_are_timms(name: str, timms: str, options: dict) -> None:
+    theirs = timm.create_model(timms, num_classes=10, **options).eval()
+    ours = timm.create_model(name, num_classes=10, **options).eval()
+    inline_attention.load_weights(ours, theirs.state_dict())
     x = image(224, batch=1)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)

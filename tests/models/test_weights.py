@@ -282,6 +282,24 @@ def test_official_names_of_another_family():
         load_weights(small(), swin)
 
 
+@pytest.mark.parametrize(
+    ("name", "timms", "relative"),
+    [
+        ("inline_deit_tiny", "deit_tiny_distilled_patch16_224", "a distilled DeiT"),
+        ("inline_deit_tiny", "deit3_small_patch16_224", "DeiT III"),
+        ("inline_pvt_tiny", "pvt_v2_b1", "PVT v2"),
+        ("inline_swin_tiny", "swinv2_tiny_window8_256", "Swin v2"),
+    ],
+)
+def test_similar_architectures_of_timm(tmp_path, name, timms, relative):
+    weights = timm.create_model(timms).state_dict()
+    with pytest.raises(ValueError, match=f"looks like the weights of {relative}, which this library does not have"):
+        load_weights(small(name), weights)
+    torch.save(weights, tmp_path / "model.pth")
+    with pytest.raises(ValueError, match=f"fit none of the registered models; it looks like .* {relative}"):
+        load_model(tmp_path / "model.pth")
+
+
 def test_one_error_lists_everything_and_nothing_is_loaded():
     weights = {name: tensor for name, tensor in other_state().items() if "mlp" not in name}
     weights["extra.weight"] = torch.ones(2)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,10 +149,10 @@ def make_report(plan: LinearizationPlan, *, log: Callable[[str], None] = lambda 
     classifier = load_teacher(config)
     data, teacher = data_for(classifier, config), classifier.model.to(device)
     names = classifier.class_names if config.data.labels else None
-    loader = open_eval_data(data, class_names=names)
+    loader = open_eval_data(data, class_names=names, seed=config.seed)
     known = None
     if config.data.labels and not teacher.num_classes:
-        known = open_eval_data(replace(data, val_split=data.train_split), max_images=KNOWN_IMAGES)
+        known = open_eval_data(data, max_images=KNOWN_IMAGES, split=data.train_split, seed=config.seed)
     models = {TEACHER: teacher, CARRIED_OVER: make_student(teacher, config.model, seed=config.seed)[0]}
     models |= {TITLES[stage]: load_model(plan.weights(stage)) for stage, _ in plan.stages}
     quality = []

@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from inline_attention.models.weights import architecture
     from inline_attention.tasks.classification.classifier import load_classifier
 
+    if args.num_classes is not None and args.num_classes < 0:
+        raise ValueError(f"--num-classes {args.num_classes}: expected 0 or more")
     if args.format != "hf":  # which writes a folder
         check_writable(args.output)
     torch.manual_seed(0)

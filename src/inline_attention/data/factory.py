@@ -107,24 +107,29 @@ def open_eval_data(
     *,
     class_names: list[str] | None = None,
     max_images: int | None = None,
+    split: str | None = None,
+    seed: int | None = None,
     rank: int = 0,
     world_size: int = 1,
 ) -> EvalLoader[RawBatch, Batch]:
-    """Open `config.val_split` only.
+    """Open one split only.
 
     Args:
         class_names: the classes of a model. Labels are matched to them by name.
         max_images: take this many images, evenly spaced over the split. Streams ignore it.
+        split: None for `config.val_split`.
+        seed: divides a folder without splits as `open_data` does. None: such a folder is an error.
     """
     config.validate()
+    split = split or config.val_split
     if not is_stream(config.path):
-        source = _open_split(config, config.val_split, of_table=config.val_split)
+        source = _open_split(config, split, of_table=split, seed=seed)
         if class_names is not None:
             source = RelabelledSource(source, class_names)
         if max_images is not None and max_images < len(source):
             source = SpreadSource(source, max_images)
         return _eval_loader(source, config=config, rank=rank, world_size=world_size)
-    stream = Stream(config, config.val_split, training=False, rank=rank, world_size=world_size)
+    stream = Stream(config, split, training=False, rank=rank, world_size=world_size)
     dataset = StreamDataset(stream, model_classes=class_names)
     return EvalLoader(
         StreamLoader(dataset, stream, steps=None, workers=config.resolved_workers(world_size)),
@@ -159,9 +164,11 @@ def open_files(paths: Sequence[Path], *, config: DataConfig) -> EvalLoader[RawBa
     return _eval_loader(FilesSource(paths), config=config, rank=0, world_size=1)
 
 
-def _open_split(config: DataConfig, split: str, *, of_table: str) -> Source:
+def _open_split(config: DataConfig, split: str, *, of_table: str, seed: int | None = None) -> Source:
     """Open `split`, or the split `of_table` if the labels are in a table."""
     table = open_table(config)
+    if table is not None and not table.is_divided and seed is not None:
+        table = divide(table, config=config, seed=seed)
     return open_source(config, split) if table is None else TableSource(Path(config.path), table, of_table)
 
 
@@ -209,6 +216,8 @@ def _unlabelled(config: DataConfig, split: str) -> list[Path]:
     if any((root / f"{name}{ending}").exists() for name in names for ending in ("", ".zip", ".tar")):
         return []
     paths = find_images([root])
+    if len(paths) == 1:
+        raise ValueError(f"{config.path!r} has one image: expected two or more, one of them for validation")
     is_val = split == config.val_split
     return [path for number, path in enumerate(paths) if (number % _HELD_OUT == 0) == is_val]
 

@@ -33,11 +33,22 @@ def to_pair(size: int | Sequence[int], *, name: str = "img_size") -> Grid:
     return pair[0], pair[1]
 
 
-def check_stages(depths: Sequence[int], **by_stage: Sequence[Any]) -> None:
-    """ValueError for an argument that lacks the value of a stage."""
-    for name, values in by_stage.items():
-        if len(values) < len(depths):
+def check_positive(**arguments: float) -> None:
+    """ValueError for an argument that is not positive. All but MLP ratios must be integers."""
+    for name, value in arguments.items():
+        kind, what = ((int, float), "number") if name.startswith("mlp_ratio") else (int, "integer")
+        if not isinstance(value, kind) or value <= 0:
+            raise ValueError(f"{name}={value!r}; expected a positive {what}")
+
+
+def check_stages(depths: Sequence[int], **by_stage: Sequence[float]) -> None:
+    """ValueError for an argument that lacks the value of a stage, or has one that is not positive."""
+    if not isinstance(depths, Sequence) or not depths:
+        raise ValueError(f"depths={depths!r}; expected the number of blocks of each stage")
+    for name, values in {"depths": depths, **by_stage}.items():
+        if not isinstance(values, Sequence) or len(values) < len(depths):
             raise ValueError(f"{name}={values!r}: expected a value for each of the {len(depths)} stages")
+        check_positive(**{f"{name}[{stage}]": value for stage, value in enumerate(values)})
 
 
 def ceil_grid(size: Grid, stride: int) -> Grid:
@@ -47,6 +58,8 @@ def ceil_grid(size: Grid, stride: int) -> Grid:
 
 def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
     """The drop path rate of every block, by stage. It grows linearly from 0 to `rate` over all blocks."""
+    if not 0 <= rate <= 1:
+        raise ValueError(f"drop_path_rate={rate!r}; expected a probability in [0, 1]")
     total = sum(depths)
     rates = iter([rate * i / max(total - 1, 1) for i in range(total)])
     return [[next(rates) for _ in range(depth)] for depth in depths]
@@ -118,6 +131,7 @@ class VisionModel(nn.Module):
 
     def __init__(self, num_features: int, *, img_size: int | Sequence[int], in_chans: int, global_pool: str) -> None:
         super().__init__()
+        check_positive(in_chans=in_chans)
         self.check_global_pool(global_pool)
         self.global_pool = global_pool
         self.in_chans = in_chans
@@ -140,6 +154,8 @@ class VisionModel(nn.Module):
                 trunc_normal_(parameter, std=0.02)
 
     def build_head(self, num_classes: int, drop_rate: float) -> None:
+        if not isinstance(num_classes, int) or num_classes < 0:
+            raise ValueError(f"num_classes={num_classes!r}; expected a number of classes, or 0 for no head")
         self.num_classes = num_classes
         self.head_drop = nn.Dropout(drop_rate).train(self.training)
         head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()

@@ -27,7 +27,7 @@ from inline_attention.ops import Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
-from .base import PyramidModel, Stage, StateDict, adapt_attention, check_stages, drop_path_rates
+from .base import PyramidModel, Stage, StateDict, adapt_attention, check_positive, check_stages, drop_path_rates
 from .published import PUBLISHED, Published, share_link
 from .registry import build, register_family
 
@@ -196,6 +196,7 @@ class CSwin(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        check_positive(embed_dim=embed_dim, mlp_ratio=mlp_ratio)
         check_stages(depths, num_heads=num_heads, stripes=stripes)
         dims = [embed_dim * 2**i for i in range(len(depths))]
         super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)

@@ -24,6 +24,7 @@ from .base import (
     VisionModel,
     adapt_attention,
     ceil_grid,
+    check_positive,
     drop_path_rates,
     to_pair,
     unflatten_positions,
@@ -84,6 +85,9 @@ class DeiT(VisionModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        check_positive(
+            patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio
+        )
         super().__init__(embed_dim, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         self.patch_size = patch_size
         self.embed_dim = embed_dim

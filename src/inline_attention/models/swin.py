@@ -31,7 +31,16 @@ from inline_attention.ops import Grid
 from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import zero_absent
 
-from .base import PyramidModel, Stage, StateDict, adapt_attention, check_stages, drop_path_rates, to_pair
+from .base import (
+    PyramidModel,
+    Stage,
+    StateDict,
+    adapt_attention,
+    check_positive,
+    check_stages,
+    drop_path_rates,
+    to_pair,
+)
 from .published import PUBLISHED, Published, share_link
 from .registry import build, register_family
 
@@ -214,6 +223,7 @@ class Swin(PyramidModel):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        check_positive(embed_dim=embed_dim, mlp_ratio=mlp_ratio)
         check_stages(depths, num_heads=num_heads)
         dims = [embed_dim * 2**i for i in range(len(depths))]
         super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
@@ -293,12 +303,15 @@ class Swin(PyramidModel):
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         modules = dict(self.named_modules())
         own = self.state_dict(keep_vars=True)
+        # A downsampling ends a stage of the official models, and begins one of ours and of timm's.
+        shift = int(any(name.startswith("layers.0.downsample.") for name in state_dict))
         out = {}
         for name, value in state_dict.items():
             if name.endswith(("relative_position_index", "attn_mask")):
                 continue  # computed from the size of the map
-            name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.downsample.", name)
+            name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + shift}.downsample.", name)
             name = re.sub(r"^layers\.", "stages.", name)
+            name = re.sub(r"^head\.fc\.", "head.", name)  # timm's
             name, value = adapt_attention(name, value, own)
             if name.endswith(".relative_position_bias_table"):
                 attn = modules.get(name.rpartition(".")[0])

@@ -48,6 +48,14 @@ __all__ = [
 ]
 
 HEAD_NAMES = ("head.weight", "head.bias")
+# Architectures of timm that resemble a family, but are not in this library: a pattern of a name in their weights.
+_RELATIVES = {
+    "a distilled DeiT": r"^dist_token$",
+    "a ViT with registers": r"^reg_token$",
+    "DeiT III": r"\.ls1\.gamma$",
+    "PVT v2": r"\.mlp\.dwconv\.",
+    "Swin v2": r"\.attn\.logit_scale$",
+}
 _MAX_LISTED = 8
 _MISFITS = (ValueError, IndexError, RuntimeError)  # errors of adapting the weights of another model
 
@@ -224,10 +232,12 @@ def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: b
     if family is not None and not isinstance(target, family):
         hint = f"it looks like the weights of a {family.__name__} model, and this is a {type(target).__name__}; "
     elif isinstance(target, VisionModel):
+        if relative := _name_relative(state_dict):
+            hint = f"it looks like the weights of {relative}, which this library does not have; "
         try:
             state_dict = target.adapt_state_dict(state_dict, img_size=source_size(checkpoint))
         except _MISFITS as error:  # also for impossible shapes
-            raise WeightsError(f"{origin} does not fit the model: {one_line(error)}") from error
+            raise WeightsError(f"{origin} does not fit the model: {hint}{one_line(error)}") from error
         if reset_head:
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in HEAD_NAMES}
             state_dict.update({name: own[name] for name in HEAD_NAMES if name in own})
@@ -311,6 +321,12 @@ def family_of_weights(names: Collection[str]) -> type[VisionModel] | None:
     return found[0] if len(found) == 1 else None
 
 
+def _name_relative(names: Collection[str]) -> str | None:
+    """The one of _RELATIVES that has weights with these names."""
+    found = (key for key, pattern in _RELATIVES.items() if any(re.search(pattern, name) for name in names))
+    return next(found, None)
+
+
 def first_conv_name(model: nn.Module) -> str:
     """The weight whose shape depends on the channels of the image."""
     return next(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
@@ -360,6 +376,8 @@ def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
         fitting = [name for name in fitting if _input_side(name) in sides] or fitting
     if len(fitting) != 1:
         found = " and ".join(fitting) if fitting else "none of the registered models"
+        if relative := _name_relative(checkpoint.state_dict):
+            found += f"; it looks like the weights of {relative}, which timm has"
         raise WeightsError(f"does not say which model it is for, and its weights fit {found}: name the model")
     return fitting[0]
 

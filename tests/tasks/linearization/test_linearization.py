@@ -1,5 +1,6 @@
 """Both stages on digits of 8 pixels, with teachers of two blocks: what they learn, resume, write and refuse."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -14,13 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import inline_attention
+from inline_attention.bench import linearization as report
 from inline_attention.bench.linearization import SCALES
 from inline_attention.cli import main
-from inline_attention.data import DataConfig
+from inline_attention.data import DataConfig, open_eval_data
 from inline_attention.models import create_model
 from inline_attention.models.weights import load_model, save_weights
 from inline_attention.tasks.classification.classifier import preprocessing
-from inline_attention.tasks.linearization import plan_linearization
+from inline_attention.tasks.linearization import plan_linearization, stages
 from inline_attention.tasks.linearization.stages import prepare
 from inline_attention.tasks.linearization.task import Distillation, LabelledDistillation, LogitDistillation, Matching
 from inline_attention.training.distributed import Ranks
@@ -258,6 +260,31 @@ def test_without_labels_any_images_will_do(teacher: Path, tmp_path: Path, monkey
         plan_linearization(flags={"model": {"keep_softmax": ["auto:2"]}}, resume=str(folder))
 
 
+def test_a_folder_of_classes_without_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages, the choice of layers and the report divide it in the same way."""
+    teacher, folder, classes = write_teacher(tmp_path / "t.safetensors"), tmp_path / "run", tmp_path / "classes"
+    shutil.copytree(Path(_runs.images()) / "train", classes)
+    monkeypatch.setitem(SCALES, "cpu", ((1,), 1))
+    opened: list[tuple[str, set[str]]] = []
+
+    def record(data: DataConfig, *, split: str | None = None, **options: Any) -> Any:
+        loader = open_eval_data(data, split=split, **options)
+        opened.append((split or data.val_split, {loader.path(index) for index in range(loader.num_images)}))
+        return loader
+
+    for module in (stages, report):
+        monkeypatch.setattr(module, "open_eval_data", record)
+    more = ("--keep-softmax", "auto:1", "match.steps=1", "--epochs", "0")
+    assert run(words(teacher, folder, *more, data=str(classes))) == 0
+    with (folder / "match" / "split.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [split for split, _ in opened] == ["train", "val", "train", "val"]  # checked, chosen on, reported
+    for split, paths in opened:
+        assert paths <= {str(classes / row["file"]) for row in rows if row["split"] == split}
+    quality = json.loads((folder / "report.json").read_text())["quality"]
+    assert {row["images"] for row in quality} == {sum(row["split"] == "val" for row in rows)}
+
+
 @pytest.mark.parametrize("anchors", [1, 4])
 def test_without_training(anchors: int, teacher: Path, tmp_path: Path) -> None:
     """The file is the model that `linearize` makes."""
@@ -312,6 +339,7 @@ def test_two_ranks(teacher: Path, finished: Path, tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--data", ""], "no data: give --data FOLDER"),
+        (["softmax_deit_tiny", "--weights", "pretrained", "--data", "nowhere"], "data path 'nowhere' does not exist"),
         (["--weights", "pretrained"], "no teacher: name a model"),
         (["softmax_deit_tiny", "--weights", "pretrained"], "Or give a file of the teacher with --weights"),
         (["softmax_deit_tiny", "model.kwargs.depht=3"], "depht"),
@@ -333,6 +361,14 @@ def test_errors(
     assert main(words(teacher, tmp_path / "run", *more, name=name)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_one_image(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    shutil.copy(next(Path(_runs.images()).rglob("*.png")), pictures)
+    assert main(words(teacher, tmp_path / "run", "--no-labels", data=str(pictures))) == 2
+    assert "has one image: expected two or more, one of them for validation" in capsys.readouterr().err
 
 
 def test_a_teacher_without_softmax(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,7 +400,10 @@ def test_the_plan_of_a_timm_model_names_its_arguments(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=2, num_classes=10)
     path = tmp_path / "vit.safetensors"
     save_weights(model, path)
-    flags = {"model": {"name": "vit_tiny_patch16_224", "weights": str(path)}, "data": {"path": "x", "img_size": 32}}
+    flags = {
+        "model": {"name": "vit_tiny_patch16_224", "weights": str(path)},
+        "data": {"path": "digits", "img_size": 32},
+    }
     overrides = ["model.kwargs={depth: 2, embed_dim: 24, num_heads: 2, num_classes: 10}"]
     said: list[str] = []
     plan = prepare(plan_linearization(flags=flags, overrides=overrides), device=torch.device("cpu"), log=said.append)

@@ -8,6 +8,7 @@ DIR/
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from inline_attention.linearize import linearize
 from inline_attention.models._download import atomic_path
 from inline_attention.models.schema import ARCHITECTURE
 from inline_attention.models.weights import describe_model, save_weights
+from inline_attention.tasks.classification.classifier import Classifier
 from inline_attention.tasks.linearization.config import LinearizationConfig
 from inline_attention.tasks.linearization.task import (
     Distillation,
@@ -29,6 +31,7 @@ from inline_attention.tasks.linearization.task import (
     data_for,
     load_teacher,
     make_student,
+    mentioning_no_labels,
     student_metadata,
 )
 from inline_attention.training.distributed import join_ranks
@@ -118,10 +121,11 @@ def prepare(
     config = plan.config
     if not config.data.path:
         raise ValueError(f"no data: {Linearization.data_hint}")
+    check_data(config)  # a teacher may take a long download
     teacher = load_teacher(config)
     if config.model.kept is None and config.model.chooses_layers:
         log(f"choosing the layers that stay softmax, on up to {CALIBRATION_IMAGES} images")
-        config = replace(config, model=replace(config.model, kept=choose_layers(config, device=device)))
+        config = replace(config, model=replace(config.model, kept=choose_layers(teacher, config, device=device)))
     student, report = make_student(teacher.model, config.model, seed=config.seed)
     if ARCHITECTURE not in describe_model(student):
         raise ValueError(f"a weights file cannot describe how to build this {config.model.name}: see the warning above")
@@ -135,14 +139,22 @@ def prepare(
     return replace(plan, config=config, stages=tuple(stages))
 
 
-def choose_layers(config: LinearizationConfig, *, device: torch.device) -> list[str]:
+def check_data(config: LinearizationConfig) -> None:
+    """Open both splits without reading an image. Size and preparation, which are the teacher's, do not matter."""
+    data = replace(config.data, img_size=1, mean=None, std=None, in_memory=False, augment_on_device=False)
+    with mentioning_no_labels(config):
+        for split in (data.train_split, data.val_split):
+            open_eval_data(data, split=split, seed=config.seed)
+
+
+def choose_layers(teacher: Classifier, config: LinearizationConfig, *, device: torch.device) -> list[str]:
     """The attentions that model.keep_softmax=[auto:K] keeps, measured on training images."""
-    wanted, teacher = config.model, load_teacher(config)
-    data = replace(data_for(teacher, config), val_split=config.data.train_split)
-    loader = open_eval_data(data, max_images=CALIBRATION_IMAGES)
+    wanted = config.model
+    data = data_for(teacher, config)
+    loader = open_eval_data(data, max_images=CALIBRATION_IMAGES, split=data.train_split, seed=config.seed)
     loader.to(device)
     report = linearize(
-        teacher.model.to(device),
+        deepcopy(teacher.model).to(device),
         attention=wanted.attention,
         anchors=wanted.anchors,
         feature_map=wanted.feature_map,

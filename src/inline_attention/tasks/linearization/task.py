@@ -4,7 +4,8 @@ The teacher is a model of this library or of timm. No checkpoint stores it. Its 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from inline_attention.data import Batch, Data, DataConfig, Mixup, open_data
 from inline_attention.data.seeding import derive_seed
+from inline_attention.data.tables import SPLIT, with_split_of
 from inline_attention.linearize import Report, linearize
 from inline_attention.linearize.convert import linearized_modules
 from inline_attention.models.schema import CLASS_NAMES, MULTI_LABEL, PREPROCESSING
@@ -66,6 +68,17 @@ def data_for(teacher: Classifier, config: LinearizationConfig) -> DataConfig:
     return replace(
         config.data, **{name: getattr(teacher.data, name) for name in ("img_size", "in_chans", *PREPARATION)}
     )
+
+
+@contextmanager
+def mentioning_no_labels(config: LinearizationConfig) -> Iterator[None]:
+    """Add --no-labels to an error about a folder with labels."""
+    try:
+        yield
+    except ValueError as error:
+        if config.data.labels and Path(config.data.path).is_dir():
+            raise ValueError(f"{error}. Any images will do with --no-labels") from error
+        raise
 
 
 def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tuple[nn.Module, Report]:
@@ -126,18 +139,14 @@ class Linearization(Task):
         self.classifier = load_teacher(config)
         self.teacher: Any = self.classifier.model.to(ranks.device).eval().requires_grad_(False)
         self.amp_dtype = choose_precision(config.run.precision, ranks.device)
-        try:
+        with mentioning_no_labels(config):
             self.data = open_data(
-                data_for(self.classifier, config),
+                with_split_of(self.resumed_run, data_for(self.classifier, config)),
                 class_names=self.classifier.class_names if config.data.labels else None,
                 seed=config.seed,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
             )
-        except ValueError as error:
-            if config.data.labels and Path(config.data.path).is_dir():
-                raise ValueError(f"{error}. Any images will do with --no-labels") from error
-            raise
         self.data.val.check_one_label("linearising with labels (not --no-labels)")
         if config.data.labels and self.has_head and self.data.num_classes != self.teacher.num_classes:
             raise ValueError(
@@ -146,6 +155,9 @@ class Linearization(Task):
             )
         self.mixup = Mixup(config.data, num_classes=max(1, self.data.num_classes), seed=config.seed)
         return self.data.to(ranks.device)
+
+    def start_files(self) -> dict[str, bytes]:
+        return {} if self.data.table is None else {SPLIT: self.data.table.to_csv()}
 
     def build_model(self) -> nn.Module:
         wanted = self.config.model

@@ -74,9 +74,9 @@ def test_images_without_objects_and_boxes_at_the_border(folder: Path, caplog: py
     with caplog.at_level(logging.WARNING):
         first, second, third = read_yolo(folder, "train").images
     assert first.instances == second.instances == []
-    (instance,) = third.instances
+    (instance,) = third.objects
     assert (instance.label, instance.box) == (2, (0, 48, 96, 64))  # 96 wide, 64 high
-    assert "1 objects with an empty box are left out" in caplog.text
+    assert "1 objects with an empty box or mask are not used in training" in caplog.text
 
 
 def test_an_unreadable_image_is_left_to_the_loader(folder: Path) -> None:

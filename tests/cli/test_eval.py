@@ -79,7 +79,7 @@ def test_unreadable_images_are_listed(weights: Path, tmp_path: Path) -> None:
         (("--split", "test"), "no split 'test' in 'digits'"),
         (("--img-size", 1, 2, 3), "--img-size is 1 2 3; expected a side, or height and width"),
         (("--device", "tpu9"), "device 'tpu9' cannot be used"),
-        (("--batch-size", 0), "data.batch_size is 0"),
+        (("--batch-size", 0), "--batch-size is 0; expected 1 or more"),
         (("--csv", "/no/such/place/classes.csv"), "'/no/such/place/classes.csv' cannot be written: expected a file's"),
         (("--json", "/"), "'/' cannot be written: expected a file's name in a folder that exists"),
     ],

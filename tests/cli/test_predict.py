@@ -111,7 +111,7 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys, caplog) -> 
     for arguments, message in (
         ((images / "gone.png",), "gone.png' does not exist"),
         ((tmp_path / "empty",), "no images in folder"),
-        ((images, "--topk", 0), "--topk is 0; expected at least 1"),
+        ((images, "--topk", 0), "--topk is 0; expected 1 or more"),
         ((images, "--csv", "-"), "only --json takes - for standard output"),
         ((images / "bad.png",), "no image could be read"),
         ((images, "--csv", tmp_path / "gone" / "a.csv"), "a.csv' cannot be written: expected a file's name"),

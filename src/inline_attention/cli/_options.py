@@ -64,6 +64,12 @@ def add_loading(parser: argparse.ArgumentParser, *, batch_size: int | None = Non
     parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: up to 8)")
 
 
+def add_max_broken(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-broken", type=float, default=0.01, metavar="P", help="allowed share of unreadable images (default: 0.01)"
+    )
+
+
 def add_output(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
     """default: a folder. None makes the option required."""
     text = "folder for the results" + ("" if default is None else f" (default: {default})")

@@ -1,5 +1,6 @@
 """Precision, sizes, progress and result files, for all commands."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,14 @@ def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> t
     if len(values) > 2 or min(values) < 1:
         raise ValueError(f"{option} is {' '.join(map(str, values))}; expected a side, or height and width")
     return values[0], values[-1]
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """Raise ValueError for an option below its least value. `least`: the name of the option, such as short_side."""
+    for name, value in least.items():
+        given = getattr(args, name)
+        if given is not None and not given >= value:  # also for NaN
+            raise ValueError(f"--{name.replace('_', '-')} is {given}; expected {value} or more")
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from inline_attention.cli._options import (
     add_eval_transform,
     add_img_size,
     add_loading,
+    add_max_broken,
     add_precision,
     add_results,
     add_weights,
 )
-from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
+from inline_attention.cli._output import autocast_dtype, check_least, check_writable, image_progress, parse_size
 from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--train-split", metavar="NAME", default="train", help="split that votes with --knn (default: train)"
     )
     add_loading(parser, batch_size=64)
-    parser.add_argument(
-        "--max-broken", type=float, default=0.01, metavar="P", help="allowed share of unreadable images (default: 0.01)"
-    )
+    add_max_broken(parser)
     add_device(parser)
     add_precision(parser, default="fp32")
     add_results(parser, csv="the accuracy of each class")
@@ -77,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.knn is not None and (args.csv or args.real):
         raise ValueError("--knn has no accuracy by class and no ReaL labels: leave out --csv and --real")
     check_writable(args.csv, json=args.json)
+    check_least(args, batch_size=1, workers=0, max_broken=0)
     with join_ranks(args.device) as ranks:
         classifier = load_classifier(
             args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform

@@ -16,7 +16,7 @@ from inline_attention.cli._options import (
     add_results,
     add_weights,
 )
-from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
+from inline_attention.cli._output import autocast_dtype, check_least, check_writable, image_progress, parse_size
 from inline_attention.environment import choose_device
 from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
 
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     name, images = split_model(args.arguments)
     paths = find_images(images)
     name, weights = choose_weights(name, args.weights)
-    if args.topk is not None and args.topk < 1:
-        raise ValueError(f"--topk is {args.topk}; expected at least 1")
+    check_least(args, topk=1, batch_size=1, workers=0)
     if args.threshold is not None and not 0 <= args.threshold <= 1:
         raise ValueError(f"--threshold is {args.threshold:g}; expected a probability, 0 to 1")
     check_writable(args.csv, json=args.json)

@@ -50,7 +50,7 @@ class SkippedImages:
             raise ValueError(
                 f"{count} unreadable images, more than the limit of {self.limit}: {listed}"
                 f"{'; …' if count > 5 else ''}. Repair or remove them, or raise data.max_broken "
-                "(inline eval: --max-broken)."
+                "(in an evaluation: --max-broken)."
             )
 
     def clear(self) -> None:

@@ -137,6 +137,10 @@ def test_evaluating_and_predicting(undisturbed: Path, tmp_path: Path, capsys: py
     assert _runs.inline([*command, "--window", "32", "--scales", "1", "1.5", "--flip", "--short-side", "40"]) == 0
     assert "mIoU" in capsys.readouterr().out
 
+    for scale in ("0", "inf", "nan"):
+        assert _runs.inline([*command, "--scales", scale]) == 2
+        assert "expected positive numbers" in capsys.readouterr().err
+
     odd = Image.fromarray(shapes.draw(7, size=(37, 61))[0])
     (tmp_path / "images").mkdir()
     odd.save(tmp_path / "images" / "odd.jpg")
@@ -215,6 +219,20 @@ def test_data_that_do_not_name_their_classes(
     assert [name for name in shapes.CLASSES if f"  {name} " in shown] == list(shapes.CLASSES)
     assert "accuracy       –" in shown
     assert "nan" not in shown
+
+
+def test_an_evaluation_may_skip_more_images(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = shapes.write(tmp_path / "shapes", train=1, val=4)
+    for name in ("1000.png", "1001.png"):
+        (data / "images" / "val" / name).write_bytes(b"no image")
+    weights = undisturbed / "checkpoints" / "last.safetensors"
+    command = ["segment", "eval", f"--weights={weights}", f"--data={data}", "--workers=0", "--device=cpu"]
+    assert _runs.inline(command) == 2
+    assert "2 unreadable images, more than the limit of 1" in capsys.readouterr().err
+    assert _runs.inline([*command, "--max-broken=0.5"]) == 0
+    assert "2 images, " in capsys.readouterr().out
 
 
 def test_other_classes(undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

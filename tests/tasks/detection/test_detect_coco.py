@@ -289,7 +289,7 @@ def test_mask_heads_need_a_mask_for_every_object(tmp_path: Path, content: dict[s
     missing = -(-total // every)
     message = (
         rf"{missing} of {total} annotations have no segmentation, such as annotation 1 of image 0; mask heads need .*"
-        "set model.head=faster_rcnn or cascade_rcnn"
+        "train with model.head=faster_rcnn or cascade_rcnn"
     )
     with pytest.raises(ValueError, match=message):
         read(tmp_path, without_masks(content, every=every))

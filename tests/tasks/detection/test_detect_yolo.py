@@ -196,7 +196,7 @@ def test_a_folder_without_annotations_says_what_was_looked_for(tmp_path: Path) -
 
 
 def test_mask_heads_cannot_learn_from_boxes(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"has YOLO labels, which are boxes alone; .* set model.head=faster_rcnn"):
+    with pytest.raises(ValueError, match=r"has YOLO labels, which are boxes.* train with model.head=faster_rcnn"):
         read_split(DetectionDataConfig(path=str(folder)), "train", masks=True)
 
 

@@ -181,7 +181,7 @@ def _check_all_have_masks(content: Mapping[str, Any], source: Path) -> None:
         first = f"annotation {without[0].get('id', '')} of image {without[0]['image_id']}"
         raise ValueError(
             f"{source}: {len(without)} of {len(entries)} annotations have no segmentation, such as {first}; mask heads "
-            "need polygons or run lengths for every object. To learn boxes alone, set model.head=faster_rcnn or "
+            "need polygons or run lengths for every object. To learn boxes alone, train with model.head=faster_rcnn or "
             "cascade_rcnn"
         )
 

@@ -4,7 +4,15 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from inline_attention.cli._options import add_action, add_device, add_loading, add_output, add_precision, add_results
+from inline_attention.cli._options import (
+    add_action,
+    add_device,
+    add_loading,
+    add_max_broken,
+    add_output,
+    add_precision,
+    add_results,
+)
 from inline_attention.cli._output import autocast_dtype, image_progress
 from inline_attention.cli._training import configure_training
 from inline_attention.environment import choose_device
@@ -67,6 +75,7 @@ def add_actions(
     evaluate = add_action(actions, "eval", measures, parents=[trained])
     evaluate.add_argument("--data", required=True, metavar="PATH", help="folder of the data set")
     evaluate.add_argument("--split", metavar="NAME", help="split to evaluate on (default: that of the training run)")
+    add_max_broken(evaluate)
     add_results(evaluate, csv="the results of each class")
 
     predict = add_action(actions, "predict", predicts, parents=[trained])

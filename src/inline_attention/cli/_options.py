@@ -64,12 +64,18 @@ def add_loading(parser: argparse.ArgumentParser, *, batch_size: int | None = Non
     parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: up to 8)")
 
 
-def check_at_least(args: argparse.Namespace, **minimum: int) -> None:
+def check_at_least(args: argparse.Namespace, **minimum: float) -> None:
     """ValueError for an option whose number is below its minimum. None means that it was not given."""
     for name, least in minimum.items():
         value = getattr(args, name)
         if value is not None and not value >= least:  # NaN is not
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {least}")
+
+
+def add_max_broken(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-broken", type=float, default=0.01, metavar="P", help="allowed share of unreadable images (default: 0.01)"
+    )
 
 
 def add_output(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:

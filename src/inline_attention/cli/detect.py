@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from inline_attention.cli import _dense
+from inline_attention.cli._options import check_at_least
 from inline_attention.cli._output import autocast_dtype, check_writable, image_progress
 from inline_attention.cli._training import run_training
 from inline_attention.environment import choose_device
@@ -109,6 +110,7 @@ def _load(args: argparse.Namespace) -> "TrainedDetector":
     """The detector, with the options that change how images are prepared."""
     from inline_attention.tasks.detection.weights import load_detector
 
+    check_at_least(args, short_side=1, max_side=1, workers=0)
     trained = load_detector(args.weights)
     config = trained.data
     config.short_side = config.short_side if args.short_side is None else args.short_side
@@ -127,12 +129,13 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.tasks.detection.task import write_per_class
 
     check_writable(args.csv, json=args.json)
+    check_at_least(args, max_broken=0)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data
     if args.split is not None:
         config.val_split = args.split
-    config.path, config.layout = args.data, args.layout or "auto"
+    config.path, config.layout, config.max_broken = args.data, args.layout or "auto", args.max_broken
     config.validate()
     data = read_split(config, config.val_split, masks=trained.model.has_masks)
     loader = DetectionEvalLoader(with_classes(data, trained.class_names), config=config)

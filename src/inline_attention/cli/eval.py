@@ -18,6 +18,7 @@ from inline_attention.cli._options import (
     add_eval_transform,
     add_img_size,
     add_loading,
+    add_max_broken,
     add_precision,
     add_results,
     add_weights,
@@ -62,9 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--train-split", metavar="NAME", default="train", help="split that votes with --knn (default: train)"
     )
     add_loading(parser, batch_size=64)
-    parser.add_argument(
-        "--max-broken", type=float, default=0.01, metavar="P", help="allowed share of unreadable images (default: 0.01)"
-    )
+    add_max_broken(parser)
     add_device(parser)
     add_precision(parser, default="fp32")
     add_results(parser, csv="the accuracy of each class")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inline_attention.cli import _dense
+from inline_attention.cli._options import check_at_least
 from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
 from inline_attention.cli._training import run_training
 from inline_attention.environment import choose_device
@@ -103,12 +104,15 @@ def _load(args: argparse.Namespace) -> "TrainedSegmenter":
     """The segmenter, with the options that change its inference."""
     from inline_attention.tasks.segmentation.weights import load_segmenter
 
+    check_at_least(args, short_side=0, workers=0)
     window = parse_size(args.window, option="--window")
     trained = load_segmenter(args.weights)
     config = trained.data
     if window is not None:
         config.window = list(window)
     if args.scales is not None:
+        if not all(0 < scale < math.inf for scale in args.scales):
+            raise ValueError(f"--scales is {' '.join(map(str, args.scales))}; expected positive numbers")
         config.eval_scales = args.scales
     if args.flip:
         config.eval_flip = True
@@ -127,10 +131,11 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.tasks.segmentation.task import write_per_class
 
     check_writable(args.csv, args.examples, json=args.json)
+    check_at_least(args, ignore_index=0, max_broken=0)
     device = choose_device(args.device)
     trained = _load(args)
     config = trained.data
-    config.path = args.data
+    config.path, config.max_broken = args.data, args.max_broken
     if args.layout is not None:
         config.layout = args.layout
     if args.split is not None:

@@ -49,8 +49,8 @@ class SkippedImages:
             listed = "; ".join(f"{path} ({reason})" for path, reason in list(self)[:5])
             raise ValueError(
                 f"{count} unreadable images, more than the limit of {self.limit}: {listed}"
-                f"{'; …' if count > 5 else ''}. Repair or remove them, or raise the limit "
-                "(training: data.max_broken; inline eval: --max-broken)."
+                f"{'; …' if count > 5 else ''}. Repair or remove them, or raise data.max_broken "
+                "(in an evaluation: --max-broken)."
             )
 
     def clear(self) -> None:

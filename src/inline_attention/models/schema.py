@@ -25,6 +25,7 @@ LIBRARY, ARCHITECTURE, ARGUMENTS, CHANGES = "library", "architecture", "config",
 TASK, CLASS_NAMES, PREPROCESSING = "task", "class_names", "preprocessing"
 MULTI_LABEL = "multi_label"
 CLASSIFICATION = "classification"  # the default task of a file
+_COMMANDS = {CLASSIFICATION: "inline predict", "segmentation": "inline segment", "detection": "inline detect"}
 
 _MAX_JSON = 16 << 20  # characters
 _MAX_ITEMS = 1000  # items of a list
@@ -78,6 +79,14 @@ def read_description(info: Mapping[str, Any]) -> Description | None:
         multi_label=multi_label,
         conversions={key: _read_mapping(info, key) for key in CONVERSIONS if key in info},
     )
+
+
+def check_task(description: Description | None, task: str) -> None:
+    """WeightsError if a file says that it is of another task. The message names the command for that task."""
+    if description is not None and description.task != task:
+        command = _COMMANDS.get(description.task)
+        hint = "" if command is None else f"; use it with `{command}`"
+        raise WeightsError(f"holds a model for {one_line(description.task)}, not for {task}{hint}")
 
 
 def check_model(architecture: str, arguments: Mapping[str, Any], *, converted: bool = False) -> None:

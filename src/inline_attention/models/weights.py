@@ -143,8 +143,7 @@ def restore(
         name = base if find_family(base) else name  # without timm's tag of the weights
     with errors_name(origin):
         description = schema.read_description(checkpoint.info)
-        if description is not None and description.task != schema.CLASSIFICATION:
-            raise WeightsError(f"holds a model for {one_line(description.task)}, not a classifier")
+        schema.check_task(description, schema.CLASSIFICATION)
         if description is not None and name not in (None, description.architecture):
             raise WeightsError(f"holds weights of {one_line(description.architecture)}, not of {name}")
         if description is None:
@@ -227,6 +226,9 @@ def load_checkpoint(model: nn.Module, checkpoint: Checkpoint, *, origin: str, re
 def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: bool = False) -> StateDict:
     """The weights under the names and shapes of the model, also on the meta device. WeightsError if they do not fit."""
     own, state_dict = target.state_dict(), checkpoint.state_dict
+    if isinstance(target, VisionModel):
+        with errors_name(origin):
+            schema.check_task(schema.read_description(checkpoint.info), schema.CLASSIFICATION)
     family = family_of_weights(state_dict) if isinstance(target, VisionModel) else None
     hint = ""
     if family is not None and not isinstance(target, family):

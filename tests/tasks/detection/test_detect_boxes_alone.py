@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from coco_shapes import draw_shapes, draw_yolo, write_annotations
 from PIL import Image
 from safetensors.torch import load_file
 
 from inline_attention.cli import main
 from inline_attention.models.weights import read_metadata
+from inline_attention.tasks.detection.prediction import DetectedFile, detect_files
 from inline_attention.tasks.detection.weights import load_detector
 
 pytest.importorskip("pycocotools")
@@ -97,6 +99,18 @@ def test_eval_and_predict(
     drawn = np.asarray(Image.open(pictures / "0000.jpg").convert("RGB"), dtype=int)
     plain = np.asarray(Image.open(images / "0000.png"), dtype=int)
     assert (np.abs(drawn - plain).max(2) > 60).mean() > 0.02
+
+
+def test_an_interrupted_prediction_keeps_its_objects(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    def stop(file: DetectedFile) -> None:
+        raise KeyboardInterrupt
+
+    trained = load_detector(str(run / "checkpoints" / "last.safetensors"))
+    paths = sorted((folders["yolo"] / "images" / "val").iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        detect_files(trained, paths, tmp_path, device=torch.device("cpu"), on_file=stop)
+    written = json.loads((tmp_path / "objects.json").read_text())["images"]
+    assert [image["image"] for image in written] == [str(paths[0])]
 
 
 def test_masks_are_asked_for_by_mask_heads_alone(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

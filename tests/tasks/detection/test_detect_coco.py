@@ -78,7 +78,7 @@ def test_a_single_pixel_and_an_image_without_objects(tmp_path: Path, content: di
     assert decode_masks(second, []).shape == (0, 96, 64)
 
 
-def test_boxes_are_cut_at_the_border_and_empty_ones_left_out(
+def test_boxes_are_cut_at_the_border_and_empty_ones_not_learnt(
     tmp_path: Path, content: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     polygon = [[0, 0, 9, 0, 9, 9]]
@@ -87,9 +87,12 @@ def test_boxes_are_cut_at_the_border_and_empty_ones_left_out(
         {"image_id": 0, "category_id": 3, "bbox": box, "segmentation": polygon} for box in boxes
     ] + [{"image_id": 0, "category_id": 3, "bbox": [1, 1, 5, 5], "segmentation": [[1, 1, 4, 4]]}]
     with caplog.at_level(logging.WARNING):
-        (instance,) = read(tmp_path, content).images[0].instances
+        image = read(tmp_path, content).images[0]
+    (instance,) = image.objects
     assert instance.box == (0, 60, 5, 64)
-    assert "3 objects with an empty box or mask are left out" in caplog.text
+    assert "3 objects with an empty box or mask are not used in training" in caplog.text
+    assert [instance.empty for instance in image.instances] == [False, True, True, True]
+    assert decode_masks(image, image.instances).any((1, 2)).tolist() == [True, True, True, False]
 
 
 def annotation(**changes: Any) -> dict[str, Any]:
@@ -286,7 +289,7 @@ def test_mask_heads_need_a_mask_for_every_object(tmp_path: Path, content: dict[s
     missing = -(-total // every)
     message = (
         rf"{missing} of {total} annotations have no segmentation, such as annotation 1 of image 0; mask heads need .*"
-        "set model.head=faster_rcnn or cascade_rcnn"
+        "train with model.head=faster_rcnn or cascade_rcnn"
     )
     with pytest.raises(ValueError, match=message):
         read(tmp_path, without_masks(content, every=every))

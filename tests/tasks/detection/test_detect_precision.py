@@ -165,9 +165,9 @@ def test_images_without_a_result_are_not_counted() -> None:
         average_precision(data, [])
 
 
-@pytest.mark.parametrize("kept", ["area", "box", "beyond"])
+@pytest.mark.parametrize("kept", ["area", "box", "beyond", "empty"])
 def test_boxes_alone_have_the_precision_of_pycocotools(tmp_path: Path, kept: str) -> None:
-    """Files without masks, with or without areas, with boxes beyond the image, against pycocotools on the same file."""
+    """Files without masks: with or without areas, with boxes beyond the image or empty; against pycocotools."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -176,6 +176,8 @@ def test_boxes_alone_have_the_precision_of_pycocotools(tmp_path: Path, kept: str
         del entry["segmentation"]
         if kept == "beyond" and number % 3 == 0:
             entry["bbox"] = [-6, entry["bbox"][1], 30, entry["bbox"][3] + 60]
+        if kept == "empty" and number % 4 == 0:
+            entry["bbox"] = [*entry["bbox"][:2], 0, entry["bbox"][3]]
         entry["area"] = entry["bbox"][2] * entry["bbox"][3] * (0.7 if kept == "area" else 1)
     path = write_annotations(tmp_path, "val", content)
     truth = COCO(str(path))

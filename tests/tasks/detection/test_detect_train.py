@@ -176,6 +176,9 @@ def test_the_command_says_what_is_wrong(
     weights = f"--weights={undisturbed / 'checkpoints' / 'last.safetensors'}"
     assert main(["detect", "predict", weights, str(shapes / "val"), "--min-score=50"]) == 2
     assert "--min-score is 50; expected a score from 0 to 1" in capsys.readouterr().err
+    for option in ("--short-side=0", "--max-side=0", "--workers=-1"):
+        assert main(["detect", "predict", weights, str(shapes / "val"), option]) == 2
+        assert f"{option.replace('=', ' is ')}; expected" in capsys.readouterr().err
     other = tmp_path / "other.safetensors"
     from safetensors.torch import save_file
 

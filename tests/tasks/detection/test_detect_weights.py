@@ -1,6 +1,8 @@
 """Detectors from weights files: whole, the backbone alone, or a classifier below new heads."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from small import shrunk
 
 import inline_attention
-from inline_attention.models.weights import read_metadata, save_weights
+from inline_attention.models.weights import load_model, load_weights, read_metadata, save_weights
 from inline_attention.tasks.detection.config import DetectionDataConfig, DetectorConfig
 from inline_attention.tasks.detection.model import Detector
 from inline_attention.tasks.detection.weights import MODELS, load_detector
+from inline_attention.tasks.segmentation.config import SegmenterConfig
+from inline_attention.tasks.segmentation.weights import MODELS as SEGMENTERS
 from inline_attention.training.optim import freeze_layers
 
 KWARGS = {key: value for key, value in shrunk("inline_pvt_tiny").items() if key != "num_classes"}
@@ -55,7 +59,7 @@ def test_training_goes_on_from_a_detector_or_from_its_backbone(file: Path) -> No
     saved = load_detector(str(file)).model
     torch.manual_seed(2)
     assert same(MODELS.build(DetectorConfig(**{**vars(CONFIG), "weights": str(file)}), num_classes=3), saved)
-    with pytest.raises(ValueError, match=r"does not fit the model: \d+ tensors differ.*set model.reset_head=true"):
+    with pytest.raises(ValueError, match=r"does not fit the model: \d+ of another shape.*set model.reset_head=true"):
         MODELS.build(DetectorConfig(**{**vars(CONFIG), "weights": str(file)}), num_classes=5)
     other = {"weights": str(file), "reset_head": True, "head": "cascade_mask_rcnn"}
     cascade = MODELS.build(DetectorConfig(**{**vars(CONFIG), **other}), num_classes=5)
@@ -68,8 +72,25 @@ def test_a_classifier_goes_below_new_heads(tmp_path: Path) -> None:
     path = save_weights(classifier, tmp_path / "classifier.safetensors")
     model = MODELS.build(DetectorConfig(**{**vars(CONFIG), "weights": str(path)}), num_classes=3)
     assert torch.equal(model.backbone.model.patch_embed.proj.weight, classifier.patch_embed.proj.weight)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="is not a weights file of `inline detect train`"):
+    with pytest.raises(ValueError, match="model for classification, not for detection; use it with `inline predict`"):
         load_detector(str(path))
+
+
+def test_the_backbone_of_a_detector_goes_below_a_segmenter(file: Path) -> None:
+    config = SegmenterConfig(name="inline_pvt_tiny", head="fpn", kwargs=KWARGS, weights=str(file))
+    with pytest.raises(ValueError, match=r"model for detection, not for segmentation.*set model.reset_head=true"):
+        SEGMENTERS.build(config, num_classes=3)
+    segmenter = SEGMENTERS.build(replace(config, reset_head=True), num_classes=3)
+    assert same(segmenter.backbone, load_detector(str(file)).model.backbone)
+    with pytest.raises(ValueError, match="holds weights of inline_pvt_tiny, not of inline_swin_tiny"):
+        SEGMENTERS.build(SegmenterConfig(name="inline_swin_tiny", weights=str(file)), num_classes=3)
+
+
+def test_a_detector_is_refused_as_a_classifier(file: Path) -> None:
+    classifier = inline_attention.create_model("inline_pvt_tiny", **shrunk("inline_pvt_tiny"))
+    for load in (load_model, partial(load_weights, classifier)):
+        with pytest.raises(ValueError, match=r"holds a model for detection.*use it with `inline detect`"):
+            load(str(file))
 
 
 def test_stages_can_be_frozen_and_recomputed() -> None:

@@ -74,9 +74,9 @@ def test_images_without_objects_and_boxes_at_the_border(folder: Path, caplog: py
     with caplog.at_level(logging.WARNING):
         first, second, third = read_yolo(folder, "train").images
     assert first.instances == second.instances == []
-    (instance,) = third.instances
+    (instance,) = third.objects
     assert (instance.label, instance.box) == (2, (0, 48, 96, 64))  # 96 wide, 64 high
-    assert "1 objects with an empty box are left out" in caplog.text
+    assert "1 objects with an empty box or mask are not used in training" in caplog.text
 
 
 def test_an_unreadable_image_is_left_to_the_loader(folder: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_folder_without_annotations_says_what_was_looked_for(tmp_path: Path) -
 
 
 def test_mask_heads_cannot_learn_from_boxes(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"has YOLO labels, which are boxes alone; .* set model.head=faster_rcnn"):
+    with pytest.raises(ValueError, match=r"has YOLO labels, which are boxes.* train with model.head=faster_rcnn"):
         read_split(DetectionDataConfig(path=str(folder)), "train", masks=True)
 
 

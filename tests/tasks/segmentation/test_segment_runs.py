@@ -137,17 +137,21 @@ def test_evaluating_and_predicting(undisturbed: Path, tmp_path: Path, capsys: py
     assert _runs.inline([*command, "--window", "32", "--scales", "1", "1.5", "--flip", "--short-side", "40"]) == 0
     assert "mIoU" in capsys.readouterr().out
 
+    for scale in ("0", "inf", "nan"):
+        assert _runs.inline([*command, "--scales", scale]) == 2
+        assert "expected positive numbers" in capsys.readouterr().err
+
     odd = Image.fromarray(shapes.draw(7, size=(37, 61))[0])
     (tmp_path / "images").mkdir()
     odd.save(tmp_path / "images" / "odd.jpg")
     odd.save(tmp_path / "images" / "odd.png")
     (tmp_path / "images" / "broken.png").write_bytes(b"no image")
     predict = ["segment", "predict", f"--weights={weights}", "--device=cpu", f"--output={tmp_path / 'out'}"]
-    assert _runs.inline([*predict, str(tmp_path / "images")]) == 0
+    assert _runs.inline([*predict, str(tmp_path / "images"), "--short-side=20"]) == 0
     masks = sorted((tmp_path / "out").glob("*.png"))
     assert len(masks) == len(list((tmp_path / "out").glob("*.overlay.jpg"))) == 2
     mask = Image.open(masks[0])
-    assert mask.size == (61, 37)
+    assert mask.size == Image.open(masks[0].with_suffix(".overlay.jpg")).size == (61, 37)
     assert np.asarray(mask).max() < len(shapes.CLASSES)
 
 
@@ -217,6 +221,20 @@ def test_data_that_do_not_name_their_classes(
     assert "nan" not in shown
 
 
+def test_an_evaluation_may_skip_more_images(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = shapes.write(tmp_path / "shapes", train=1, val=4)
+    for name in ("1000.png", "1001.png"):
+        (data / "images" / "val" / name).write_bytes(b"no image")
+    weights = undisturbed / "checkpoints" / "last.safetensors"
+    command = ["segment", "eval", f"--weights={weights}", f"--data={data}", "--workers=0", "--device=cpu"]
+    assert _runs.inline(command) == 2
+    assert "2 unreadable images, more than the limit of 1" in capsys.readouterr().err
+    assert _runs.inline([*command, "--max-broken=0.5"]) == 0
+    assert "2 images, " in capsys.readouterr().out
+
+
 def test_other_classes(undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = shapes.write(tmp_path / "other", train=8, val=2)
     (other / "classes.txt").write_text("nothing\nblock\nball\nroof\nextra\n")
@@ -226,7 +244,7 @@ def test_other_classes(undisturbed: Path, tmp_path: Path, capsys: pytest.Capture
     start = [*arguments(tmp_path / "run", f"model.weights={weights}", "schedule.steps=1"), "schedule.warmup_steps=0"]
     start[start.index(f"--data={shapes.folder()}")] = f"--data={other}"
     assert _runs.inline(start) == 2
-    assert "does not fit the model: 4 tensors differ, such as auxiliary.classifier" in capsys.readouterr().err
+    assert "does not fit the model: 4 of another shape: auxiliary.classifier" in capsys.readouterr().err
     log = tmp_path / "log.txt"
     assert _runs.run([*start, "model.reset_head=true", "optim.lr=1e-12"], log=log) == 0, log.read_text()
     assert "no curves.png: matplotlib is not installed" in log.read_text()

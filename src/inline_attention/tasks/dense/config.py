@@ -9,7 +9,11 @@ from inline_attention.training.config import BackboneConfig
 
 @dataclass(frozen=True)
 class HeadedConfig(BackboneConfig):
-    """A backbone under heads. `weights` are those of a classifier, for its backbone, or of a model of the same task."""
+    """A backbone under heads.
+
+    `weights` are those of a classifier, for its backbone, or of a model of the same task. With `reset_head`, a detector
+    may also start from a segmenter, and the reverse.
+    """
 
     reset_head: bool = False  # from `weights`, load only the backbone: for other classes or another head
     head: str = ""  # one of the task's heads

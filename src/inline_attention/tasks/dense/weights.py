@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch import Tensor, nn
-
 from inline_attention.data import LoaderConfig
-from inline_attention.models._checkpoint import Checkpoint, WeightsError, errors_name, open_checkpoint
+from inline_attention.models._checkpoint import Checkpoint, WeightsError, errors_name, one_line, open_checkpoint
 from inline_attention.models._download import local_path
 from inline_attention.models.schema import (
+    CLASSIFICATION,
     Description,
     annotations_of,
     check_model,
+    check_task,
     check_values,
     read_description,
 )
-from inline_attention.models.weights import build_fitting, fit
+from inline_attention.models.weights import build_fitting, fit, load_checkpoint
 from inline_attention.tasks.dense.backbone import HeadedModel
 from inline_attention.tasks.dense.config import HeadedConfig
 from inline_attention.training.task import weights_source
@@ -92,23 +92,38 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
 
     def build(self, config: ConfigT, *, num_classes: int) -> ModelT:
         """Build a model and load the weights that its configuration names, of a whole model or of a backbone."""
-        weights, whole = config.weights, None
-        if weights is not None and weights != "pretrained":
-            weights = weights_source(weights)
-            whole = task_file(weights, self.task)
-        model = self._create(config, num_classes, None if whole is not None else weights)
-        if whole is not None:
-            load_whole(model, whole, backbone_only=config.reset_head)
+        weights = config.weights
+        if weights is None or weights == "pretrained":
+            return self._create(config, num_classes, weights)
+        weights = weights_source(weights)
+        file = open_task_file(weights)
+        described = file.description
+        if described is None or described.task == CLASSIFICATION:
+            return self._create(config, num_classes, weights)
+        if described.architecture != config.name:
+            raise WeightsError(f"{file.path} holds weights of {one_line(described.architecture)}, not of {config.name}")
+        model = self._create(config, num_classes, None)
+        if config.reset_head:
+            load_backbone(model, file)
+            return model
+        try:
+            with errors_name(file.path):
+                check_task(described, self.task)
+            load_checkpoint(model, file.checkpoint, origin=str(file.path))
+        except WeightsError as error:
+            raise WeightsError(f"{error}; set model.reset_head=true to load only its backbone") from error
         return model
 
     def load(self, weights: str) -> TrainedModel[ModelT, DataT]:
         """A model from a weights file (or its URL) that the command wrote. ValueError for any other file."""
-        file = task_file(weights, self.task)
-        if file is None:
+        file = open_task_file(weights)
+        described = file.description
+        if described is None:
             raise ValueError(f"{weights!r} is not a weights file of `{self.command}`; give one that it wrote")
         with errors_name(file.path):
-            config, data = self._read(file.description)
-        class_names = file.description.class_names
+            check_task(described, self.task)
+            config, data = self._read(described)
+        class_names = described.class_names
         if not class_names:
             raise WeightsError(f"{file.path} does not name its classes")
         origin = str(file.path)
@@ -136,38 +151,23 @@ class TaskModels(Generic[ModelT, ConfigT, DataT]):
 
 
 class TaskFile(NamedTuple):
-    """An open file of a whole model."""
+    """An open weights file."""
 
     path: Path
     checkpoint: Checkpoint
-    description: Description
+    description: Description | None  # None: not a file of this library
 
 
-def task_file(source: str, task: str) -> TaskFile | None:
-    """Open a file, or download it if `source` is a URL. None if it does not hold a whole model of that task."""
+def open_task_file(source: str) -> TaskFile:
+    """Open a file, or download it if `source` is a URL."""
     path = local_path(source)
     checkpoint = open_checkpoint(path)
     with errors_name(path):
-        description = read_description(checkpoint.info)
-    return TaskFile(path, checkpoint, description) if description is not None and description.task == task else None
+        return TaskFile(path, checkpoint, read_description(checkpoint.info))
 
 
-def load_whole(model: nn.Module, file: TaskFile, *, backbone_only: bool = False) -> None:
-    """Load the file of a whole model, or only its `backbone`. An error leaves the model unchanged."""
+def load_backbone(model: HeadedModel, file: TaskFile) -> None:
+    """Load only the backbone from the file of a whole model. An error leaves the model unchanged."""
     found = file.checkpoint.state_dict
-    target = model
-    if backbone_only:
-        target = model.get_submodule("backbone")
-        found = {name.removeprefix("backbone."): v for name, v in found.items() if name.startswith("backbone.")}
-    own = target.state_dict()
-    misfits = sorted(name for name in own.keys() | found.keys() if _shape(own.get(name)) != _shape(found.get(name)))
-    if misfits:
-        hint = "" if backbone_only else "; for other classes or another head set model.reset_head=true"
-        raise WeightsError(
-            f"{file.path} does not fit the model: {len(misfits)} tensors differ, such as {misfits[0]}{hint}"
-        )
-    target.load_state_dict(found)
-
-
-def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tuple(tensor.shape)
+    own = {name.removeprefix("backbone."): v for name, v in found.items() if name.startswith("backbone.")}
+    load_checkpoint(model.backbone, replace(file.checkpoint, state_dict=own), origin=str(file.path))

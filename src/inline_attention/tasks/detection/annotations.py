@@ -1,5 +1,6 @@
 """Images and the objects in them, as the readers of COCO and YOLO files return them."""
 
+import logging
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,8 @@ import numpy as np
 
 from inline_attention.data.decode import UnreadableImage, image_size
 from inline_attention.tasks.detection.boxes import Size
+
+_logger = logging.getLogger(__name__)
 
 # Far above any real image. Training compares every object with each of the 300,000 anchors of an image.
 MAX_OBJECTS = 10_000
@@ -22,11 +25,12 @@ Segmentation = list[np.ndarray] | dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Instance:
     label: int  # 1 for the first class: 0 is the background
-    box: Box  # inside the image
+    box: Box  # inside the image, unless it is empty
     segmentation: Segmentation | None  # None: only boxes were read
     area: float | None  # decides if COCO counts it as small, medium or large. None: the area of the mask, or of the box
     crowd: bool  # a region of many objects: not used in training, and detections inside it do not count
     listed: Box | None = None  # the box in the file, if it reaches beyond the image: COCO evaluates against that
+    empty: bool = False  # the box or mask encloses nothing: not used in training, and COCO counts it as missed
 
 
 @dataclass
@@ -39,7 +43,7 @@ class AnnotatedImage:
     @property
     def objects(self) -> list[Instance]:
         """The instances to learn from and to find"""
-        return [instance for instance in self.instances if not instance.crowd]
+        return [instance for instance in self.instances if not (instance.crowd or instance.empty)]
 
     def add(self, instance: Instance, where: str) -> None:
         """where: the place of the instance in its file, for a message"""
@@ -62,6 +66,16 @@ def box_inside(x0: float, y0: float, x1: float, y1: float, size: Size) -> Box | 
     """The part of a box inside an image of this (height, width). None: there is none"""
     x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(size[1]), x1), min(float(size[0]), y1)
     return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
+
+
+def warn_of_empty(data: AnnotatedData, split: str) -> None:
+    empty = sum(instance.empty for image in data.images for instance in image.instances)
+    if empty:
+        _logger.warning(
+            "%s [%s]: %d objects with an empty box or mask are not used in training. Average precision counts them as "
+            "missed, as COCO does",
+            *(data.source, split, empty),
+        )
 
 
 def check_objects(data: AnnotatedData) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +20,9 @@ from inline_attention.tasks.detection.annotations import (
     Segmentation,
     box_inside,
     excerpt,
+    warn_of_empty,
 )
 from inline_attention.tasks.detection.boxes import Size
-
-_logger = logging.getLogger(__name__)
 
 # Limits far above any real annotation. pycocotools allocates whatever a file asks for.
 MAX_MASK_BYTES = 2**32  # of all decoded masks of an image
@@ -39,7 +37,7 @@ Rle = dict[str, Any]  # pycocotools' compressed run lengths: size [height, width
 def read_coco(root: str | Path, split: str, *, masks: bool = True) -> AnnotatedData:
     """Read `root`/annotations/instances_`split`.json and check it. A ValueError names what is wrong.
 
-    Objects with an empty box or mask are left out, and their number is logged. COCO itself has some.
+    The number of objects with an empty box or mask is logged. COCO itself has some.
 
     Args:
         root: folder with annotations/ and the images in SPLIT/.
@@ -52,11 +50,10 @@ def read_coco(root: str | Path, split: str, *, masks: bool = True) -> AnnotatedD
     names = _categories(content, source)
     labels = {category: label for label, category in enumerate(names, start=1)}
     images = _images(content, source, folder)
-    left_out = _add_instances(images, content, labels, source, masks=masks)
-    if left_out:
-        what = "box or mask" if masks else "box"
-        _logger.warning("%s: %d objects with an empty %s are left out", source, left_out, what)
-    return AnnotatedData(source, list(names.values()), list(names), list(images.values()))
+    _add_instances(images, content, labels, source, masks=masks)
+    data = AnnotatedData(source, list(names.values()), list(names), list(images.values()))
+    warn_of_empty(data, split)
+    return data
 
 
 def _files(root: Path, split: str) -> tuple[Path, Path]:
@@ -147,9 +144,8 @@ def _add_instances(
     source: Path,
     *,
     masks: bool,
-) -> int:
-    """Add the instances to their images. Returns how many were left out."""
-    left_out = 0
+) -> None:
+    """Add the instances to their images."""
     if masks:
         _check_all_have_masks(content, source)
     for entry in _entries(content, "annotations", _FIELDS, source):
@@ -168,16 +164,13 @@ def _add_instances(
         listed = _box(entry["bbox"], where)
         box = box_inside(*listed, image.size)
         segmentation = _segmentation(entry["segmentation"], image, where) if masks else None
-        if box is None or (masks and segmentation is None):
-            left_out += 1
-            continue
         if masks and (len(image.instances) + 1) * math.prod(image.size) > MAX_MASK_BYTES:
             raise ValueError(
                 f"{where}: the image has so many objects that their masks take more than {MAX_MASK_BYTES >> 30} GiB"
             )
         label, beyond = labels[entry["category_id"]], None if listed == box else listed
-        image.add(Instance(label, box, segmentation, area, bool(crowd), beyond), where)
-    return left_out
+        empty = box is None or segmentation == []
+        image.add(Instance(label, box or listed, segmentation, area, bool(crowd), beyond, empty), where)
 
 
 def _check_all_have_masks(content: Mapping[str, Any], source: Path) -> None:
@@ -188,7 +181,7 @@ def _check_all_have_masks(content: Mapping[str, Any], source: Path) -> None:
         first = f"annotation {without[0].get('id', '')} of image {without[0]['image_id']}"
         raise ValueError(
             f"{source}: {len(without)} of {len(entries)} annotations have no segmentation, such as {first}; mask heads "
-            "need polygons or run lengths for every object. To learn boxes alone, set model.head=faster_rcnn or "
+            "need polygons or run lengths for every object. To learn boxes alone, train with model.head=faster_rcnn or "
             "cascade_rcnn"
         )
 
@@ -222,8 +215,8 @@ def _box(bbox: list[Any], where: str) -> Box:
     return x, y, x + width, y + height
 
 
-def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation | None:
-    """The checked mask of an annotation. None: its polygons enclose nothing."""
+def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation:
+    """The checked mask of an annotation. An empty list: its polygons enclose nothing."""
     if isinstance(value, dict):
         if value.get("size") != list(image.size):
             raise ValueError(
@@ -247,7 +240,7 @@ def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation
             raise ValueError(f"{where}: a polygon is {excerpt(polygon)}; expected x0, y0, x1, y1, …")
     polygons = [np.array(polygon, np.float32) for polygon in value if len(polygon) >= 6]
     _check_polygons(polygons, image.size, where)
-    return polygons or None
+    return polygons
 
 
 def _check_polygons(polygons: Sequence[np.ndarray], size: Size, where: str) -> None:
@@ -298,6 +291,8 @@ def to_rle(segmentation: Segmentation, size: Size) -> Rle:
     """Polygons or run lengths of either kind → pycocotools' compressed run lengths"""
     mask_utils = load_pycocotools("mask")
     height, width = size
+    if not segmentation:
+        return mask_utils.encode(np.zeros((height, width), np.uint8, order="F"))
     if isinstance(segmentation, list):
         return mask_utils.merge(mask_utils.frPyObjects([polygon.tolist() for polygon in segmentation], height, width))
     if isinstance(segmentation["counts"], list):

@@ -22,7 +22,7 @@ def read_split(config: DetectionDataConfig, split: str, *, masks: bool) -> Annot
     if masks:
         raise ValueError(
             f"{config.path} has YOLO labels, which are boxes alone; mask heads need COCO annotations with "
-            "segmentations. To learn boxes alone, set model.head=faster_rcnn or cascade_rcnn"
+            "segmentations. To learn boxes alone, train with model.head=faster_rcnn or cascade_rcnn"
         )
     return read_yolo(config.path, split)
 

@@ -7,7 +7,6 @@
 A split may also be train/images with train/labels. An image without a text file has no objects.
 """
 
-import logging
 import math
 from collections import Counter
 from pathlib import Path
@@ -27,11 +26,10 @@ from inline_attention.tasks.detection.annotations import (
     box_inside,
     excerpt,
     header_size,
+    warn_of_empty,
 )
 from inline_attention.tasks.detection.boxes import Size
 from inline_attention.training.settings import parse_yaml
-
-_logger = logging.getLogger(__name__)
 
 DESCRIPTION = "data.yaml"
 MAX_BYTES = 2**24  # of a text file, far above any real one
@@ -51,7 +49,7 @@ def find_description(path: Path) -> Path | None:
 def read_yolo(path: str | Path, split: str) -> AnnotatedData:
     """Read one split and check it. A ValueError names what is wrong.
 
-    Objects with an empty box are left out, and their number is logged.
+    The number of objects with an empty box is logged.
 
     Args:
         path: folder with data.yaml, or the file itself. The paths in data.yaml must be inside its folder.
@@ -63,13 +61,13 @@ def read_yolo(path: str | Path, split: str) -> AnnotatedData:
     content = _parse(source)
     names = _class_names(content, source)
     data = AnnotatedData(source, names, list(range(len(names))), [])
-    left_out, labelled = 0, 0
+    labelled = 0
     for folder in _image_folders(content, source, split):
         for image in map(Path, find_files(folder, IMAGE_EXTENSIONS)):
             annotated = AnnotatedImage(len(data.images), image, header_size(image))
             labels = _label_file(image, source.parent)
             if labels.exists():
-                left_out += _add_instances(annotated, labels, names)
+                _add_instances(annotated, labels, names)
                 labelled += 1
             data.images.append(annotated)
     if not data.images:
@@ -80,8 +78,7 @@ def read_yolo(path: str | Path, split: str) -> AnnotatedData:
             f"{source}: none of the {len(data.images)} images of the split {split!r} has a file of labels; for {first} "
             f"it would be {_label_file(first, source.parent)}"
         )
-    if left_out:
-        _logger.warning("%s [%s]: %d objects with an empty box are left out", source, split, left_out)
+    warn_of_empty(data, split)
     return data
 
 
@@ -168,9 +165,8 @@ def _label_file(image: Path, root: Path) -> Path:
     return root.joinpath(*parts)
 
 
-def _add_instances(image: AnnotatedImage, labels: Path, names: list[str]) -> int:
-    """Add the objects of a text file to their image. Returns how many were left out."""
-    left_out = 0
+def _add_instances(image: AnnotatedImage, labels: Path, names: list[str]) -> None:
+    """Add the objects of a text file to their image."""
     for number, line in enumerate(_read_text(labels).splitlines(), start=1):
         words = line.split()
         if not words:
@@ -178,18 +174,16 @@ def _add_instances(image: AnnotatedImage, labels: Path, names: list[str]) -> int
         where = f"{labels}, line {number}"
         if len(words) != 5:
             raise ValueError(f"{where} is {excerpt(line)}; expected class cx cy w h, five numbers")
-        label, box = _number(words[0]), _box(words[1:], image.size, where)
+        label, listed = _number(words[0]), _box(words[1:], image.size, where)
         if not (0 <= label < len(names) and label.is_integer()):
             raise ValueError(f"{where}: class is {excerpt(words[0])}; expected a number from 0 to {len(names) - 1}")
-        if box is None:
-            left_out += 1
-        else:
-            image.add(Instance(int(label) + 1, box, segmentation=None, area=None, crowd=False), where)
-    return left_out
+        box = box_inside(*listed, image.size)
+        instance = Instance(int(label) + 1, box or listed, segmentation=None, area=None, crowd=False, empty=box is None)
+        image.add(instance, where)
 
 
-def _box(words: list[str], size: Size, where: str) -> Box | None:
-    """cx, cy, w, h as shares of the image → x0, y0, x1, y1 in pixels, cut at the border. None: the box is empty."""
+def _box(words: list[str], size: Size, where: str) -> Box:
+    """cx, cy, w, h as shares of the image → x0, y0, x1, y1 in pixels"""
     values = [_number(word) for word in words]
     for name, word, value in zip(("cx", "cy", "w", "h"), words, values, strict=True):
         if not -_SLACK <= value <= 1 + _SLACK:  # also false for NaN
@@ -197,7 +191,7 @@ def _box(words: list[str], size: Size, where: str) -> Box | None:
                 f"{where}: {name} is {excerpt(word)}; expected a share of the image's width or height, from 0 to 1"
             )
     (cx, cy, w, h), (height, width) = values, size
-    return box_inside((cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height, size)
+    return (cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height
 
 
 def _number(text: str) -> float:

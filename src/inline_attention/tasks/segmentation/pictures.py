@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,8 @@ from inline_attention.tasks.segmentation.sources import IGNORED
 
 _OPACITY = 0.55  # of colours over an image
 _SWATCH = 14  # pixels a side, of the legend
+_BACKGROUND = ("background", "void")  # names of classes that are not drawn
+_HEADINGS = ("image", "prediction", "mask")
 
 
 @dataclass(frozen=True)
@@ -24,41 +25,47 @@ class Example:
     mask: np.ndarray  # (H, W) uint8
 
 
-@cache
-def palette() -> np.ndarray:
-    """(256, 3) uint8; black for ignored pixels"""
+def palette(class_names: Sequence[str]) -> np.ndarray:
+    """The colour of each class (256, 3) uint8. Black for ignored pixels and for a class called background or void."""
     colours = np.array([class_colour(number) for number in range(256)], dtype=np.uint8)
-    colours[IGNORED] = 0
+    background = [n for n, name in enumerate(class_names) if name.strip("_ ").lower() in _BACKGROUND]
+    colours[[IGNORED, *background]] = 0
     return colours
 
 
-def save_mask(classes: np.ndarray, path: Path) -> None:
-    """classes (H, W) uint8 as a PNG whose pixels are the class numbers, shown in colours"""
+def save_mask(classes: np.ndarray, path: Path, colours: np.ndarray) -> None:
+    """classes (H, W) uint8 as a PNG whose pixels are the class numbers, shown in the colours of `palette`"""
     image = Image.fromarray(classes)  # 8-bit greyscale; a palette makes it a palette image of the same numbers
-    image.putpalette(palette().ravel().tolist())
+    image.putpalette(colours.ravel().tolist())
     image.save(path)
 
 
-def overlay(image: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """image (h, w, 3), classes (H, W) → (h, w, 3); ignored pixels stay as they are"""
+def overlay(image: np.ndarray, classes: np.ndarray, colours: np.ndarray) -> np.ndarray:
+    """image (h, w, 3), classes (H, W) → (h, w, 3); pixels whose colour in the palette is black stay as they are"""
     height, width = image.shape[:2]
     resized = np.asarray(Image.fromarray(classes).resize((width, height), Image.Resampling.NEAREST))
-    mixed = (1 - _OPACITY) * image + _OPACITY * palette()[resized]
-    return np.where((resized == IGNORED)[..., None], image, mixed).astype(np.uint8)
+    tint = colours[resized]
+    mixed = (1 - _OPACITY) * image + _OPACITY * tint
+    return np.where(tint.any(-1, keepdims=True), mixed, image).astype(np.uint8)
 
 
 def draw_examples(examples: Sequence[Example], class_names: Sequence[str], path: Path, *, width: int = 480) -> None:
     """One row for each example, with image, prediction and mask, and a legend of the classes below."""
+    colours = palette(class_names)
     rows = []
     for example in examples:
-        cells = (example.image, overlay(example.image, example.predicted), overlay(example.image, example.mask))
+        drawn = (overlay(example.image, classes, colours) for classes in (example.predicted, example.mask))
+        cells = (example.image, *drawn)
         height = max(1, round(width * example.image.shape[0] / example.image.shape[1]))
         rows.append([Image.fromarray(cell).resize((width, height), Image.Resampling.BILINEAR) for cell in cells])
-    masks = [mask.ravel() for example in examples for mask in (example.predicted, example.mask)]
-    occurring = sorted(set(np.unique(np.concatenate(masks)).tolist()) - {IGNORED})
-    legend = _legend([(class_names[number], palette()[number]) for number in occurring], width=3 * width)
-    picture = Image.new("RGB", (3 * width, sum(row[0].height for row in rows) + legend.height), "white")
-    top = 0
+    masks = [mask for example in examples for mask in (example.predicted, example.mask)]
+    occurring = {number for mask in masks for number in np.unique(mask).tolist()}
+    entries = [(name, colours[n]) for n, name in enumerate(class_names) if n in occurring and colours[n].any()]
+    legend = _legend(entries, width=3 * width)
+    top = _SWATCH + 6  # below the headings
+    picture = Image.new("RGB", (3 * width, top + sum(row[0].height for row in rows) + legend.height), "white")
+    for column, heading in enumerate(_HEADINGS):
+        ImageDraw.Draw(picture).text((column * width + 6, 4), heading, fill="black")
     for row in rows:
         for column, cell in enumerate(row):
             picture.paste(cell, (column * width, top))

@@ -99,7 +99,7 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
         (["model.name=inline_diet_tiny"], "there is no model 'inline_diet_tiny'; did you mean inline_deit_tiny"),
         (["model.kwargs.num_heads=5"], "num_heads"),
         (["model.kwargs.heads=5"], "has no argument 'heads'; expected some of"),
-        (["model.kwargs.depth=many"], "model inline_deit_tiny cannot be built with"),
+        (["model.kwargs.depth=many"], "depth='many'; expected a positive integer"),
         (["data.batch_size=63", "data.mixup=0.8"], "choose an even data.batch_size"),
     ],
 )

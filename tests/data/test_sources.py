@@ -41,10 +41,12 @@ def test_folder(make_folder: MakeFolder) -> None:
     Image.new("RGB", (9, 9)).save(nested)
     (root / "train" / "class1" / "notes.txt").write_text("not an image, and not taken for one")
     (root / "train" / ".hidden").mkdir()
+    (root / "train" / "__MACOSX").mkdir()
+    (root / "train" / "class1" / "._000.png").write_bytes(b"no image: macOS adds such files on some disks")
     source = open_source(config(root), "train")
     assert source.class_names == ["class1", "class2", "class10"]  # natural order
     labels = {source.path(i): load_image(source, i, config=config(root))[1] for i in range(len(source))}
-    images = [path for path in (root / "train").rglob("*") if path.suffix.lower() == ".png"]
+    images = [path for path in (root / "train").rglob("*") if path.suffix.lower() == ".png" and path.name[0] != "."]
     assert labels == {str(path): source.class_names.index(path.relative_to(root / "train").parts[0]) for path in images}
 
 

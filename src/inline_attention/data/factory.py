@@ -32,6 +32,7 @@ from inline_attention.data.sources import (
     check_every_class_has_images,
     count_images,
     find_images,
+    is_hidden,
     list_some,
 )
 from inline_attention.data.streams import Stream, StreamDataset, StreamLoader, is_stream
@@ -223,7 +224,7 @@ def _unlabelled(config: DataConfig, split: str) -> list[Path]:
 
 
 def _is_split(path: Path) -> bool:
-    return (path.is_dir() or path.suffix in (".zip", ".tar")) and not path.name.startswith(".")
+    return (path.is_dir() or path.suffix in (".zip", ".tar")) and not is_hidden(path.name)
 
 
 def check_same_classes(train: Source, val: Source, *, train_split: str, val_split: str) -> None:

@@ -43,8 +43,13 @@ class Source(Protocol):
         """The name of the image in messages."""
 
 
+def is_hidden(name: str) -> bool:
+    """True for names that begin with a dot, and for the folder that macOS adds to archives"""
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
-    """The files with these extensions at any depth below a folder, sorted by folder and name.
+    """The files with these extensions at any depth below a folder, sorted by folder and name. Hidden ones are left out.
 
     Links are followed. A link to a folder that was searched already is logged and skipped, because a link to a parent
     folder would make the search endless.
@@ -61,7 +66,7 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
             continue
         visited.add((status.st_dev, status.st_ino))
         with os.scandir(current) as entries:
-            ordered = sorted(entries, key=lambda entry: entry.name)
+            ordered = sorted((e for e in entries if not is_hidden(e.name)), key=lambda entry: entry.name)
         files = [entry.name for entry in ordered if entry.name.lower().endswith(endings) and not entry.is_dir()]
         found.append((current, files))
         waiting.extend(entry.path for entry in reversed(ordered) if entry.is_dir())
@@ -134,7 +139,7 @@ class FolderSource(PathSource):
 
     def __init__(self, folder: Path) -> None:
         names = sorted(
-            (entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")),
+            (entry.name for entry in os.scandir(folder) if entry.is_dir() and not is_hidden(entry.name)),
             key=natural_key,
         )
         self.class_names = [utf8_name(name) for name in names]

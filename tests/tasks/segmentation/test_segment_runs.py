@@ -291,9 +291,9 @@ def test_errors_are_one_line(undisturbed: Path, tmp_path: Path, capsys: pytest.C
         "model.auxiliary_weight=-1.0: expected 0 or more": [*arguments(tmp_path), "model.auxiliary_weight=-1"],
         "Swin has no argument 'width'; expected some of": [*arguments(tmp_path), "model.kwargs={width: 8}"],
         "--window is 1 2 3; expected a side, or height": [*predict, "--window", "1", "2", "3"],
-        "data.eval_scales is [0.0]; expected one positive": [*predict, "--scales", "0"],
-        "data.short_side is -3; expected a positive size": [*predict, "--short-side", "-3"],
-        "data.workers is -1; expected 0 or more": [*predict, "--workers=-1"],
+        "--scales is 0.0; expected positive numbers": [*predict, "--scales", "0"],
+        "--short-side is -3; expected at least 0": [*predict, "--short-side", "-3"],
+        "--workers is -1; expected at least 0": [*predict, "--workers=-1"],
         "x.pth does not exist": ["segment", "predict", "--weights=x.pth", shapes.folder()],
     }
     for message, argv in cases.items():

@@ -44,4 +44,4 @@ def test_without_val_the_error_names_what_is_there(tmp_path: Path, capsys: pytes
     assert main(["train", "finetune", "--data", str(data), "--output", str(tmp_path / "run"), "--device", "cpu"]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "no split 'val' in" in shown
-    assert "there is test, train. Name the splits with data.train_split and data.val_split" in shown
+    assert "there is test, train. Name the splits (training: data.train_split, data.val_split;" in shown

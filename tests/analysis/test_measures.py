@@ -427,6 +427,8 @@ def test_masking_conditions_and_small_maps() -> None:
     assert same.outcomes == result.outcomes
     reduced = measure_masking(create_small("softmax_pvt_tiny"), [(image(), None)], sides=(3,))
     assert set(reduced.skipped.values()) == {"its keys are a reduced map"}
+    with pytest.raises(ValueError, match=r"sides=\(17,\): no layer has a map larger than such a window"):
+        measure_masking(model, [(image(), None)], sides=(17,))
 
 
 def test_masked_accuracy_is_counted() -> None:

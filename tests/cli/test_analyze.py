@@ -165,6 +165,8 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys: pytest.Capt
     assert "there are no images" in capsys.readouterr().err
     assert analyze("maps", "--weights", weights, "--head", 2, "--output", tmp_path / "out") == 2
     assert "head 2 is not in every layer; expected 0 to 1" in capsys.readouterr().err
+    assert analyze("rank", "--weights", weights, "--output", weights) == 2
+    assert f"{weights} is a file; expected a folder" in capsys.readouterr().err
 
 
 def test_trained_with_another_attention(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys, caplog) -> 
     (tmp_path / "empty").mkdir()
     for arguments, message in (
         ((images / "gone.png",), "gone.png' does not exist"),
+        (("https://host/cat.png",), "https://host/cat.png is an address"),
         ((tmp_path / "empty",), "no images in folder"),
         ((images, "--topk", 0), "--topk is 0; expected at least 1"),
         ((images, "--workers", -1), "--workers is -1; expected at least 0"),

@@ -423,6 +423,11 @@ def test_a_folder_with_fewer_images_than_a_batch(
     assert rates[0] == rates[1]
 
 
+def test_results_of_training_images_are_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", "data.val_split=train", "schedule.epochs=1")
+    assert "data.train_split and data.val_split are both 'train'" in capsys.readouterr().out
+
+
 def test_unreadable_images_are_counted_once(folder_of_images: Path, tmp_path: Path) -> None:
     for name in ("train/class0/broken.png", "train/class1/empty.png", "val/class2/broken.png"):
         (folder_of_images / name).write_bytes(b"" if "empty" in name else b"no image")

@@ -103,7 +103,9 @@ def _message(error: Exception) -> str | None:
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         return "out of memory: use smaller images or fewer of them at a time" if out_of_memory else None
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+        name = os.fsdecode(error.filename)
+        exists = isinstance(error, FileExistsError)  # of mkdir
+        return f"{name} is a file; expected a folder" if exists else f"{name}: {error.strerror}"
     return str(error)
 
 

@@ -76,7 +76,8 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
 def find_images(names: Iterable[str | Path]) -> list[Path]:
     """The named files, and the images below the named folders, in order."""
     paths: list[Path] = []
-    for name in map(Path, names):
+    for given in names:
+        name = Path(given)
         if name.is_dir():
             below = sorted(map(Path, find_files(name, IMAGE_EXTENSIONS)))
             if not below:
@@ -84,6 +85,8 @@ def find_images(names: Iterable[str | Path]) -> list[Path]:
             paths.extend(below)
         elif name.is_file():
             paths.append(name)
+        elif "://" in str(given):
+            raise ValueError(f"{given} is an address; expected a file or a folder: download the image first")
         else:
             raise ValueError(f"image {str(name)!r} does not exist or is not a regular file")
     return paths

@@ -58,6 +58,8 @@ def train(plan: Plan) -> Outcome:
             Reporter(plan.folder, config, headline=plan.task.headline, active=ranks.is_first) as reporter,
         ):
             ranks.decide(lambda: check_plan(plan, lock))
+            if config.data.train_split == (split := config.data.val_split):
+                reporter.note(f"data.train_split and data.val_split are both {split!r}: results are of training images")
             plan = settle(plan, ranks, reporter)
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)

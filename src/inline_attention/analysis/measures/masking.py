@@ -164,7 +164,8 @@ def measure_masking(
         sides: sides of the windows, odd. Random masks hide as many tokens of each query as its window has.
         seed: seed of the random tokens, which differ for every query, layer and batch.
 
-    Layers whose map is not larger than a window are not masked. A window that fits no layer has no outcome.
+    Layers whose map is not larger than a window are not masked. A window that fits no layer has no outcome. ValueError
+    if none of the windows fits a layer.
     """
     if any(side < 1 or side % 2 == 0 for side in sides):
         raise ValueError(f"sides={tuple(sides)}; expected odd numbers")
@@ -186,6 +187,8 @@ def measure_masking(
         for masker, tally in zip(maskers, tallies, strict=True):
             masker.start(number)
             tally.add(observe(model, batch, masker), plain, targets)
+        if not any(masker.masked or masker.skipped for masker in maskers):
+            raise ValueError(f"sides={tuple(sides)}: no layer has a map larger than such a window; give smaller sides")
         images += len(batch)
         if on_images is not None:
             on_images(len(batch))

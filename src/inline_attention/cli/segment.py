@@ -56,6 +56,7 @@ def _add_options(trained: argparse.ArgumentParser) -> None:
     trained.add_argument(
         "--short-side", type=int, metavar="N", help="resize the short side of an image to N pixels; 0: do not resize"
     )
+    trained.add_argument("--max-side", type=int, metavar="N", help="largest length of the long side in pixels")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,7 +105,7 @@ def _load(args: argparse.Namespace) -> "TrainedSegmenter":
     """The segmenter, with the options that change its inference."""
     from inline_attention.tasks.segmentation.weights import load_segmenter
 
-    check_at_least(args, short_side=0, workers=0)
+    check_at_least(args, short_side=0, max_side=1, workers=0)
     window = parse_size(args.window, option="--window")
     trained = load_segmenter(args.weights)
     config = trained.data
@@ -118,6 +119,10 @@ def _load(args: argparse.Namespace) -> "TrainedSegmenter":
         config.eval_flip = True
     if args.short_side is not None:
         config.short_side = args.short_side or None
+    if args.max_side is not None:
+        config.max_side = args.max_side
+    if config.short_side is not None and config.short_side > config.max_side:
+        raise ValueError(f"the short side, {config.short_side}, exceeds the long side's limit: raise --max-side")
     config.workers = args.workers
     config.validate()
     return trained

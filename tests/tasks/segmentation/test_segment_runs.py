@@ -147,7 +147,7 @@ def test_evaluating_and_predicting(undisturbed: Path, tmp_path: Path, capsys: py
     odd.save(tmp_path / "images" / "odd.png")
     (tmp_path / "images" / "broken.png").write_bytes(b"no image")
     predict = ["segment", "predict", f"--weights={weights}", "--device=cpu", f"--output={tmp_path / 'out'}"]
-    assert _runs.inline([*predict, str(tmp_path / "images"), "--short-side=20"]) == 0
+    assert _runs.inline([*predict, str(tmp_path / "images"), "--short-side=20", "--max-side=30"]) == 0
     masks = sorted((tmp_path / "out").glob("*.png"))
     assert len(masks) == len(list((tmp_path / "out").glob("*.overlay.jpg"))) == 2
     mask = Image.open(masks[0])
@@ -293,6 +293,7 @@ def test_errors_are_one_line(undisturbed: Path, tmp_path: Path, capsys: pytest.C
         "--window is 1 2 3; expected a side, or height": [*predict, "--window", "1", "2", "3"],
         "--scales is 0.0; expected positive numbers": [*predict, "--scales", "0"],
         "--short-side is -3; expected at least 0": [*predict, "--short-side", "-3"],
+        "the short side, 3000, exceeds the long side's limit": [*predict, "--short-side", "3000"],
         "--workers is -1; expected at least 0": [*predict, "--workers=-1"],
         "x.pth does not exist": ["segment", "predict", "--weights=x.pth", shapes.folder()],
     }

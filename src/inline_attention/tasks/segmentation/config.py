@@ -39,7 +39,7 @@ class SegmentDataConfig(DenseDataConfig):
     batch_size: int = 16
     crop: int | list[int] = 512  # size of training crops: side, or [height, width]
     short_side: int | None = 512  # of resized images, in training and evaluation; null: images keep their size
-    max_long_side: int = 2048  # limit of a resized image's long side
+    max_side: int = 2048  # limit of a resized image's long side
     scale: list[float] = field(
         default_factory=lambda: [0.5, 2.0]
     )  # in training, the size is multiplied by a random factor in this range
@@ -70,7 +70,7 @@ class SegmentDataConfig(DenseDataConfig):
             check(name, is_pair and (size is None or min(_pair(size)) >= 1), "a positive side or [height, width]")
         check("ignore_index", 0 <= self.ignore_index <= 0xFFFF, "a number that a mask can hold, 0 to 65535")
         check("short_side", self.short_side is None or self.short_side >= 1, "a positive size, or null")
-        check("max_long_side", self.max_long_side >= (self.short_side or 1), "no less than data.short_side")
+        check("max_side", self.max_side >= (self.short_side or 1), "no less than data.short_side")
         bounds = self.scale
         check("scale", len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
         check("max_class_share", 0 < self.max_class_share <= 1, "above 0, at most 1 (1: any crop is accepted)")

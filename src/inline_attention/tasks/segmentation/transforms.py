@@ -50,7 +50,7 @@ def target_size(shape: tuple[int, ...], config: SegmentDataConfig, *, scale: flo
     height, width = shape[:2]
     factor = scale
     if config.short_side is not None:
-        factor *= min(config.short_side / min(height, width), config.max_long_side / max(height, width))
+        factor *= min(config.short_side / min(height, width), config.max_side / max(height, width))
     return max(1, round(height * factor)), max(1, round(width * factor))
 
 

@@ -16,7 +16,7 @@ MODELS: TaskModels[Segmenter, SegmenterConfig, SegmentDataConfig] = TaskModels(
     data=SegmentDataConfig(),
     arguments=("head_kwargs",),
     preparation=(
-        *("short_side", "max_long_side", "window", "window_stride", "eval_scales", "eval_flip"),
+        *("short_side", "max_side", "window", "window_stride", "eval_scales", "eval_flip"),
         *("layout", "val_split", "ignore_index"),
     ),
     check=lambda config: check_arguments(HEADS[config.head][1], config.head_kwargs),

@@ -96,9 +96,9 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert {claim["verdict"] for claim in results["claims"]} == {INCONCLUSIVE, NOT_TESTABLE}
     page = (grid / "tables.md").read_text()
     assert "| InLine (with residual) |" in page
-    where = f"`{setting['rows'][0]['commit'][0]}` on {results['speed']['machine']}"
-    assert f"not compiled, fp32, 16 images at a time, {where}" in page
-    assert f"\n- {where}, not as in the grid: `schedule.epochs=2`\n" in page  # below the table
+    (commit,), (machine,) = setting["rows"][0]["commit"], setting["rows"][0]["machine"]
+    assert f"not compiled, fp32, 16 images at a time, `{commit}` on {results['speed']['machine']}" in page
+    assert f"\n- `{commit}` on {machine}, not as in the grid: `schedule.epochs=2`\n" in page  # below the table
     (again,) = results["again"]
     assert (again["run"], [again["top1"]]) == (RUNS[1].name, by_row["inline"]["top1"])
     assert f"| `{RUNS[1].name}` | {again['top1']:.2f} | {again['top1']:.2f} |" in page

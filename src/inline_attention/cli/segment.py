@@ -122,7 +122,10 @@ def _load(args: argparse.Namespace) -> "TrainedSegmenter":
     if args.max_side is not None:
         config.max_side = args.max_side
     if config.short_side is not None and config.short_side > config.max_side:
-        raise ValueError(f"the short side, {config.short_side}, exceeds the long side's limit: raise --max-side")
+        raise ValueError(
+            f"the short side is {config.short_side} and the long side at most {config.max_side}: lower --short-side or "
+            "raise --max-side"
+        )
     config.workers = args.workers
     config.validate()
     return trained

@@ -293,7 +293,8 @@ def test_errors_are_one_line(undisturbed: Path, tmp_path: Path, capsys: pytest.C
         "--window is 1 2 3; expected a side, or height": [*predict, "--window", "1", "2", "3"],
         "--scales is 0.0; expected positive numbers": [*predict, "--scales", "0"],
         "--short-side is -3; expected at least 0": [*predict, "--short-side", "-3"],
-        "the short side, 3000, exceeds the long side's limit": [*predict, "--short-side", "3000"],
+        "the short side is 3000 and the long side at most 2048": [*predict, "--short-side", "3000"],
+        "the short side is 20 and the long side at most 10": [*predict, "--short-side", "20", "--max-side", "10"],
         "--workers is -1; expected at least 0": [*predict, "--workers=-1"],
         "x.pth does not exist": ["segment", "predict", "--weights=x.pth", shapes.folder()],
     }

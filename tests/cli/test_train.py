@@ -132,7 +132,7 @@ def test_mistakes_are_one_line(
 def test_an_unknown_option_names_the_setting(option: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings are options in timm's and torchtitan's scripts."""
     with pytest.raises(SystemExit):
-        main(["train", option])
+        main(["train", "--device", "cpu", option, "model.freeze=1"])
     assert f"unrecognized arguments: {option}; did you mean {meant}?" in capsys.readouterr().err
 
 
@@ -151,6 +151,20 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next(
     assert f"inline predict --weights {weights} IMAGE" in shown
     assert "inline train finetune --data FOLDER" in shown
     assert (tmp_path / weights).exists()
+
+
+def test_a_convolutional_network_of_timm_trains_and_its_file_knows_its_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is built without a size, so the file stores the size beside the preparation of the images."""
+    small = ["model.name=test_convnext", "model.weights=null", "--data", "digits", "data.img_size=32"]
+    assert main(["train", "finetune", *SHORT, "--output", str(tmp_path), *small]) == 0
+    top1 = json.loads((tmp_path / "summary.json").read_text())["val_top1"]
+    capsys.readouterr()
+    assert main(["eval", "--weights", str(tmp_path / "checkpoints/last.safetensors"), "--data", "digits"]) == 0
+    shown = capsys.readouterr().out
+    assert "32×32" in shown
+    assert f"top-1 {top1:.3f}%" in shown
 
 
 @pytest.mark.slow

@@ -61,8 +61,8 @@ def test_a_model_whose_arguments_are_not_known_is_saved_with_a_warning(tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(architecture="hf-hub:someone/model"), "not one of this library"),
-        (dict(architecture="no_such_model"), "not one of this library"),
+        (dict(architecture="hf-hub:someone/model"), "neither this library nor timm has"),
+        (dict(architecture="no_such_model"), "neither this library nor timm has"),
         (dict(config=json.dumps(dict(checkpoint_path="/etc/passwd"))), "not an argument of a model"),
         (dict(config=json.dumps(dict(attn_layer="diff"))), "attn_layer"),
         (dict(config=json.dumps(dict(depth=60000))), "cannot be built"),
@@ -70,7 +70,7 @@ def test_a_model_whose_arguments_are_not_known_is_saved_with_a_warning(tmp_path:
         (dict(linearize=json.dumps(dict(attention="tangent", images="x"))), "not one of"),
         (dict(linearize=json.dumps(dict(attention="flash"))), "cannot be built"),
         (dict(linearize="{"), "not JSON"),
-        (dict(linearize=None), "not one of this library"),
+        (dict(linearize=None), "does not fit the model"),
     ],
 )
 def test_a_hostile_file_is_refused(changes: dict[str, str | None], message: str, tmp_path: Path) -> None:

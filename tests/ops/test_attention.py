@@ -580,6 +580,7 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(q=randn(1, TOKENS, HEADS, DIM)), "q is a batch of 1 but k of 2"),
         (dict(k=randn(BATCH, 0, HEADS, DIM), v=randn(BATCH, 0, HEADS, DIM)), "no token to attend to"),
         ({name: randn(BATCH, TOKENS, HEADS, 0) for name in "qkv"}, "heads of no channels"),
+        (dict(token_mask=torch.ones(BATCH, TOKENS).bool().numpy()), "token_mask is a ndarray; expected a torch.Tensor"),
         (dict(token_mask=torch.ones(BATCH, TOKENS)), r"expected bool \(B, N\) = \(2, 21\)"),
         (dict(token_mask=torch.ones(BATCH, 3, dtype=torch.bool)), r"expected bool \(B, N\) = \(2, 21\)"),
         (dict(token_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool)), "a mask over pairs of tokens is impossible"),

@@ -119,7 +119,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     if rest and ("arguments" not in args or any(word.startswith("-") for word in rest)):
         close = [name for word in rest if word.startswith("-") and (name := _nearest(word, args.parser))]
         meant = f"; did you mean {', '.join(close)}?" if close else ""
-        args.parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
+        unknown = [word for word in rest if word.startswith("-")] if "arguments" in args else rest
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     if rest:
         args.arguments += rest
     return args

@@ -52,6 +52,8 @@ def parse_attention(spec: AttentionSpec, depths: Sequence[int]) -> list[list[str
             all stages. "inline:2" is a stage whose first two blocks are InLine and whose others are softmax.
         depths: blocks per stage.
     """
+    if not isinstance(spec, Sequence):
+        raise ValueError(f"attention={spec!r}: expected a name, or a letter or name for each stage")
     stages = list(spec)
     if isinstance(spec, str) and spec.partition(":")[0] in ATTENTIONS:
         stages = [spec] * len(depths)

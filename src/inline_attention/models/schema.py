@@ -1,8 +1,8 @@
 """Checks the metadata of a weights file. A file is not trusted, because it may come from anywhere.
 
 Its metadata may name a model of this library and give arguments of its constructor, with their types and within bounds.
-It may also say that the model was converted in a way that this library knows. Such a model may be one of timm's
-registry. No value is used as a path, a URL or the name of a module.
+The model may be one of timm's registry, with numbers as arguments. The metadata may also say that the model was
+converted in a way that this library knows. No value is used as a path, a URL or the name of a module.
 """
 
 import collections.abc
@@ -89,22 +89,26 @@ def check_task(description: Description | None, task: str) -> None:
         raise WeightsError(f"holds a model for {one_line(description.task)}, not for {task}{hint}")
 
 
-def check_model(architecture: str, arguments: Mapping[str, Any], *, converted: bool = False) -> None:
-    """WeightsError unless the model in a file is one of ours with valid arguments.
+def check_model(architecture: str, arguments: Mapping[str, Any]) -> None:
+    """WeightsError unless the model in a file is one of ours with valid arguments, or one of timm's with plain ones.
 
-    A converted model may also be one of timm's registry, with plain arguments. This function alone decides which models
-    a file may name.
+    This function alone decides which models a file may name.
     """
     family = find_family(architecture)
     if family is not None:
         check_arguments(family, arguments)
-    elif converted and ":" not in architecture and timm.is_model(architecture):  # a prefix would make timm fetch it
+    elif _is_timms(architecture):
         check_foreign_arguments(arguments)
     else:
         raise WeightsError(
-            f"asks for the model {_shown(architecture)}, which is not one of this library: name the model yourself, or "
-            "build it and call load_model(path, model=…)"
+            f"asks for the model {_shown(architecture)}, which neither this library nor timm has: build it and "
+            "call load_model(path, model=…)"
         )
+
+
+def _is_timms(name: str) -> bool:
+    """Whether timm has a model of that name, perhaps with a tag, and this library has not."""
+    return ":" not in name and timm.is_model(name) and find_family(name.partition(".")[0]) is None  # ":" is an address
 
 
 def check_foreign_arguments(arguments: Mapping[str, Any]) -> None:

@@ -154,7 +154,7 @@ def restore(
             options = dict(description.arguments)
         else:
             name, options = description.architecture, dict(description.arguments)
-            schema.check_model(name, options, converted=bool(description.conversions))
+            schema.check_model(name, options)
         for key, conversion in (description.conversions if description else {}).items():
             schema.check_arguments(schema.CONVERSIONS[key].apply, conversion)
     changes = dict(description.changes) if description else {}

@@ -77,6 +77,8 @@ def warn_of_order() -> None:
 
 
 def check_device(name: str, x: Tensor, device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device} but the tokens are on {device}; move it there")
 

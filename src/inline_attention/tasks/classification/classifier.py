@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import timm
 from timm.data import ImageNetInfo
 from torch import nn
 
@@ -14,14 +15,14 @@ from inline_attention.data.transforms import eval_crop, eval_interpolation
 from inline_attention.models import create_model
 from inline_attention.models._checkpoint import errors_name, open_checkpoint
 from inline_attention.models._download import local_path
-from inline_attention.models.base import input_shape, resize_input
+from inline_attention.models.base import input_shape, resize_input, to_pair
 from inline_attention.models.registry import find_family
 from inline_attention.models.schema import annotations_of, check_values, read_description
 from inline_attention.models.shipped import shipped_weights
 from inline_attention.models.weights import restore
 
 # Settings of the data that a weights file stores: how images are prepared.
-PREPARATION = ("mean", "std", "interpolation", "eval_transform", "crop_pct")
+PREPARATION = ("img_size", "mean", "std", "interpolation", "eval_transform", "crop_pct")
 assert set(PREPARATION) <= {field.name for field in fields(DataConfig)}
 
 
@@ -97,7 +98,8 @@ def load_classifier(
     in_chans, *own_size = input_shape(model)
     with errors_name(origin):
         data = _preparation(model, description.preprocessing if description else {}, in_chans=in_chans)
-        data = replace(data, img_size=list(img_size or own_size), in_chans=in_chans)
+        size = img_size or (None if is_sized(model_name(model)) else data.img_size) or own_size
+        data = replace(data, img_size=list(to_pair(size)), in_chans=in_chans)
         class_names = _class_names(model, description.class_names if description else None)
     if eval_transform is not None:
         data = replace(data, eval_transform=eval_transform)
@@ -107,6 +109,12 @@ def load_classifier(
 def model_name(model: nn.Module) -> str:
     """The name that a model is registered under, in this library or in timm."""
     return _pretrained_cfg(model)["architecture"]
+
+
+def is_sized(name: str) -> bool:
+    """Whether a model is built for one size of images. timm's convolutional networks are not, and refuse `img_size`."""
+    described = timm.models.get_pretrained_cfg(name)
+    return described is None or described.fixed_input_size
 
 
 def _pretrained_cfg(model: nn.Module) -> dict[str, Any]:

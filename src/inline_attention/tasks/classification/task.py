@@ -18,7 +18,7 @@ from inline_attention.models.registry import create_model
 from inline_attention.models.schema import MULTI_LABEL
 from inline_attention.models.shipped import SHIPPED
 from inline_attention.models.weights import load_weights
-from inline_attention.tasks.classification.classifier import preprocessing
+from inline_attention.tasks.classification.classifier import is_sized, preprocessing
 from inline_attention.tasks.classification.config import RECIPES, TrainConfig
 from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.tasks.classification.losses import ClassifierLoss
@@ -95,7 +95,7 @@ class Classification(Task):
         return {
             "num_classes": self.data.num_classes,
             "in_chans": self.data.in_chans,
-            "img_size": self.config.data.img_size,
+            **({"img_size": self.config.data.img_size} if is_sized(wanted.name) else {}),
             **({} if wanted.drop_path is None else {"drop_path_rate": wanted.drop_path}),
             **wanted.kwargs,
         }

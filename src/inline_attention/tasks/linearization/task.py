@@ -65,9 +65,7 @@ def load_teacher(config: LinearizationConfig) -> Classifier:
 
 def data_for(teacher: Classifier, config: LinearizationConfig) -> DataConfig:
     """The data of a run, with the teacher's image size and preparation."""
-    return replace(
-        config.data, **{name: getattr(teacher.data, name) for name in ("img_size", "in_chans", *PREPARATION)}
-    )
+    return replace(config.data, **{name: getattr(teacher.data, name) for name in ("in_chans", *PREPARATION)})
 
 
 @contextmanager

@@ -44,13 +44,16 @@ def test_predict(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("%") == 5
 
 
-def test_export(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--weights", str(weights), "--format", "pt2"]) == 0
     model = load_model(weights).eval()
     x = torch.randn(1, model.in_chans, *model.img_size)
     torch.testing.assert_close(torch.export.load("inline_deit_tiny.pt2").module()(x), model(x))
     assert main(["export", "--weights", str(weights), "--num-classes", "3"]) == 2
+    assert "--num-classes 3: the weights decide" in capsys.readouterr().err
 
 
 def test_info(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:

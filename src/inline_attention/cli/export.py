@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.num_classes is not None and args.num_classes < 0:
         raise ValueError(f"--num-classes {args.num_classes}: expected 0 or more")
+    if args.num_classes is not None and args.weights is not None:
+        raise ValueError(f"--num-classes {args.num_classes}: the weights decide the number of classes; leave it out")
     if args.format != "hf":  # which writes a folder
         check_writable(args.output)
     torch.manual_seed(0)

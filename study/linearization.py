@@ -22,13 +22,13 @@ from inline_attention.models.shipped import SHIPPED
 from inline_attention.printing import table
 from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.tasks.classification.evaluation import evaluate
-from inline_attention.tasks.linearization.stages import STUDENT
+from inline_attention.tasks.linearization.stages import DISTILL, MATCH, STUDENT
 from inline_attention.training.files import write_atomically
 from inline_attention.training.report import SUMMARY
-from inline_attention.training.run_folder import CHECKPOINTS
 from study import grid
 from study.expansion import TEACHER
 from study.grid import SEEDS, command_line
+from study.measures import weights_file
 
 CARRIED = -1  # in the place of epochs: no training at all. With 0 epochs, the layers are matched
 EPOCHS = (CARRIED, 0, 1, 5, 10, 20, 40)
@@ -109,7 +109,11 @@ class Run:
         return TeacherRun(self.student.teacher) if self.student.teacher in TEACHERS else None
 
     def weights(self, out: Path) -> Path:
-        return out / self.name / STUDENT
+        """After the last epoch. STUDENT may hold an earlier one, chosen on the images that judge it."""
+        folder = out / self.name
+        if self.epochs == CARRIED:
+            return folder / STUDENT
+        return weights_file(folder / (DISTILL if self.epochs else MATCH))
 
     def arguments(self, paths: Mapping[str, str], out: Path, *, extra: Sequence[str] = ()) -> list[str]:
         """Arguments of `inline` that start or continue the run."""
@@ -135,7 +139,7 @@ class TeacherRun:
         return TEACHERS[self.row].name
 
     def weights(self, out: Path) -> Path:
-        return out / self.name / CHECKPOINTS / "best.safetensors"
+        return weights_file(out / self.name)
 
     def arguments(self, paths: Mapping[str, str], out: Path, *, extra: Sequence[str] = ()) -> list[str]:
         """`extra` holds settings of every run; those that a training does not have are left out."""

@@ -68,6 +68,14 @@ def test_the_table(tmp_path: Path) -> None:
     assert (tmp_path / "linearization.png").exists()
 
 
+def test_the_last_epoch_is_judged(tmp_path: Path) -> None:
+    stages = {CARRIED: "student.safetensors", 0: "match/checkpoints/last.safetensors"}
+    stages[20] = "distill/checkpoints/last.safetensors"
+    for epochs, place in stages.items():
+        run = Run("tangent", epochs, 0)
+        assert run.weights(tmp_path) == tmp_path / run.name / place
+
+
 def test_data_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["linearize", "--rows", "imagenette"]) == 2
     assert "no data for imagenette, tiny_imagenet: give --data imagenette=FOLDER" in capsys.readouterr().err

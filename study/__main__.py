@@ -133,6 +133,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_output(students, default=f"{OUT}-linearize")
     students.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
     students.add_argument("--rows", nargs="+", metavar="ROW", help="these students alone")
+    students.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     students.add_argument("--minutes", type=float, metavar="M", help="start no run after M minutes")
     students.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
     students.add_argument(
@@ -272,7 +273,14 @@ def run_linearize(args: argparse.Namespace) -> int:
         return 0
     check_teacher()
     failed = linearization.make_runs(
-        runs, paths=paths, out=args.output, device=device, minutes=args.minutes, extra=settings, log=say
+        runs,
+        paths=paths,
+        out=args.output,
+        device=device,
+        jobs=args.jobs,
+        minutes=args.minutes,
+        extra=settings,
+        log=say,
     )
     scratch = linearization.from_scratch(paths["tiny_imagenet"], device=device)
     say_text(linearization.write_results(args.output, scratch=scratch))

@@ -8,8 +8,10 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,44 +183,63 @@ def make_runs(
     paths: Mapping[str, str],
     out: Path,
     device: torch.device,
+    jobs: int = 1,
     minutes: float | None = None,
     extra: Sequence[str] = (),
     log: Callable[[str], None] = print,
 ) -> list[str]:
-    """Train the runs that are not finished, one after the other, and evaluate each. Returns the names of failed ones.
+    """Train the runs that are not finished, and evaluate each. Returns the names of failed ones.
 
+    jobs: runs at a time. Times of runs that share a device are no measurements.
     minutes: starts no further run after this time.
     """
+    if jobs < 1:
+        raise ValueError(f"--jobs is {jobs}; expected 1 or more")
     needed = {"tiny_imagenet", *(run.transfer for run in runs)}
     if missing := sorted(needed - paths.keys()):
         raise ValueError(f"no data for {', '.join(missing)}: give --data {missing[0]}=FOLDER (several: with commas)")
-    failed, start = [], time.monotonic()
-    for number, run in enumerate(runs, start=1):
+    start, judging = time.monotonic(), threading.Lock()
+    done: dict[str, Future[bool]] = {}
+
+    def make(run: Run | TeacherRun, number: int) -> bool:
+        """Whether the run has not failed"""
         folder = out / run.name
         if (folder / ACCURACY).exists():
-            continue
+            return True
+        if run.teacher is not None:
+            done[run.teacher.name].result()  # it began before
         if minutes is not None and time.monotonic() - start > 60 * minutes:
-            log("the time is up: the next call continues")
-            break
+            return True
         if run.teacher is not None and not (out / run.teacher.name / ACCURACY).exists():
-            failed.append(run.name)
             log(f"{run.name} is left out: its teacher {run.teacher.name} is not trained")
-            continue
+            return False
         arguments = run.arguments(paths, out, extra=extra)
         log(f"[{number}/{len(runs)}] {command_line(arguments)}")
         folder.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
         with open(folder / LOG, "ab") as file:
-            done = subprocess.run([sys.executable, "-m", "inline_attention", *arguments], stdout=file, stderr=file)
-        if done.returncode:
-            failed.append(run.name)
+            process = subprocess.run([sys.executable, "-m", "inline_attention", *arguments], stdout=file, stderr=file)
+        if process.returncode:
             log(f"{run.name} failed: see {folder / LOG}")
-            continue
-        result: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1)}  # with start and compilation
+            return False
+        result: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1), "jobs": jobs}  # start and all
         result["training_seconds"] = training_seconds(folder)
-        result["top1"] = judge(run.weights(out), paths["tiny_imagenet"], run.img_size, device=device)
+        with judging:
+            result["top1"] = judge(run.weights(out), paths["tiny_imagenet"], run.img_size, device=device)
         write_atomically(folder / ACCURACY, json.dumps(result).encode())
         log(f"{run.name}: top-1 {result['top1']:.2f}% in {result['seconds']:.0f} s")
+        return True
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for number, run in enumerate(runs, start=1):
+                done[run.name] = pool.submit(make, run, number)
+            failed = [name for name, future in done.items() if not future.result()]
+        except BaseException:  # such as Ctrl-C, which reaches the running ones too: they save
+            pool.shutdown(cancel_futures=True)
+            raise
+    if left := sum(not (out / run.name / ACCURACY).exists() for run in runs) - len(failed):
+        log(f"the time is up: the next call makes the other {left} runs")
     return failed
 
 

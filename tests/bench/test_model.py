@@ -18,6 +18,7 @@ from inline_attention.bench.record import Record, read_record
 from inline_attention.bench.timing import Effort, Timing
 from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
+from inline_attention.linearize.convert import linearization_of
 from inline_attention.models import list_models
 from inline_attention.models.weights import save_weights
 from inline_attention.optimize import MODES
@@ -77,6 +78,27 @@ def test_every_contender_is_measured(contender: str, training: bool) -> None:
     assert measured.error is None
     assert measured.timing is not None
     assert measured.images_per_second == 2 / measured.timing.median
+
+
+def test_a_softmax_model_is_measured_beside_its_linear_forms(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--img-sizes", "32", "--batch-sizes", "2", "--no-latency", "--modes", "eager", "--device", "cpu"]
+    record = tmp_path / "record.json"
+    words = ["bench", "model", "vit_tiny_patch16_224", *options, "--infer", "--quick", "--json", str(record)]
+    assert main(words) == 0
+    results = read_record(record, kinds=["model"])[2]
+    assert [(r["contender"], r["error"]) for r in results] == [("peer", None), ("tangent", None), ("inline", None)]
+    assert main([*words, "--contenders", "fused,peer"]) == 2
+    assert "vit_tiny_patch16_224 is a softmax model; use --contenders peer,tangent,inline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("attention", contenders.LINEARIZED)
+def test_linear_forms_have_the_local_residual(attention: str) -> None:
+    model = contenders.CONTENDERS[attention].build("vit_tiny_patch16_224", 32)
+    form = linearization_of(model)
+    assert form.form.attention == attention
+    assert form.local_residual
 
 
 @pytest.mark.parametrize(("contender", "backend"), [("fused", "triton"), ("reference", "reference")])
@@ -318,7 +340,7 @@ def test_file_that_is_no_record(tmp_path: Path, text: str, expected: str, capsys
         (["model", "inline_deit_huge"], "there is no model or file inline_deit_huge"),
         (["model", "inline_deit_tiny", "--contenders", "nobody"], "there is no contender nobody"),
         (["model", "inline_deit_tiny", "--modes", "warp"], "there is no mode warp"),
-        (["model", "softmax_deit_tiny"], "softmax_deit_tiny has no counterpart"),
+        (["model", "linear_deit_study", "--contenders", "peer"], "linear_deit_study has no counterpart"),
         (["op", "--case", "8x14"], "expected BATCH,SIDE"),
         (["model", "inline_deit_tiny", "--img-sizes", "0"], "--img-sizes 0: expected 1 or more"),
         (["model", "inline_deit_tiny", "--img-sizes", "32", "64", "--batch-sizes", "8", "-1"], "--batch-sizes 8 -1: "),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers import Attention, InLineAttention
+from inline_attention.linearize.convert import linearize
 from inline_attention.models import create_model, list_models
 from inline_attention.models.base import resize_input
 from inline_attention.models.registry import suggest_names
@@ -201,10 +202,27 @@ def build_textbook(name: str, img_size: Size) -> nn.Module:
     return model
 
 
+def is_softmax(name: str) -> bool:
+    """Whether a name is that of timm's models or of this library's softmax ones: they are timed beside linear forms."""
+    return name.startswith("softmax_") or (timm.is_model(name) and name not in list_models())
+
+
+def counterpart(name: str) -> str | None:
+    """The softmax model that a model is compared with. A softmax model is its own, beside its linearised forms."""
+    return COUNTERPARTS.get(name, name if is_softmax(name) else None)
+
+
+def build_linearized(name: str, img_size: Size, *, attention: str) -> nn.Module:
+    """The counterpart with linear attention and the local residual, as `linearize` makes it."""
+    model = build_peer(name, img_size)
+    linearize(model, attention=attention)
+    return model
+
+
 def build_peer(name: str, img_size: Size) -> nn.Module:
-    if name not in COUNTERPARTS:
-        raise ValueError(f"{name} has no counterpart; models with one: {', '.join(COUNTERPARTS)}")
-    peer = COUNTERPARTS[name]
+    peer = counterpart(name)
+    if peer is None:
+        raise ValueError(f"{name} has no counterpart; models with one: {', '.join(COUNTERPARTS)}, and those of timm")
     # Nothing in PVT v2 depends on the input size, and it has no such argument.
     return create_model(peer) if peer.startswith("pvt_v2") else create_model(peer, img_size=img_size)
 
@@ -261,15 +279,21 @@ CONTENDERS = {
     "peer": Contender("counterpart", build_peer),
     "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa),
     "peer_math": Contender("counterpart, softmax written out", build_peer_math),
+    "tangent": Contender("counterpart, linearised: tangent", partial(build_linearized, attention="tangent")),
+    "inline": Contender("counterpart, linearised: InLine", partial(build_linearized, attention="inline")),
     "free": Contender("counterpart, free attention", build_free),
     "softmax": Contender("softmax", build_softmax),
 }
 PEERS = ("peer", "peer_sdpa", "softmax")  # all ratios are over the fastest of them
+LINEARIZED = ("tangent", "inline")  # forms of a softmax model
+OF_INLINE = ("fused", "reference", "textbook")
 OF_DENSE_MODELS = ("fused", "reference", "softmax")
 OF_CLASSIFIERS = tuple(name for name in CONTENDERS if name != "softmax")
 
 
-def default_contenders(device: torch.device, *, dense: bool = False) -> list[str]:
+def default_contenders(models: Sequence[str], device: torch.device, *, dense: bool = False) -> list[str]:
+    if not dense and all(map(is_softmax, models)):
+        return ["peer", *LINEARIZED]
     everywhere = ["reference", "softmax"] if dense else ["reference", "textbook", "peer", "free"]
     return ["fused", *everywhere] if device.type == "cuda" else everywhere
 
@@ -279,9 +303,12 @@ def check_classifiers(models: Sequence[str], contenders: Sequence[str]) -> None:
     if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
         raise ValueError(f"there is no model or file {', '.join(unknown)}; {suggest_names(unknown[0])}")
     check_contenders(contenders, OF_CLASSIFIERS)
-    without = [name for name in models if name not in COUNTERPARTS]
-    if without and {*PEERS, "peer_math", "free"} & set(contenders):
-        raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders fused,reference,textbook")
+    if {*contenders} - {*OF_INLINE} and (without := [n for n in models if counterpart(n) is None]):
+        raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders {','.join(OF_INLINE)}")
+    if wrong := [name for name in contenders if name in OF_INLINE]:
+        for model in filter(is_softmax, models):
+            ours = ",".join(["peer", *LINEARIZED])
+            raise ValueError(f"--contenders {','.join(wrong)}: {model} is a softmax model; use --contenders {ours}")
 
 
 def check_dense_models(models: Sequence[str], contenders: Sequence[str]) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .contenders import CONTENDERS, COUNTERPARTS
+from .contenders import CONTENDERS, counterpart
 from .model import best_of, describe_size, fastest_peers, row_of
 
 COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "peer_math": "C5",
-           "free": "0.6"}  # fmt: skip
+           "free": "0.6", "tangent": "C0", "inline": "C2"}  # fmt: skip
 
 
 def check_picture(path: Path) -> None:
@@ -37,7 +37,7 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
             speeds.setdefault(r["contender"], {})[r["img_size"]] = r["images_per_second"]
         for contender, speed in speeds.items():
             style = dict(color=COLOURS[contender], linestyle="--" if contender == "free" else "-", marker="o")
-            label = CONTENDERS[contender].title.replace("counterpart", COUNTERPARTS.get(model, "counterpart"))
+            label = CONTENDERS[contender].title.replace("counterpart", counterpart(model) or "counterpart")
             axes.loglog(list(speed), list(speed.values()), label=label, **style)
         for r in shown:
             if r["contender"] == "fused" and (peer := peers.get(row_of(r))):

@@ -71,7 +71,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     profile = add_action(kinds, "profile", "time of whole models by kernel", parents=[common, tasks])
     for sub in (model, profile):
         sub.add_argument(
-            "models", nargs="+", metavar="MODEL", help="a name such as inline_deit_tiny, or a weights file"
+            "models",
+            nargs="+",
+            metavar="MODEL",
+            help="a name such as inline_deit_tiny, a weights file, or a softmax model of timm, to time it linearised",
         )
     for sub in (model, sweep, profile):
         sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
@@ -82,7 +85,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--batch-sizes", nargs="+", type=int, metavar="N", help=f"one, or one for each side (default: {batches})"
         )
-        _add_contenders(sub, "fused, reference, textbook, peer, peer_sdpa, peer_math, free")
+        _add_contenders(
+            sub, "fused, reference, textbook, peer, peer_sdpa, peer_math, free; of softmax models also tangent, inline"
+        )
     for sub in (model, sweep):
         _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")
         sub.add_argument(
@@ -252,7 +257,7 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     from inline_attention.bench.picture import draw_bars, draw_sweep
 
     device, dense = options["device"], args.kind == "dense"
-    contenders = args.contenders or known.default_contenders(device, dense=dense)
+    contenders = args.contenders or known.default_contenders(args.models, device, dense=dense)
     (known.check_dense_models if dense else known.check_classifiers)(args.models, contenders)
     model.check_modes(args.modes)
     settings = _settings(args, device, latency=not dense and args.latency)
@@ -292,7 +297,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
     from inline_attention.bench.contenders import check_classifiers, default_contenders
 
     device = options["device"]
-    contenders = args.contenders or default_contenders(device)
+    contenders = args.contenders or default_contenders(args.models, device)
     mode = args.mode or model.default_modes(device)[0]
     check_classifiers(args.models, contenders)
     model.check_modes([mode])

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers import ATTENTIONS
-from inline_attention.layers.tokens import masked_mean
 from inline_attention.ops import local_residual
 from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import masked_mean
 
 GRID, PREFIX, DIM, HEADS = (3, 4), 1, 16, 2
 N, D = PREFIX + 12, DIM // HEADS

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from variants import VARIANTS, build_variant
 
 from inline_attention.layers import Attention, PatchEmbed
-from inline_attention.layers.tokens import masked_mean
+from inline_attention.ops.reference import masked_mean
 
 GRID, PREFIX, DIM, HEADS = (3, 4), 1, 16, 2
 N = PREFIX + 12

@@ -24,9 +24,9 @@ from variants import build_variant
 
 import inline_attention
 from inline_attention.layers import ATTENTIONS
-from inline_attention.layers.tokens import masked_mean
 from inline_attention.models.profile import count_macs
 from inline_attention.ops.projections import unstack
+from inline_attention.ops.reference import masked_mean
 
 
 def mala(module: Any, queries: list[Tensor], keys: list[Tensor], i: int) -> list[Tensor]:

@@ -24,7 +24,15 @@ from kernel_cases import (
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from inline_attention.ops import fused, gpu, inline_attention, inline_attention_packed, make_local_weight
+from inline_attention.layers import InLineAttention
+from inline_attention.ops import (
+    fused,
+    gpu,
+    inline_attention,
+    inline_attention_packed,
+    linear_attention_projected,
+    make_local_weight,
+)
 from inline_attention.ops.fused import config, short
 from inline_attention.ops.fused.arguments import Options
 from inline_attention.ops.fused.plan import make_plan
@@ -170,6 +178,55 @@ def test_gradients_take_the_other_launches(launched):
     assert inputs[0].grad is not None
 
 
+def test_measured_wins_name_sizes_that_the_kernel_takes():
+    for (_, head_dim, _), wins in short.WINS.items():
+        assert head_dim <= config.MOST_CHANNELS
+        for win in wins:
+            assert win.least_tokens <= win.most_tokens <= config.Config().part
+            assert win.least_heads <= win.most_heads
+
+
+def layer_and_tokens():
+    torch.manual_seed(0)
+    return InLineAttention(32, 2, num_prefix_tokens=1, backend="triton").to(DEVICE), torch.randn(2, 16, 32).to(DEVICE)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_layer_hands_over_its_tokens(masked, launched):
+    """The kernel takes their mean and makes the local weight."""
+    layer, x = layer_and_tokens()
+    mask = torch.rand(2, 16, device=DEVICE) < 0.7 if masked else None
+    with configured(**ONE_LAUNCH), torch.no_grad():
+        out = layer(x, (3, 5), token_mask=mask)
+    assert launched == ["short_kernel"]
+    layer.double().backend = "reference"
+    torch.testing.assert_close(out.double(), layer(x.double(), (3, 5), token_mask=mask), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_makes_its_local_weight_where_somebody_sees_it(launched):
+    """For gradients, for hooks, and for kernels that take a finished weight."""
+    layer, x = layer_and_tokens()
+    with torch.no_grad():
+        expected = layer(x, (3, 5))
+    assert "local_weight_kernel" in launched
+    with configured(**ONE_LAUNCH):
+        torch.testing.assert_close(layer(x, (3, 5)), expected)
+        assert "short_kernel" not in launched
+        seen = []
+        layer.local.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x, (3, 5)), expected)
+    assert seen == [(2, 2, 16, 9)]
+    assert launched[-2:] == ["local_weight_kernel", "short_kernel"]
+
+
+def test_a_local_source_is_checked():
+    layer, x = layer_and_tokens()
+    qkv = torch.randn(2, 16, 3, 2, 16, device=DEVICE)
+    with pytest.raises(ValueError, match=r"tokens of shape \(2, 15, 32\); expected \(B, N, heads·e\) = \(2, 16, 32\)"):
+        linear_attention_projected(qkv, local_weight=layer.local.source(x[:, 1:]), grid=(4, 4))
+
+
 def test_only_measured_wins_are_chosen(monkeypatch):
     """By capability, channels of a head, tokens, and samples × heads."""
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
@@ -182,7 +239,7 @@ def test_only_measured_wins_are_chosen(monkeypatch):
             qkv = torch.empty(batch, tokens, 3, heads, d, dtype=dtype, device="cuda")
             return short.winning_tile([qkv], [qkv] * local, None, None, options._replace(**changes))
 
-    assert short.WINS == {}  # nothing is measured
+    monkeypatch.setattr(short, "WINS", {})
     assert chosen() is None
     monkeypatch.setattr(short, "WINS", {((9, 0), 32, False): (Win(most // 2, most * 2, 3, 24, tile),)})
     assert chosen() == chosen(batch=4) == tile

@@ -21,7 +21,7 @@ from inline_attention.models import create_model, list_models
 from inline_attention.models.base import resize_input
 from inline_attention.models.registry import suggest_names
 from inline_attention.models.weights import open_model
-from inline_attention.ops import Backend, Grid
+from inline_attention.ops import Backend, Grid, LocalSource
 from inline_attention.ops.projections import unstack
 from inline_attention.tasks.detection import published as detectors
 from inline_attention.tasks.detection.model import HEADS as DETECTION_HEADS
@@ -133,11 +133,16 @@ class TextbookAttention(InLineAttention):
     """InLine attention as the paper's matrix products, the residual as a grouped convolution. φ is the identity."""
 
     def attend(
-        self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
+        self,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | LocalSource | None,
     ) -> Tensor:
         assert self.feature_map == "identity"
         assert token_mask is None  # windows are not padded at the size that a model was built for
-        assert local_weight is not None
+        assert isinstance(local_weight, Tensor)
         prefix = self.num_prefix_tokens
         return textbook_attention(*unstack(projections), local_weight=local_weight, grid=grid, num_prefix_tokens=prefix)
 

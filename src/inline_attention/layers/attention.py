@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops import FEATURE_MAPS, Backend, Grid, local_residual
+from inline_attention.ops import FEATURE_MAPS, Backend, Grid, LocalSource, local_residual
 from inline_attention.ops.backends import check_backend
 from inline_attention.ops.checks import check_grid, check_mask, check_rows
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import zero_absent
+from inline_attention.ops.reference import masked_mean, zero_absent
 
 from .local import LocalTerm, LocalWeight, ParameterPair
 from .queries import AffineMap, HeadGain
 from .token_grid import ModelGrid, find_grid, token_mask_of, wait_for_model
-from .tokens import masked_mean, pad_images
+from .tokens import pad_images
 from .written_out import WrittenOut
 
 
@@ -198,7 +198,7 @@ class Attention(nn.Module):
                 q = unstack(projections)[0]
                 options["mean_query"] = masked_mean(q.flatten(2), token_mask).unflatten(1, q.shape[2:])[:, None]
             token_mean = mean if token_mean is None else token_mean
-        options["local_weight"] = self.local_weight(x, token_mean, token_mask)
+        options["local_weight"] = self.local_input(x, token_mean, token_mask)
         out = self.attend(projections, grid=grid, token_mask=token_mask, **options)
         return self.merge(self.apply_gate(self.add_position_bias(out, token_mask), x))
 
@@ -250,6 +250,12 @@ class Attention(nn.Module):
             weight = static.expand(x.shape[0], -1, -1, -1) if weight is None else weight + static
         return weight
 
+    def local_input(
+        self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None
+    ) -> Tensor | LocalSource | None:
+        """What `attend` takes as the local weight. A `LocalSource` only if the operation takes one."""
+        return self.local_weight(x, token_mean, token_mask)
+
     def attend(
         self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
     ) -> Tensor:
@@ -269,7 +275,9 @@ class Attention(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither attend nor global_attention")
 
-    def shared_options(self, *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None) -> dict[str, Any]:
+    def shared_options(
+        self, *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | LocalSource | None
+    ) -> dict[str, Any]:
         """The arguments that `attend` passes to any operation, besides those of its own"""
         return dict(
             local_weight=local_weight,

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from inline_attention.ops import Grid, add_perceptron
 
 from .attention import Attention
+from .mode import is_plain
 from .padding import Padding
 from .windows import WindowPlan
 
@@ -61,10 +62,7 @@ class Block(nn.Module):
         """Whether `add_perceptron` computes the second half: no module in it was replaced, and none has hooks."""
         parts = {self.norm2: nn.LayerNorm, self.mlp: Mlp, self.mlp.fc1: nn.Linear, self.mlp.fc2: nn.Linear}
         return (
-            all(
-                type(part) is kind and not part._forward_hooks and not part._forward_pre_hooks
-                for part, kind in parts.items()
-            )
+            all(is_plain(part, kind) for part, kind in parts.items())
             and isinstance(self.mlp.act, nn.GELU)
             and self.mlp.act.approximate == "none"
             and isinstance(self.mlp.norm, nn.Identity)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from inline_attention.ops import (
     Grid,
+    LocalSource,
     Normalization,
     attention_matrix,
     linear_attention_packed,
@@ -28,6 +29,8 @@ from inline_attention.ops.reference import (
 )
 
 from .attention import Attention
+from .local import LocalWeight
+from .mode import is_plain
 from .registry import register_attention
 from .rope import rotate
 from .tokens import pad_images, scores, through_state
@@ -96,10 +99,27 @@ class FusedAttention(Attention):
         )
         return pad_images(self.merge(out[None])[0].split(lengths), x.shape[1])
 
+    def local_input(
+        self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None
+    ) -> Tensor | LocalSource | None:
+        """In inference, what the weight is made from: the operation may make it in the same launch."""
+        makes_its_own = token_mean is not None or self.position is not None or self.rope
+        if makes_its_own or type(self).attend is not FusedAttention.attend:
+            return super().local_input(x, token_mean, token_mask)
+        if torch.is_grad_enabled() or self.local is None or not is_plain(self.local, LocalWeight):
+            return super().local_input(x, token_mean, token_mask)
+        return self.local.source(x)
+
     def attend(
-        self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None
+        self,
+        projections: Sequence[Tensor],
+        *,
+        grid: Grid,
+        token_mask: Tensor | None,
+        local_weight: Tensor | LocalSource | None,
     ) -> Tensor:
         if self.rope:
+            assert not isinstance(local_weight, LocalSource)
             return self.attend_rotated(projections, grid=grid, token_mask=token_mask, local_weight=local_weight)
         return linear_attention_projected(
             *projections,

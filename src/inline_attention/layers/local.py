@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from inline_attention.ops import Backend, make_local_weight
+from inline_attention.ops import Backend, LocalSource, make_local_weight
 from inline_attention.ops.local import TAPS
 
 
@@ -54,8 +54,14 @@ class LocalWeight(nn.Module):
 
     def forward(self, token_mean: Tensor, *, backend: Backend = "auto") -> Tensor:
         """The mean token (B, C) → local_weight (B, heads, d, 9); `backend` as of `inline_attention`"""
-        layers = self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
-        return make_local_weight(token_mean, *layers, backend=backend)
+        return make_local_weight(token_mean, *self.parameters_in_order(), backend=backend)
+
+    def source(self, x: Tensor) -> LocalSource:
+        """What the local weight of tokens x (B, N, C) is made from, for an operation that makes it"""
+        return LocalSource(x, *self.parameters_in_order())
+
+    def parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
 
 
 class LocalTerm(NamedTuple):

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules."""
+"""What a module does when it is called: its mode, and whether anybody changed its call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,3 +19,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of the module is the forward of this class and nothing else: no subclass, no hooks."""
+    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inline_attention.ops import Grid, tangent_attention_projected
+from inline_attention.ops import Grid, LocalSource, tangent_attention_projected
 from inline_attention.ops.matrix import weighted_rows
 from inline_attention.ops.reference import accumulation_dtype, without_autocast
 
@@ -67,9 +67,10 @@ class TangentAttention(FusedAttention):
         *,
         grid: Grid,
         token_mask: Tensor | None,
-        local_weight: Tensor | None,
+        local_weight: Tensor | LocalSource | None,
         mean_query: Tensor | None = None,
     ) -> Tensor:
+        assert not isinstance(local_weight, LocalSource)
         if self.rope:
             q, k, v = self.operands(projections, grid)
             projections = [x.to(v.dtype).unsqueeze(2) for x in (q, k, v)]

@@ -6,15 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
-
-
-def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Mean of the tokens present, its sum in at least float32: x (B, N, C), token_mask (B, N) → (B, C) in x's dtype"""
-    if token_mask is None:
-        return x.mean(1)  # PyTorch sums in float32 by itself here
-    total = zero_absent(x, token_mask).sum(1, dtype=accumulation_dtype(x.dtype))
-    return (total / token_mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+from inline_attention.ops.reference import accumulation_dtype, without_autocast
 
 
 def through_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from inline_attention.layers import LocalWeight
 from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.tangent import anchors_of_rows, expand_at_anchors, tangent_rows
 from inline_attention.layers.token_grid import GridSource, TokenGrid
-from inline_attention.layers.tokens import masked_mean
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import (
     FEATURE_MAPS,
@@ -30,7 +29,7 @@ from inline_attention.ops import (
 )
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import accumulation_dtype, anchor_weight, zero_absent
+from inline_attention.ops.reference import accumulation_dtype, anchor_weight, masked_mean, zero_absent
 
 MAX_REGIONS = 4  # a cyclic shift brings at most two bands of rows and two of columns into one window
 

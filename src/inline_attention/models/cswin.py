@@ -20,12 +20,11 @@ from inline_attention.layers.embed import pad_image
 from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
-from inline_attention.layers.tokens import masked_mean
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import zero_absent
+from inline_attention.ops.reference import masked_mean, zero_absent
 
 from .base import PyramidModel, Stage, StateDict, adapt_attention, check_positive, check_stages, drop_path_rates
 from .published import PUBLISHED, Published, share_link

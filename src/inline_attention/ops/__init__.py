@@ -15,7 +15,7 @@ from .attention import (
 )
 from .backends import Backend, get_backend, set_backend, use_backend
 from .feature_maps import FEATURE_MAPS, FeatureMap
-from .local import Grid
+from .local import Grid, LocalSource
 from .local_weight import make_local_weight
 from .matrix import attention_matrix
 from .perceptron import add_perceptron
@@ -26,6 +26,7 @@ __all__ = [
     "Backend",
     "FeatureMap",
     "Grid",
+    "LocalSource",
     "Normalization",
     "add_perceptron",
     "attention_matrix",

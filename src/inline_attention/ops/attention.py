@@ -33,9 +33,10 @@ from .checks import (
     shape_of,
 )
 from .feature_maps import FEATURE_MAPS, get_feature_map
-from .local import Grid, local_sum
+from .local import Grid, LocalSource, local_sum
+from .local_weight import make_local_weight
 from .projections import unstack
-from .reference import token_count, zero_absent
+from .reference import masked_mean, token_count, zero_absent
 
 Normalization = Literal["divide", "subtract", "magnitude"]
 NORMALIZATIONS = get_args(Normalization)
@@ -116,7 +117,7 @@ def linear_attention_projected(
     scale: float | None = None,
     token_weight: Tensor | None = None,
     query_offset: Tensor | None = None,
-    local_weight: Tensor | None = None,
+    local_weight: Tensor | LocalSource | None = None,
     grid: Grid | None = None,
     num_prefix_tokens: int = 0,
     token_mask: Tensor | None = None,
@@ -131,6 +132,8 @@ def linear_attention_projected(
     Args:
         projections: tensors (B, N, m, heads, d) that together hold q, k and v, in this order: one qkv with m = 3, or
             q with m = 1 and kv with m = 2.
+        local_weight: (B, heads, e, 9), or a `LocalSource`, what it is made from. In inference the attention's kernel
+            makes it for short sequences.
 
     The other arguments and the result are those of `linear_attention`.
     """
@@ -408,7 +411,7 @@ def _attention(
     query_offset: Tensor | None = None,
     anchored: bool = False,
     anchor: Tensor | None = None,
-    local_weight: Tensor | None,
+    local_weight: Tensor | LocalSource | None,
     grids: Sequence[Grid] | None,
     num_prefix_tokens: int,
     token_mask: Tensor | None = None,
@@ -449,6 +452,10 @@ def _attention(
     )
     if anchored and anchor is None:
         anchor = _mean_query(q, query_mask)
+
+    def make(source: LocalSource) -> Tensor:
+        return make_local_weight(masked_mean(source.x, token_mask), *source[1:], backend=backend)
+
     phi = get_feature_map(feature_map)
     scale = default_scale(q, scale)
     if normalization == "divide":
@@ -489,7 +496,10 @@ def _attention(
             scale=scale,
             grids=sizes,
             num_prefix_tokens=num_prefix_tokens,
+            make=make,
         )
+    if isinstance(local_weight, LocalSource):
+        local_weight = make(local_weight)
     if anchor is not None:
         query_offset, token_weight = anchor, reference.anchor_weight(anchor, k, token_mask, scale)
     options: dict[str, Any] = dict(

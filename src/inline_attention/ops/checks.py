@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .local import TAPS, Grid
+from .local import TAPS, Grid, LocalSource
 from .tracing import is_exporting
 
 ROWS = "(B, N, heads, d)"
@@ -154,7 +154,7 @@ def check_grid(grid: Grid, *, tokens: int, num_prefix_tokens: int) -> None:
 
 
 def check_local(
-    local_weight: Tensor | None,
+    local_weight: Tensor | LocalSource | None,
     q: Tensor,
     v: Tensor,
     *,
@@ -179,6 +179,15 @@ def check_local(
         raise ValueError(
             f"local_weight needs queries on the map of v, but there are {q.shape[1]} queries and {v.shape[1]} keys"
         )
+    if isinstance(local_weight, LocalSource):
+        expected = (*shape_of(v)[:2], v.shape[2] * v.shape[3])
+        if packed or shape_of(local_weight.x) != expected:
+            shape = shape_of(local_weight.x)
+            raise ValueError(
+                f"the LocalSource has tokens of shape {shape}; expected (B, N, heads·e) = {expected}, "
+                "and images that are not packed"
+            )
+        return
     check_local_weight(local_weight, v, images=len(lengths) if packed else v.shape[0])
 
 

@@ -54,6 +54,9 @@ if INTERPRETED:
     TILES = (Tile(16, 16, 4, 1),)
 
 
+ANY = 2**62  # more rows than there can be
+
+
 class Win(NamedTuple):
     """Numbers of rows for which the kernel was measured to be faster than the compiled reference."""
 

@@ -21,9 +21,9 @@ CENTRE = 4
 
 
 class LocalSource(NamedTuple):
-    """What a local weight is made from: the tokens, and the parameters that `make_local_weight` takes.
+    """What a local weight is made from: tokens, of which it takes the mean, and the parameters of `make_local_weight`.
 
-    Only tests and timings make one. Layers will, once `fused.short.WINS` names sizes for which it is faster.
+    In inference, `fused.short.WINS` names sizes for which the attention's kernel makes the weight.
     """
 
     x: Tensor  # (B, N, heads·d); absent tokens may hold anything

@@ -64,6 +64,14 @@ def zero_absent(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *(1,) * (x.ndim - 2)), 0)
 
 
+def masked_mean(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Mean of the tokens present, its sum in at least float32: x (B, N, C), token_mask (B, N) → (B, C) in x's dtype"""
+    if token_mask is None:
+        return x.mean(1)  # PyTorch sums in float32 by itself here
+    total = zero_absent(x, token_mask).sum(1, dtype=accumulation_dtype(x.dtype))
+    return (total / token_mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+
 def _zero_absent_heads_first(x: Tensor, mask: Tensor | None) -> Tensor:
     """`zero_absent` of x (B, heads, N, d)"""
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)

@@ -1,6 +1,6 @@
 """The backend's entry: where the kernels run, and the call of the operator."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,18 +49,20 @@ def attention(
     scale: float,
     grids: Sequence[Grid],
     num_prefix_tokens: int,
+    make: Callable[[LocalSource], Tensor] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """The backend's entry. Inputs are checked and defaults filled in.
 
     Args:
-        local_weight: (B, heads, e, 9), or a `LocalSource` for the kernel of one launch, which makes the weight itself.
+        local_weight: (B, heads, e, 9), or a `LocalSource`: the kernel of one launch makes the weight itself.
         sequences: (images, 4) integers for a packed batch: first token, tokens, height and width of each image.
         shares: the normalised token weight (B, heads, N).
         offset: what is subtracted from the queries, (B, 1, heads, d).
         anchored: the shares are the softmax of the offset's scores. They are computed here.
         feature_map: the kernels' name of φ, `FeatureMap.kernel`.
         grids: (height, width) of the map; of each image's map for a packed batch.
+        make: makes the local weight of a `LocalSource` for the other kernels.
         tile: parameters of the kernel of one launch, which has no gradients. By default that kernel runs only where it
             was measured to be faster.
     """
@@ -78,7 +80,9 @@ def attention(
     if tile is not None:
         assert not save, "one launch has no backward"
         return short_op(projections, local, *masks, sequences, shares, offset, *options, list(tile))
-    assert len(local) <= 1, "only the kernel of one launch takes a LocalSource"
+    if isinstance(local_weight, LocalSource):
+        assert make is not None
+        local = local_tensors(make(local_weight))
     weight = local[0] if local else None
     out, *_ = forward_op(projections, weight, *masks, sequences, shares, offset, *options, save)
     return out

@@ -28,13 +28,14 @@ def local_weight_kernel(
     p_w1 += i_h * D * D
     b_w1 = tl.load(p_w1 + o_d[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_d[None, :], other=0.0)  # (in, out)
     b_b1 = tl.load(p_b1 + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
-    b_hidden = product_plus(operand(b_x, DOT, PRECISION), operand(b_w1, DOT, PRECISION), b_b1, PRECISION)
-    b_hidden = operand(gelu(b_hidden, PRECISION), DOT, PRECISION)
+    # Loaded before the first product, so that one load does not wait for the other.
     o_o = tl.program_id(2) * BO + tl.arange(0, BO)
     m_o = o_o < 9 * D
     p_w2 += i_h * 9 * D * D
     b_w2 = tl.load(p_w2 + o_o[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_o[None, :], other=0.0)
     b_b2 = tl.load(p_b2 + i_h * 9 * D + o_o, mask=m_o, other=0.0).to(tl.float32)[None, :]
+    b_hidden = product_plus(operand(b_x, DOT, PRECISION), operand(b_w1, DOT, PRECISION), b_b1, PRECISION)
+    b_hidden = operand(gelu(b_hidden, PRECISION), DOT, PRECISION)
     b_out = product_plus(b_hidden, operand(b_w2, DOT, PRECISION), b_b2, PRECISION)
     p_out += o_b[:, None] * (HEADS * 9 * D) + i_h * 9 * D + o_o[None, :]
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_b[:, None] & m_o[None, :])

@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inline_attention import optimize, use_backend
+from inline_attention.layers.embed import PatchConv2d
 from inline_attention.ops.backends import HAS_TRITON
 
 
@@ -50,6 +51,33 @@ def test_graphs_are_replayed_where_it_is_safe(
     monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: modes.append(mode))
     optimize(model, mode=mode)
     assert modes == [expected]
+
+
+def test_convolutions_that_cut_images_become_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolutions = {
+        "patches": (nn.Conv2d(3, 8, 4, stride=4), PatchConv2d),
+        "many channels": (nn.Conv2d(8, 8, 4, stride=4), nn.Conv2d),
+        "overlapping": (nn.Conv2d(3, 8, 7, stride=4, padding=3), nn.Conv2d),
+        "not square": (nn.Conv2d(3, 8, (2, 4), stride=(2, 4)), nn.Conv2d),
+        "padded": (nn.Conv2d(3, 8, 4, stride=4, padding=1), nn.Conv2d),
+        "in groups": (nn.Conv2d(3, 6, 4, stride=4, groups=3), nn.Conv2d),
+    }
+    hooked = nn.Conv2d(3, 8, 4, stride=4)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.ModuleDict({name: module for name, (module, _) in convolutions.items()} | {"hooked": hooked})
+    monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: None)
+    optimize(model)
+    assert {type(module) for module in model.values()} == {nn.Conv2d}, "on a CPU they stay"
+    x = torch.randn(2, 3, 9, 13)
+    expected = model["patches"](x)
+    monkeypatch.setattr(torch.nn.Parameter, "device", torch.device("cuda"))
+    optimize(model)
+    monkeypatch.undo()
+    assert {name: type(model[name]) for name in convolutions} == {
+        name: kind for name, (_, kind) in convolutions.items()
+    }
+    assert type(hooked) is nn.Conv2d
+    torch.testing.assert_close(model["patches"](x), expected)
 
 
 @pytest.mark.slow

@@ -275,18 +275,20 @@ def build_softmax(name: str, img_size: Size) -> nn.Module:
 class Contender:
     title: str
     build: Callable[[str, Size], nn.Module]
+    optimized: bool = True  # by `optimize`; otherwise by torch.compile alone
 
 
 CONTENDERS = {
     "fused": Contender("InLine, fused", build_fused),
     "reference": Contender("InLine, reference", build_reference),
     "textbook": Contender("InLine, textbook", build_textbook),
-    "peer": Contender("counterpart", build_peer),
-    "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa),
-    "peer_math": Contender("counterpart, softmax written out", build_peer_math),
+    "peer": Contender("counterpart", build_peer, optimized=False),
+    "peer_optimized": Contender("counterpart, by `optimize`", build_peer),
+    "peer_sdpa": Contender("counterpart, SDPA forced", build_peer_sdpa, optimized=False),
+    "peer_math": Contender("counterpart, softmax written out", build_peer_math, optimized=False),
     "tangent": Contender("counterpart, linearised: tangent", partial(build_linearized, attention="tangent")),
     "inline": Contender("counterpart, linearised: InLine", partial(build_linearized, attention="inline")),
-    "free": Contender("counterpart, free attention", build_free),
+    "free": Contender("counterpart, free attention", build_free, optimized=False),
     "softmax": Contender("softmax", build_softmax),
 }
 PEERS = ("peer", "peer_sdpa", "softmax")  # all ratios are over the fastest of them
@@ -298,7 +300,7 @@ OF_CLASSIFIERS = tuple(name for name in CONTENDERS if name != "softmax")
 
 def default_contenders(models: Sequence[str], device: torch.device, *, dense: bool = False) -> list[str]:
     if not dense and all(map(is_softmax, models)):
-        return ["peer", *LINEARIZED]
+        return ["peer", "peer_optimized", *LINEARIZED]
     everywhere = ["reference", "softmax"] if dense else ["reference", "textbook", "peer", "free"]
     return ["fused", *everywhere] if device.type == "cuda" else everywhere
 

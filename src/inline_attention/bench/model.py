@@ -127,6 +127,7 @@ class Candidate:
     step_of: Callable[[nn.Module], Call]
     training: bool
     latency: bool = False  # wait for the end of each call
+    optimized: bool = True  # by `optimize`; otherwise by torch.compile alone, as a peer is used
 
 
 def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | None]:
@@ -137,8 +138,10 @@ def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | Non
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = candidate.build().to(device)
     model.train(candidate.training)
-    if mode != EAGER:
+    if mode != EAGER and candidate.optimized:
         optimize(model, mode=mode)
+    elif mode != EAGER:
+        model.compile(mode=mode)
     step = candidate.step_of(model)
     peak = None
     for call in range(WARM_UP):
@@ -231,6 +234,7 @@ def make_candidates(
             step_of,
             training=setting.training,
             latency=setting.is_latency,
+            optimized=CONTENDERS[contender].optimized,
         )
         for contender in contenders
         for mode in modes

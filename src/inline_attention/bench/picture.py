@@ -8,7 +8,7 @@ from .contenders import CONTENDERS, counterpart
 from .model import best_of, describe_size, fastest_peers, row_of
 
 COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "peer_math": "C5",
-           "free": "0.6", "tangent": "C0", "inline": "C2"}  # fmt: skip
+           "free": "0.6", "peer_optimized": "C3", "tangent": "C0", "inline": "C2"}  # fmt: skip
 
 
 def check_picture(path: Path) -> None:

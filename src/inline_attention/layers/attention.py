@@ -61,6 +61,8 @@ class Attention(nn.Module):
     # Whether a token mask is enough for the images of a padded batch. It is not if a term depends on the layout of the
     # tokens, such as a learned position. Blocks then run images one by one.
     masks_padding: ClassVar[bool] = True
+    # Whether queries and keys are rotated by the positions of their tokens.
+    rope: bool = False
     # Whether `attend` takes `mean_query` too.
     uses_mean_query: bool = False
 
@@ -146,7 +148,7 @@ class Attention(nn.Module):
     @property
     def uses_grid(self) -> bool:
         """Whether the output depends on how the tokens are laid out on a map."""
-        return self.local is not None or self.position is not None
+        return self.local is not None or self.position is not None or self.rope
 
     def forward(
         self,

@@ -70,10 +70,6 @@ class FusedAttention(Attention):
             )
         self.rope = rope
 
-    @property
-    def uses_grid(self) -> bool:
-        return self.rope or super().uses_grid
-
     def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The images end to end, without their padding, in one call of the operation"""
         if type(self).attend is not FusedAttention.attend or self.rope or self.position is not None:

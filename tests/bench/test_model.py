@@ -88,7 +88,8 @@ def test_a_softmax_model_is_measured_beside_its_linear_forms(
     words = ["bench", "model", "vit_tiny_patch16_224", *options, "--infer", "--quick", "--json", str(record)]
     assert main(words) == 0
     results = read_record(record, kinds=["model"])[2]
-    assert [(r["contender"], r["error"]) for r in results] == [("peer", None), ("tangent", None), ("inline", None)]
+    assert [r["contender"] for r in results] == ["peer", "peer_optimized", "tangent", "inline"]
+    assert {r["error"] for r in results} == {None}
     assert main([*words, "--contenders", "fused,peer"]) == 2
     assert "vit_tiny_patch16_224 is a softmax model; use --contenders peer,tangent,inline" in capsys.readouterr().err
 
@@ -207,11 +208,14 @@ def test_steps_run_as_a_model_would(training: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_mode_but_eager_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours by `optimize`, and a peer as its users compile it."""
     modes = []
-    monkeypatch.setattr(bench, "optimize", lambda model, *, mode: modes.append(mode))
+    monkeypatch.setattr(bench, "optimize", lambda model, *, mode: modes.append(("optimize", mode)))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model, *, mode: modes.append(("compile", mode)))
     options = OPTIONS | dict(modes=["eager", "default"])
-    bench.run_setting(bench.Setting("inline_deit_tiny", 32, 1, training=False), contenders=["peer"], **options)
-    assert modes == ["default"]
+    setting = bench.Setting("inline_deit_tiny", 32, 1, training=False)
+    bench.run_setting(setting, contenders=["peer", "reference", "peer_optimized"], **options)
+    assert modes == [("compile", "default"), ("optimize", "default"), ("optimize", "default")]
 
 
 def test_settings_pair_sizes_with_batches() -> None:

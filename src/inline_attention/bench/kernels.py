@@ -73,12 +73,14 @@ def run_case(case: Case, *, device: torch.device, dtype: torch.dtype, bandwidth:
 def draw_perceptron(
     rows: int, width: int, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Several inputs (rows, width), as `draw_sets`, and the parameters of the layer norm and of the two linear layers.
+    """Inputs (rows, width) and the parameters of the layer norm and of the two linear layers.
+
+    There are several inputs, as in `draw_sets`, but no more than 16: few rows stay in the cache in a model, too.
 
     The stream and the norm are float32 and the weights in `dtype`, as under autocast once the weights are cast.
     """
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    sets = max(2, math.ceil(4 * cache / (4 * rows * width)))
+    sets = min(16, max(2, math.ceil(4 * cache / (4 * rows * width))))
     xs = [torch.randn(rows, width, device=device) for _ in range(sets)]
     norm = [1 + torch.randn(width, device=device) / 5, torch.randn(width, device=device) / 5]
     hidden = 4 * width

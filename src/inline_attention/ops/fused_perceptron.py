@@ -65,8 +65,10 @@ class Win(NamedTuple):
     tile: Tile
 
 
-# By compute capability, width and hidden channels, in half precision. Nothing is measured yet, so nothing is here.
-WINS: dict[tuple[tuple[int, int], int, int], tuple[Win, ...]] = {}
+# By compute capability, width and hidden channels, in half precision.
+WINS: dict[tuple[tuple[int, int], int, int], tuple[Win, ...]] = {
+    ((9, 0), 192, 768): (Win(33_621, ANY, Tile(64, 32, 4, 3)),),
+}
 
 
 def halves(width: int) -> tuple[int, int]:

@@ -143,7 +143,10 @@ def step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> d
     """
     if plan.block_channels > 64:
         return dict(BN=16, num_warps=8, num_stages=1)
-    tokens, warps, stages = config.STEPS[effort][kernel]
+    steps = config.STEPS[effort][kernel]
+    if plan.block_channels == 64:
+        steps = config.WIDE_STEPS.get((effort, kernel), steps)
+    tokens, warps, stages = steps
     tokens = min(tokens, config.CONFIG.tokens)
     if dtype == torch.float32:
         tokens, warps = min(tokens, 32), max(warps, 2)

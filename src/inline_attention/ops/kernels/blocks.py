@@ -235,6 +235,24 @@ def head_sums(b_x, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.const
 
 
 @triton.jit
+def products_with_row(
+    b_x, b_row, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`head_sums` of b_x·b_row, b_x (BN, BX), b_row (BX,)
+
+    For one head in half precision it is a matrix product with equal columns, whose result has the layout of the outputs
+    that it scales. A sum over channels would have to be moved there through shared memory.
+    """
+    if HEADS == 1 and PRECISION != "ieee":
+        b_columns = tl.broadcast_to(b_row[:, None], (b_row.shape[0], 16))
+        b_products = tl.dot(operand(b_x, DOT, PRECISION), operand(b_columns, DOT, PRECISION), input_precision=PRECISION)
+        return tl.max(b_products, 1)[:, None]
+    else:
+        return head_sums(b_x * b_row[None, :], o_x, o_y, DX, DY, HEADS)
+
+
+@triton.jit
 def inverse(b_z, PRECISION: tl.constexpr):
     """1/z, and zero for z = 0"""
     b_divisor = tl.where(b_z == 0.0, 1.0, b_z)

@@ -13,7 +13,6 @@ from .blocks import (
     divisor_of,
     factors,
     full_mean,
-    head_sums,
     load_offset,
     load_queries,
     load_rows,
@@ -21,6 +20,7 @@ from .blocks import (
     operand,
     present,
     product_plus,
+    products_with_row,
     same_head,
     state_offsets,
     store_rows,
@@ -93,7 +93,7 @@ def outputs_of(
     b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION)
     if NORM != "subtract":
         b_q = add_map_at_zero(b_q.to(tl.float32), 1.0, MAP)
-        b_z = head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS)
+        b_z = products_with_row(b_q, b_k_mean, o_k, o_v, DK, DV, HEADS, DOT, PRECISION)
         b_g, b_f, _ = factors(b_z, eps, NORM, PRECISION)
         b_out = b_g * b_out + b_f * b_v_mean[None, :]
     return b_out

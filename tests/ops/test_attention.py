@@ -225,17 +225,21 @@ def test_transforms_of_torch_func(argument: int) -> None:
     assert_close(torch.func.vmap(call)(several), torch.stack([call(y) for y in several]))
 
 
-def test_one_tensor_in_several_places_compiles_as_one_graph() -> None:
-    """Self-attention passes one mask for tokens and queries."""
+@pytest.mark.parametrize("places", ["three tensors", "one tensor"])
+def test_gradients_of_one_compiled_graph(places: str) -> None:
+    """Self-attention passes one mask for tokens and queries, and may pass one tensor as q, k and v."""
     torch._dynamo.reset()
-    x, mask = randn(BATCH, TOKENS, HEADS, DIM).requires_grad_(), some_mask()
+    tensors = [randn(BATCH, TOKENS, HEADS, DIM).requires_grad_() for _ in range(3 if places == "three tensors" else 1)]
+    mask = some_mask()
 
-    def call(x: Tensor) -> Tensor:
-        return inline_attention(x, x, x, token_mask=mask, query_mask=mask)
+    def call(*tensors: Tensor) -> Tensor:
+        q, k, v = tensors if len(tensors) == 3 else tensors * 3
+        return inline_attention(q, k, v, token_mask=mask, query_mask=mask)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    expected, found = (torch.autograd.grad(f(x).square().sum(), x)[0] for f in (call, compiled))
-    assert_close(found, expected)
+    expected, found = (torch.autograd.grad(f(*tensors).square().sum(), tensors) for f in (call, compiled))
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y)
 
 
 def test_gradients_of_queries_of_another_length() -> None:

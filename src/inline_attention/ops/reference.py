@@ -293,7 +293,7 @@ class _Attention(torch.autograd.Function):
         out, state = forward(Inputs(*tensors), **options)
         ctx.save_for_backward(*tensors, *state)
         ctx.options = options
-        return out
+        return out.view_as(out)  # without the view, torch.compile in torch 2.11 takes all gradients for zero
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

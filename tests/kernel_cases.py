@@ -94,10 +94,11 @@ class Kind(NamedTuple):
 
 
 INLINE = Kind()
+TANGENT = Kind(anchored=True)
 FAMILY = [
     Kind("divide", "relu"),
     Kind("magnitude", "elu_plus_one"),
-    Kind(anchored=True),
+    TANGENT,
     Kind("subtract", "identity", weighted=True, value_channels=16),
     Kind("divide", "exp", weighted=True),
     Kind("magnitude", "relu", weighted=True, value_channels=16),

@@ -24,6 +24,7 @@ from kernel_cases import (
     GPU,
     INLINE,
     PATHS,
+    TANGENT,
     Kind,
     compare,
     configured,
@@ -32,7 +33,9 @@ from kernel_cases import (
     random_case,
     run,
 )
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from inline_attention.ops import (
     FEATURE_MAPS,
@@ -45,8 +48,10 @@ from inline_attention.ops import (
     inline_attention_projected,
     linear_attention,
     linear_attention_packed,
+    tangent_attention,
 )
 from inline_attention.ops.fused import config
+from inline_attention.ops.fused.operators import forward_op
 from inline_attention.ops.fused.plan import make_plan, make_tiles, split
 from inline_attention.ops.kernels.blocks import tile_tokens
 
@@ -137,6 +142,51 @@ def test_family(kind, path):
     check(*make_inputs(2, (3, 4), 1, 3, 32 if kind.value_channels else 16, torch.float32, masked=True), kind=kind)
 
 
+TANGENTS = [  # batch, grid, prefix, heads, head_dim, dtype, masked, channels of values
+    (2, (3, 7), 1, 3, 16, torch.float16, True, None),
+    (1, (5, 5), 0, 1, 32, torch.float16, False, 16),
+    (2, (2, 9), 0, 4, 16, torch.float32, True, 8),
+    (1, (1, 1), 0, 1, 24, torch.float32, False, None),
+]
+
+
+@on_both_paths(("case",), [(case,) for case in TANGENTS])
+def test_tangents(case, path):
+    """Also values narrower than keys, where heads share a block and where they do not."""
+    *sizes, masked, channels = case
+    check(*make_inputs(*sizes, masked=masked), kind=TANGENT._replace(value_channels=channels))
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
+    """The same on both paths. Short sequences take one launch, and without a backward no score is stored."""
+    qkv, _, _, options = make_inputs(2, (3, 7), 0, heads, 16, torch.float32, masked=True)
+    q, k, v = qkv.unbind(2)
+    anchor, mask = q.mean(1, keepdim=True), options["token_mask"]
+    launched, launch = [], gpu.launch
+    monkeypatch.setattr(gpu, "launch", lambda kernel, grid: launched.append(kernel.__name__) or launch(kernel, grid))
+    arguments = ([qkv], None, mask, None, None, None, anchor, "subtract", "identity", True, 0.25)
+    out, *left = forward_op(*arguments, [3, 7], 0, save)
+    scores = (0.25 * (anchor * k).sum(-1)).masked_fill(~mask[..., None], -torch.inf).transpose(1, 2)
+    shares = scores.softmax(-1)
+    _, means, stored, lse = left
+    if path == "fused":
+        assert launched == ["forward_kernel"]
+        assert all((x.numel() > 0) == save for x in left)
+    else:
+        assert launched == ["scores_kernel", "logsumexp_kernel", "state_kernel", "finish_kernel", "output_kernel"]
+        assert (stored.numel() > 0) == save
+    if save:
+        torch.testing.assert_close(stored.masked_fill(~mask[:, None], -torch.inf), scores)
+        torch.testing.assert_close(lse, scores.logsumexp(-1))
+        mean = torch.einsum("bhn,bnhe->bhe", shares, v)
+        torch.testing.assert_close(means[:, heads * 16 :].view_as(mean), mean)
+    with FakeTensorMode() as mode:
+        faked = forward_op(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments), [3, 7], 0, save)
+    assert [(x.shape, x.dtype) for x in faked] == [(x.shape, x.dtype) for x in (out, *left)]
+
+
 @pytest.mark.parametrize("kind", FAMILY[:2], ids=str)
 def test_family_packed(kind, path):
     grids, bounds = [(2, 3), (1, 1), (3, 5)], [0, 7, 9, 25]
@@ -159,10 +209,12 @@ def test_without_local_residual(masked, path):
     check(*make_inputs(2, (3, 7), 1, 2, 16, torch.float32, local=False, masked=masked))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_far_from_zero(dtype, path):
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((INLINE, dtype) for dtype in DTYPES), *((TANGENT, dtype) for dtype in DTYPES[1:])], ids=str
+)
+def test_inputs_far_from_zero(kind, dtype, path):
     large = GPU and path == "split"  # what is done at once is short
-    check(*make_inputs(1, (64, 64) if large else (3, 7), 1, 2, 16, dtype, mean=4.0), mean=4.0)
+    check(*make_inputs(1, (64, 64) if large else (3, 7), 1, 2, 16, dtype, mean=4.0), kind=kind, mean=4.0)
 
 
 def test_a_state_beyond_the_range_of_float16(path):
@@ -173,11 +225,12 @@ def test_a_state_beyond_the_range_of_float16(path):
     check(qkv, None, (x[3] / 1000).to(DEVICE, torch.float16), {})
 
 
-def test_absent_tokens_may_hold_anything(path):
+@pytest.mark.parametrize("kind", [INLINE, TANGENT], ids=str)
+def test_absent_tokens_may_hold_anything(kind, path):
     qkv, weight, grad, options = make_inputs(1, (3, 5), 1, 1, 16, torch.float32, masked=True)
     qkv[~options["token_mask"]] = torch.nan
     clean = qkv.nan_to_num(0.0)
-    first, second = (run(x, weight, grad, options, backend="triton") for x in (qkv, clean))
+    first, second = (run(x, weight, grad, options, backend="triton", kind=kind) for x in (qkv, clean))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -277,12 +330,13 @@ def test_nothing_to_do(shape, path):
     check(*make_inputs(batch, (2, 3), 0, heads, head_dim, torch.float32))
 
 
+@pytest.mark.parametrize("attend", [functools.partial(inline_attention, feature_map="exp"), tangent_attention])
 @pytest.mark.parametrize("queries", [6, 4])
-def test_a_sample_without_tokens_is_zero(queries, path):
+def test_a_sample_without_tokens_is_zero(queries, attend, path):
     q, k, v = torch.randn(3, 2, 6, 1, 16, device=DEVICE)
     leaves = [x.requires_grad_() for x in (q[:, :queries], k, v)]
     mask = torch.tensor([[False] * 6, [True] * 6], device=DEVICE)
-    out = inline_attention(*leaves, token_mask=mask, feature_map="exp", backend="triton")
+    out = attend(*leaves, token_mask=mask, backend="triton")
     for x in (out, *torch.autograd.grad(out.sum(), leaves)):
         assert x.isfinite().all()
         assert not x[0].any()
@@ -426,12 +480,13 @@ def test_packed_compiles_as_one_graph():
         torch.testing.assert_close(compiled(qkv, weight, bounds, grids), expected)
 
 
-def test_compiles_as_one_graph():
+@pytest.mark.parametrize("attend", [inline_attention, tangent_attention])
+def test_compiles_as_one_graph(attend):
     qkv, weight, _, options = make_inputs(1, (3, 5), 1, 2, 16, torch.float32)
     qkv.requires_grad_()
 
     def loss(qkv, weight):
-        return inline_attention(*qkv.unbind(2), local_weight=weight, backend="triton", **options).square().sum()
+        return attend(*qkv.unbind(2), local_weight=weight, backend="triton", **options).square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     (expected,) = torch.autograd.grad(loss(qkv, weight), qkv)

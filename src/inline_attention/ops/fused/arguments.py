@@ -70,6 +70,21 @@ def state_dtype_of(dtype: torch.dtype, feature_map: str, anchored: bool) -> torc
     return dtype if rounded else torch.float32
 
 
+def saved_shapes(plan: Plan, options: Options, save: bool) -> list[tuple[int, ...]]:
+    """Of what the forward leaves for the backward: state, means, an anchor's scores, and log Σ exp of them
+
+    Without a backward they are empty, but for those that one kernel leaves to the next.
+    """
+    kept = plan.batch if save or not plan.fused else 0
+    anchored = kept if options.anchored else 0
+    return [
+        (kept, plan.heads, plan.key_dim, plan.value_dim),
+        (kept, plan.heads * (plan.key_dim + plan.value_dim)),
+        (anchored if save else 0, plan.heads, plan.tokens),
+        (anchored, plan.heads),
+    ]
+
+
 def layout_of(projections: Sequence[Tensor]) -> str:
     """Which of q, k and v each tensor holds, such as "qkv" or "q,kv" """
     names = iter("qkv")

@@ -10,13 +10,24 @@ from .. import gpu
 from ..kernels import anchor, forward
 from ..projections import unstack
 from . import config
-from .arguments import Options, Tensors, as_bytes, common_of, count_of, dot_settings, state_dtype_of, strides_of
+from .arguments import (
+    Options,
+    Tensors,
+    as_bytes,
+    common_of,
+    count_of,
+    dot_settings,
+    saved_shapes,
+    state_dtype_of,
+    strides_of,
+)
 from .plan import Plan, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
 
 
-def anchor_scores(k: Tensor, tensors: Tensors, options: Options, plan: Plan) -> tuple[Tensor, Tensor]:
-    """s·a·k for every token (B, heads, N), and log Σ exp of them (B, heads), float32"""
-    scores = torch.empty((plan.batch, plan.heads, plan.tokens), dtype=torch.float32, device=k.device)
+def score_tokens(
+    k: Tensor, tensors: Tensors, options: Options, plan: Plan, scores: Tensor, lse: Tensor, save: bool
+) -> None:
+    """Writes s·a·k for every token, if the backward needs it, and log Σ exp."""
     tiles = triton.cdiv(plan.tokens, config.CONFIG.score_tokens)
     parts = torch.empty((plan.batch, plan.heads, tiles), dtype=torch.float32, device=k.device)
     mask = as_bytes(tensors.token_mask)
@@ -24,11 +35,9 @@ def anchor_scores(k: Tensor, tensors: Tensors, options: Options, plan: Plan) -> 
         k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads,
         *strides_of(False, k),
         D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.score_tokens,
-        HAS_MASK=mask is not None,
+        HAS_MASK=mask is not None, SAVE=save,
     )  # fmt: skip
-    lse = torch.empty((plan.batch, plan.heads), dtype=torch.float32, device=k.device)
     gpu.launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles, BN=128, num_warps=1)
-    return scores, lse
 
 
 def run_forward(
@@ -46,50 +55,53 @@ def run_forward(
     height, width = plan.height, plan.width
     local = local_weight is not None
     out = torch.empty((*q.shape[:3], plan.value_dim), dtype=q.dtype, device=q.device)
-    kept = plan.batch if save or not plan.fused else 0
     state_dtype = state_dtype_of(q.dtype, options.feature_map, options.anchored)
-    state = torch.empty((kept, plan.heads, plan.key_dim, plan.value_dim), dtype=state_dtype, device=q.device)
-    means = torch.empty((kept, plan.heads * (plan.key_dim + plan.value_dim)), dtype=torch.float32, device=q.device)
-    scores, lse = (torch.empty((0,), dtype=torch.float32, device=q.device) for _ in range(2))
+    dtypes = state_dtype, *[torch.float32] * 3
+    state, means, scores, lse = (
+        torch.empty(shape, dtype=dtype, device=q.device)
+        for shape, dtype in zip(saved_shapes(plan, options, save), dtypes, strict=True)
+    )
     if out.numel() == 0:
         return out, state, means, scores, lse
-    if options.anchored:
-        shares, lse = scores, _ = anchor_scores(k, tensors, options, plan)
+    weighted = shares is not None or options.anchored
     masks = as_bytes(token_mask), as_bytes(query_mask)
     count = count_of(token_mask)
-    common = dict(**common_of(plan, token_mask), WEIGHTED=shares is not None)
+    common = dict(**common_of(plan, token_mask), WEIGHTED=weighted)
     anchored = dict(ANCHORED=options.anchored)
-    effort = options.effort(weighted=shares is not None)
+    effort = options.effort(weighted=weighted)
     products = dot_settings(q.dtype)
-    centre = q.dtype == torch.float32 or shares is not None
+    centre = q.dtype == torch.float32 or weighted
     chosen = dict(MAP=options.feature_map, NORM=options.normalization, OFFSET=offset is not None)
     scale, prefix = options.scale, options.num_prefix_tokens
     mask_q = query_mask is not None
     if plan.fused:
         gpu.launch(forward.forward_kernel, (plan.programs,))(
-            q, k, v, local_weight, *masks, count, sequences, shares, lse, offset, out, state, means,
+            q, k, v, local_weight, *masks, count, sequences, scores if options.anchored else shares, lse, offset,
+            out, state, means,
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
             *strides_of(plan.packed, q, k, v, out),
             **common, **anchored, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
-            BW=tile_columns(width),
+            BW=tile_columns(width), BS=config.CONFIG.score_step,
             **step_settings("forward", effort, plan, q.dtype),
         )  # fmt: skip
         return out, state, means, scores, lse
+    if options.anchored:
+        score_tokens(k, tensors, options, plan, scores, lse, save)
     size = plan.block_keys * plan.block_values + 2 * (plan.block_keys + plan.block_values)
     parts = split(
         plan, plan.tokens, q.device, programs=config.CONFIG.scaled_state_programs if effort == "scaled" else None
     )
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     gpu.launch(forward.state_kernel, (plan.programs, parts.number))(
-        k, v, masks[0], sequences, shares, lse, sums, plan.tokens, height, width, plan.blocks, plan.heads,
-        *strides_of(plan.packed, k, v),
+        k, v, masks[0], sequences, shares, lse, offset, sums,
+        plan.tokens, height, width, scale, plan.blocks, plan.heads, *strides_of(plan.packed, k, v),
         **common, **anchored, **products, MAP=options.feature_map, CENTRE=centre,
         **step_settings("state", effort, plan, q.dtype),
     )  # fmt: skip
     block = sum_settings(plan, parts)
     gpu.launch(forward.finish_kernel, (plan.programs, plan.block_keys // block["BR"]))(
         sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
-        **common, **block, CENTRE=centre, PIVOTED=shares is not None and q.dtype != torch.float32,
+        **common, **block, CENTRE=centre, PIVOTED=weighted and q.dtype != torch.float32,
     )  # fmt: skip
     columns = config.CONFIG.output_columns
     tiles = make_tiles(plan, columns=columns, local=local)

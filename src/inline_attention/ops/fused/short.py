@@ -18,7 +18,6 @@ from ..projections import unstack
 from ..registration import register
 from . import config
 from .arguments import Options, Tensors, as_bytes, common_of, dot_settings, strides_of
-from .forward import anchor_scores
 from .operators import flops_of
 from .plan import Plan, make_plan
 
@@ -141,20 +140,18 @@ def run(
     out = torch.empty((*q.shape[:3], plan.value_dim), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    lse = None
-    if options.anchored:
-        shares, lse = anchor_scores(k, tensors, options, plan)
+    weighted = shares is not None or options.anchored
     made = len(local) > 1
     weight = local[0] if len(local) == 1 else None
     source = tuple(local) if made else (None,) * 5
     gpu.launch(short_kernel, (plan.programs, tile.parts))(
-        q, k, v, weight, *source, as_bytes(token_mask), as_bytes(query_mask), sequences, shares, lse, offset, out,
+        q, k, v, weight, *source, as_bytes(token_mask), as_bytes(query_mask), sequences, shares, offset, out,
         plan.queries, plan.tokens, plan.height, plan.width, options.num_prefix_tokens, options.scale,
         plan.blocks, plan.heads,
         *strides_of(plan.packed, q, k, v, local[0] if made else q, out),
         **common_of(plan, token_mask), **dot_settings(q.dtype), MAP=options.feature_map, NORM=options.normalization,
-        CENTRE=q.dtype == torch.float32 or shares is not None, LOCAL=len(local) > 0, MADE=made,
-        MASK_Q=query_mask is not None, WEIGHTED=shares is not None, ANCHORED=options.anchored,
+        CENTRE=q.dtype == torch.float32 or weighted, LOCAL=len(local) > 0, MADE=made,
+        MASK_Q=query_mask is not None, WEIGHTED=weighted, ANCHORED=options.anchored,
         OFFSET=offset is not None, BN=tile.keys, BM=tile.queries, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -12,19 +12,23 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
   because float32 loses the spread next to a large mean. Products of half-precision numbers leave enough digits, but
   tensor cores round sums towards zero: each sums a short part of the tokens, and the parts are added in float32. A
   pivot is computed where it is used and never stored, because its last digits depend on the block's layout. Weighted
-  tokens are centred in every precision, because their products with the weights are rounded.
+  keys are centred in every precision, because their products with the weights are rounded. Their sum is near zero
+  then, so a large mean of the values cancels: in half precision the pivot of values is zero.
 - state: covariance S, mean of φ(k), mean of v, as in `reference.State`. φ(x) − φ(0) takes the place of φ(x), which
   leaves S unchanged.
 - NORM: the normalization. out = g(z)·φ(q)·S + f(z)·v̄ with z = s·φ(q)·k̄; g and f are 1 for "subtract".
 - shares: weights of the tokens with a sum of one, (heads, N) for a sample, if WEIGHTED. Otherwise all are 1/n.
 - OFFSET: a row that is subtracted from all queries exists. ANCHORED: the shares are the softmax of its scores. They are
-  never stored: a share is computed from its score where it is used.
+  never stored: a share is computed where it is used, by the forward pass from the key, by the backward from the score.
 """
 
 import triton
 import triton.language as tl
 
 from ..feature_maps import add_map_at_zero, feature_map
+
+# The score of an absent token. Not −∞, because the softmax of a sample without tokens would be NaN.
+LEAST = tl.constexpr(-3.0e38)
 
 # Arguments that change with the image size. A kernel is compiled once for all their values.
 SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
@@ -206,6 +210,24 @@ def store_scalars(p_x, b_x, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl
 
 
 @triton.jit
+def load_of_heads(p_x, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr):
+    """A number for each head, from (heads,): (1,) for one head, else (BC,), for each channel"""
+    if HEADS == 1:
+        return tl.load(p_x + tl.arange(0, 1))
+    else:
+        return tl.load(p_x + o_c // D, mask=m_c, other=0.0)
+
+
+@triton.jit
+def store_of_heads(p_x, b_x, stride, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr):
+    """Stores what `load_of_heads` loads, `stride` apart"""
+    if HEADS == 1:
+        tl.store(p_x + tl.arange(0, 1), b_x)
+    else:
+        tl.store(p_x + o_c // D * stride, b_x, mask=m_c & (o_c % D == 0))
+
+
+@triton.jit
 def load_shares(
     p_share, p_lse, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr, ANCHORED: tl.constexpr
 ):  # fmt: skip
@@ -213,11 +235,8 @@ def load_shares(
     logarithm of the sum of their exponentials for each head."""
     b_share = load_scalars(p_share, N, t, o_t, m_t, o_c, m_c, D, HEADS)
     if ANCHORED:
-        if HEADS == 1:
-            b_share = tl.where(m_t[:, None], tl.exp(b_share - tl.load(p_lse)), 0.0)
-        else:
-            b_lse = tl.load(p_lse + o_c // D, mask=m_c, other=0.0)
-            b_share = tl.where(m_t[:, None] & m_c[None, :], tl.exp(b_share - b_lse[None, :]), 0.0)
+        b_share = tl.exp(b_share - load_of_heads(p_lse, o_c, m_c, D, HEADS)[None, :])
+        b_share = tl.where(m_t[:, None] & m_c[None, :] if HEADS > 1 else m_t[:, None], b_share, 0.0)
     return b_share
 
 
@@ -235,21 +254,45 @@ def head_sums(b_x, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.const
 
 
 @triton.jit
-def products_with_row(
-    b_x, b_row, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`head_sums` of b_x·b_row, b_x (BN, BX), b_row (BX,)
+def scores_of(b_k, b_anchor, m_t, o_k, D: tl.constexpr, HEADS: tl.constexpr):
+    """s·a·k of keys where m_t, LEAST elsewhere: (BN, 1) for one head, else (BN, BK). b_anchor (BK,) holds s·a"""
+    b_score = head_sums(b_k.to(tl.float32) * b_anchor[None, :], o_k, o_k, D, D, HEADS)
+    return tl.where(m_t[:, None], b_score, LEAST)
 
-    For one head in half precision it is a matrix product with equal columns, whose result has the layout of the outputs
-    that it scales. A sum over channels would have to be moved there through shared memory.
-    """
-    if HEADS == 1 and PRECISION != "ieee":
-        b_columns = tl.broadcast_to(b_row[:, None], (b_row.shape[0], 16))
-        b_products = tl.dot(operand(b_x, DOT, PRECISION), operand(b_columns, DOT, PRECISION), input_precision=PRECISION)
-        return tl.max(b_products, 1)[:, None]
-    else:
-        return head_sums(b_x * b_row[None, :], o_x, o_y, DX, DY, HEADS)
+
+@triton.jit
+def add_exponentials(b_max, b_sum, b_x):
+    """The running maximum with b_x, and the running sum of exponentials, which are relative to the maximum"""
+    b_new = tl.maximum(b_max, b_x)
+    return b_new, b_sum * tl.exp(b_max - b_new) + tl.exp(b_x - b_new)
+
+
+@triton.jit
+def log_of_sum(b_max, b_sum):
+    """The logarithm of what `add_exponentials` summed, over the first axis: (BN, …) → (…)"""
+    b_most = tl.max(b_max, 0, keep_dims=True)
+    return tl.sum(b_most, 0) + tl.log(tl.sum(b_sum * tl.exp(b_max - b_most), 0))
+
+
+@triton.jit
+def log_of_scores(
+    p_k, p_mask, p_score, stride_k, t_begin, t_end, N, o_k, m_k, b_anchor,
+    D: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
+    SAVE: tl.constexpr,
+):  # fmt: skip
+    """log Σ exp of the scores of tokens t_begin … t_end − 1, as `load_of_heads` loads it. Stores the scores if SAVE."""
+    o_t = tl.arange(0, BN)
+    b_max = tl.full([BN, 1 if HEADS == 1 else BK], LEAST, tl.float32)
+    b_sum = tl.zeros([BN, 1 if HEADS == 1 else BK], tl.float32)
+    for t in range(t_begin, t_end, BN):
+        m_t = t + o_t < t_end
+        m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
+        b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_k, m_k)
+        b_score = scores_of(b_k, b_anchor, m_here, o_k, D, HEADS)
+        if SAVE:
+            store_scalars(p_score, b_score, N, t, o_t, m_t, o_k, m_k, D, HEADS)
+        b_max, b_sum = add_exponentials(b_max, b_sum, b_score)
+    return log_of_sum(b_max, b_sum)
 
 
 @triton.jit
@@ -275,48 +318,65 @@ def factors(b_z, eps, NORM: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, b_k0, b_v0,
+    p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+    b_offset, b_anchor, b_lse, b_k0, b_v0,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BK, BV); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0)
 
-    If WEIGHTED, every term of a sum is multiplied by the token's share. In half precision the pivots b_k0 and b_v0 are
-    returned in the place of Σ φ(k) and Σ v then. Shares have a sum of one, so the means are the pivots plus the other
-    two sums. In float32 that would lose digits of means that are much smaller than the pivots.
+    If WEIGHTED, every term of a sum is multiplied by the token's share: if ANCHORED, exp(s·a·k − b_lse), with b_lse as
+    `load_of_heads` loads it. In half precision b_v0 is zero, and the pivots are returned in the place of Σ φ(k) and Σ v
+    then. Shares have a sum of one, so the means are the pivots plus the other two sums. In float32 that would lose
+    digits of means that are much smaller than the pivots.
     """
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BK, BV], tl.float32)
     # Column sums are products with ones, which need no reduction across threads inside the loop. Keys stand left and
     # values right, as in the product of both. On the other side φ would be computed a second time.
+    # The weighted sum of half-precision values is a product with the shares, because values times shares would be
+    # rounded. Its rows are equal for one head, else there is one for each channel of keys.
+    ROWS: tl.constexpr = BK if WEIGHTED and HEADS > 1 and PRECISION != "ieee" else 16
     b_ones = tl.full([16, BN], 1.0, DOT)
     b_ones_k = tl.full([BN, 16], 1.0, DOT)
     b_k_sum = tl.zeros([BK, 16], tl.float32)
     b_v_sum = tl.zeros([16, BV], tl.float32)
     b_dk_sum = tl.zeros([BK, 16], tl.float32)
-    b_dv_sum = tl.zeros([16, BV], tl.float32)
+    b_dv_sum = tl.zeros([ROWS, BV], tl.float32)
     for t in range(t_begin, t_end, BN):
         m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
         b_k = load_queries(p_k, stride_k, t, o_t, m_t, o_k, m_k, b_offset, OFFSET)
-        b_v = load_rows(p_v, stride_v, t, o_t, m_t, o_v, m_v)
+        b_v = operand(load_rows(p_v, stride_v, t, o_t, m_t, o_v, m_v), DOT, PRECISION)
+        if ANCHORED:
+            b_share = tl.exp(scores_of(b_k, b_anchor, m_t, o_k, DK, HEADS) - b_lse[None, :])
+        elif WEIGHTED:
+            b_share = load_scalars(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
         if MAP != "identity":
             b_k = feature_map(b_k.to(tl.float32), MAP)
         if WEIGHTED:
             tl.static_assert(CENTRE, "weighted tokens are centred")
-            b_share_k = load_shares(p_share, p_lse, N, t, o_t, m_t, o_k, m_k, DK, HEADS, ANCHORED)
-            b_share_v = load_shares(p_share, p_lse, N, t, o_t, m_t, o_v, m_v, DV, HEADS, ANCHORED)
             if PRECISION == "ieee":
-                b_k_sum = add_product(b_k_sum, tl.trans(b_k * b_share_k), b_ones_k, PRECISION)
+                b_share_v = b_share
+                if HEADS > 1:
+                    b_share_v = head_sums(tl.where((o_k % DK == 0)[None, :], b_share, 0.0), o_k, o_v, DK, DV, HEADS)
+                b_k_sum = add_product(b_k_sum, tl.trans(b_k * b_share), b_ones_k, PRECISION)
                 b_v_sum = add_product(b_v_sum, b_ones, b_v * b_share_v, PRECISION)
-            b_k = operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share_k, DOT, PRECISION)
-            b_v = tl.where(m_t[:, None], b_v.to(tl.float32) - b_v0[None, :], 0.0)
-            b_dv_sum = add_product(b_dv_sum, b_ones, operand(b_v * b_share_v, DOT, PRECISION), PRECISION)
-            b_v = operand(b_v, DOT, PRECISION)
+                b_v -= b_v0[None, :]
+                b_dv_sum = add_product(b_dv_sum, b_ones, b_v * b_share_v, PRECISION)
+            else:
+                # A share is a rounded factor and the rest. All factors stand before the products, because threads
+                # wait for each other in between.
+                b_shares = tl.trans(tl.broadcast_to(b_share, [BN, ROWS]))
+                b_factor = operand(b_shares, DOT, PRECISION)
+                b_rest = operand(b_shares - b_factor.to(tl.float32), DOT, PRECISION)
+            b_k = operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share, DOT, PRECISION)
             b_dk_sum = add_product(b_dk_sum, tl.trans(b_k), b_ones_k, PRECISION)
+            if PRECISION != "ieee":
+                b_dv_sum = add_product(b_dv_sum, b_factor, b_v, PRECISION)
+                b_dv_sum = add_product(b_dv_sum, b_rest, b_v, PRECISION)
         else:
             b_k = operand(b_k, DOT, PRECISION)
-            b_v = operand(b_v, DOT, PRECISION)
             b_k_sum = add_product(b_k_sum, tl.trans(b_k), b_ones_k, PRECISION)
             b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
             if CENTRE:
@@ -325,9 +385,12 @@ def accumulate(
                 b_dk_sum = add_product(b_dk_sum, tl.trans(b_k), b_ones_k, PRECISION)
                 b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
         b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
-    # Every row, or column, holds the same sum.
     if WEIGHTED and PRECISION != "ieee":
+        if HEADS > 1:  # one row of each head
+            b_dv_sum = tl.where(o_k[:, None] == (o_v // DV * DK)[None, :], b_dv_sum, 0.0)
+            return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 1), tl.sum(b_dv_sum, 0)
         return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 1), tl.max(b_dv_sum, 0)
+    # Every row, or column, holds the same sum.
     b_k_sum = tl.max(b_k_sum, 1)
     b_v_sum = tl.max(b_v_sum, 0)
     if CENTRE:

@@ -13,16 +13,19 @@ from .blocks import (
     divisor_of,
     factors,
     full_mean,
+    head_sums,
+    load_of_heads,
     load_offset,
     load_queries,
     load_rows,
     locate,
+    log_of_scores,
     operand,
     present,
     product_plus,
-    products_with_row,
     same_head,
     state_offsets,
+    store_of_heads,
     store_rows,
     sum_parts,
     tile_index,
@@ -48,16 +51,29 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
 
 @triton.jit
 def sum_state(
-    p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, count, scale,
+    p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, b_offset, count, scale,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, BS: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """The state of a sample from all its tokens: S (BK, BV), and the means of φ(k) − φ(0) (BK,) and of v (BV,)"""
+    """The state of a sample from all its tokens: S (BK, BV), and the means of φ(k) − φ(0) (BK,) and of v (BV,)
+
+    If ANCHORED, b_offset (BK,) is the anchor. The keys are read twice: BS at a time for log Σ exp of the scores, then
+    for the sums. If SAVE, the scores are stored to p_share and log Σ exp to p_lse.
+    """
+    b_anchor = 0.0
+    b_lse = 0.0
+    if ANCHORED:
+        b_anchor = b_offset * tl.cast(scale, tl.float32)
+        b_lse = log_of_scores(
+            p_k, p_mask, p_share, stride_k, 0, N, N, o_k, m_k, b_anchor, DK, HEADS, BS, BK, HAS_MASK, SAVE
+        )  # fmt: skip
+        if SAVE:
+            store_of_heads(p_lse, b_lse, 1, o_k, m_k, DK, HEADS)
     b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
-    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", CENTRE, HAS_MASK)
+    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)
     b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
+        p_k, p_v, p_mask, p_share, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, 0.0, b_anchor, b_lse, b_k0, b_v0,
         MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
     )  # fmt: skip
     m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
@@ -93,7 +109,7 @@ def outputs_of(
     b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION)
     if NORM != "subtract":
         b_q = add_map_at_zero(b_q.to(tl.float32), 1.0, MAP)
-        b_z = products_with_row(b_q, b_k_mean, o_k, o_v, DK, DV, HEADS, DOT, PRECISION)
+        b_z = head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS)
         b_g, b_f, _ = factors(b_z, eps, NORM, PRECISION)
         b_out = b_g * b_out + b_f * b_v_mean[None, :]
     return b_out
@@ -142,11 +158,12 @@ def forward_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr,
-    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, SAVE: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, BS: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward pass for short sequences. Grid (B·blocks,)
 
     A program sums its keys and values to the state, then writes its outputs. It reads the values from the cache then.
+    If ANCHORED, it first computes the scores, BS tokens at a time. p_share and p_lse are for the backward then.
     """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
@@ -172,8 +189,8 @@ def forward_kernel(
     count = divisor_of(tokens, WEIGHTED)
 
     b_s, b_k_mean, b_v_mean = sum_state(
-        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, count, scale,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED,
+        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, b_offset, count, scale,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, BS, SAVE,
     )  # fmt: skip
     if SAVE:
         p_means += i_b * heads * (DK + DV)
@@ -200,8 +217,8 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def state_kernel(
-    p_k, p_v, p_mask, p_seq, p_share, p_lse, p_part,
-    N, H, W, blocks, heads, stride_kb, stride_k, stride_vb, stride_v,
+    p_k, p_v, p_mask, p_seq, p_share, p_lse, p_offset, p_part,
+    N, H, W, scale, blocks, heads, stride_kb, stride_k, stride_vb, stride_v,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
@@ -222,18 +239,22 @@ def state_kernel(
     p_v += i_b * stride_vb + start * stride_v + h * DV
     if HAS_MASK:
         p_mask += i_b * N
-    if WEIGHTED:
+    if WEIGHTED and not ANCHORED:
         p_share += (i_b * heads + h) * N
+    b_anchor = 0.0
+    b_lse = 0.0
     if ANCHORED:
-        p_lse += i_b * heads + h
+        b_anchor = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, ANCHORED) * tl.cast(scale, tl.float32)
+        b_lse = load_of_heads(p_lse + i_b * heads + h, o_k, m_k, DK, HEADS)
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
     t_begin = tl.minimum(i_p * length, N)
     t_end = tl.minimum(t_begin + length, N)
 
     b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
-    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", CENTRE, HAS_MASK)
+    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)
     b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
+        p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+        0.0, b_anchor, b_lse, b_k0, b_v0,
         MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
     )  # fmt: skip
     p_part += (i * parts + i_p) * (BK * BV + 2 * BK + 2 * BV)

@@ -134,7 +134,7 @@ def local_sums(
 
 @triton.jit(do_not_specialize=SIZES)
 def short_kernel(
-    p_q, p_k, p_v, p_w, p_x, p_w1, p_b1, p_w2, p_b2, p_mask, p_mask_q, p_seq, p_share, p_lse, p_offset, p_out,
+    p_q, p_k, p_v, p_w, p_x, p_w1, p_b1, p_w2, p_b2, p_mask, p_mask_q, p_seq, p_share, p_offset, p_out,
     Nq, N, H, W, prefix, scale, blocks, heads,
     stride_qb, stride_q, stride_kb, stride_k, stride_vb, stride_v, stride_xb, stride_x, stride_ob, stride_o,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
@@ -167,17 +167,15 @@ def short_kernel(
         p_mask += i_b * N
     if MASK_Q:
         p_mask_q += i_b * Nq
-    if WEIGHTED:
+    if WEIGHTED and not ANCHORED:
         p_share += (i_b * heads + h) * N
-    if ANCHORED:
-        p_lse += i_b * heads + h
     b_offset = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, OFFSET)
     tokens = count_tokens(p_mask, N, BN, HAS_MASK)
 
     count = divisor_of(tokens, WEIGHTED)
     b_s, b_k_mean, b_v_mean = sum_state(
-        p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, count, scale,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED,
+        p_k, p_v, p_mask, p_share, None, stride_k, stride_v, N, o_k, m_k, o_v, m_v, b_offset, count, scale,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, BN, False,
     )  # fmt: skip
     b_base = base_of(b_s, b_v_mean, MAP, NORM)
     b_k_mean = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)

@@ -27,6 +27,7 @@ from inline_attention.ops.reference import (
     without_autocast,
     zero_absent,
 )
+from inline_attention.ops.tracing import needs_plain_operations
 
 from .attention import Attention
 from .local import LocalWeight
@@ -99,10 +100,16 @@ class FusedAttention(Attention):
         self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None
     ) -> Tensor | LocalSource | None:
         """In inference, what the weight is made from: the operation may make it in the same launch."""
-        makes_its_own = token_mean is not None or self.position is not None or self.rope
-        if makes_its_own or type(self).attend is not FusedAttention.attend:
-            return super().local_input(x, token_mean, token_mask)
-        if torch.is_grad_enabled() or self.local is None or not is_plain(self.local, LocalWeight):
+        if (
+            self.local is None
+            or not is_plain(self.local, LocalWeight)
+            or token_mean is not None
+            or self.position is not None
+            or self.rope
+            or type(self).attend is not FusedAttention.attend
+            or torch.is_grad_enabled()
+            or needs_plain_operations()  # a program recorded without gradients may be used with them
+        ):
             return super().local_input(x, token_mean, token_mask)
         return self.local.source(x)
 

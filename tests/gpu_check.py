@@ -7,6 +7,7 @@
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py perceptron --cases 400 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py short --processes 14 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py settings --processes 14 --seconds 200 --out FOLDER
 
 `sanitize` calls forward and backward of every kernel once, on small shapes, and compares the results with float64 on
 the CPU. Run it without the sanitizer first: its processes compile the kernels, and Triton keeps them on disk for the
@@ -17,7 +18,8 @@ compiled once. With `--seconds` it stops in time; `--first` starts at a later se
 perceptron's kernel. It then times every tile of `fused_perceptron.TILES` beside what torch.compile makes of the
 reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win. `short` does it for the forward pass
 in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given one. It prints
-the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise.
+the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise. `settings` times each
+attention kernel with other tokens of a step, warps and stages than `fused.config.STEPS` has, and prints the fastest.
 
 Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
 """
@@ -47,6 +49,7 @@ from torch import Tensor
 if not torch.cuda.is_available():  # to try this script; the interpreter is slow
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import launch_settings
 import short_times
 from kernel_cases import (
     DEVICE,
@@ -580,6 +583,30 @@ def one_launch(args: argparse.Namespace) -> dict[str, Any]:
     return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
 
 
+# settings
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    until = time.time() + args.seconds
+    chosen = launch_settings.all_settings(args.kinds, args.kernels)
+    work = [(setting, case) for setting in chosen for case in launch_settings.CASES[setting.kernel]]
+    by_width = {
+        (setting, case.rpartition("x")[2]): (setting, case) for setting, case in work
+    }  # a kernel serves a width
+    found = in_processes(launch_settings.compile_one, by_width.values(), args.processes)
+    broken = [error for error in found if error]
+    print(f"{len(by_width)} compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
+    inputs = {case: launch_settings.draw(case) for case in dict.fromkeys(case for _, case in work)}
+    timed: list[dict[str, Any]] = []
+    for setting, case in work:
+        if time.time() < until:
+            timed.append(launch_settings.time_one(setting, case, inputs))
+    print("\n".join([launch_settings.HEADER, *launch_settings.lines_of(timed)]))
+    if len(timed) < len(work):
+        print(f"not timed in {args.seconds:.0f} s: {len(work) - len(timed)} of {len(work)}")
+    return dict(broken=broken, timed=timed, failed=[])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -589,6 +616,7 @@ def main() -> int:
         "random": random,
         "perceptron": perceptron,
         "short": one_launch,
+        "settings": settings,
     }
     for name in run_by_name:
         command = commands.add_parser(name)
@@ -607,6 +635,11 @@ def main() -> int:
             command.add_argument("--heads", type=int, default=len(short_times.HEADS), help="kinds of heads, in order")
             command.add_argument("--sides", type=int, nargs="+", default=short_times.SIDES)
             command.add_argument("--batches", type=int, nargs="+", default=short_times.BATCHES)
+        if name == "settings":
+            kinds, kernels = launch_settings.EFFORTS, launch_settings.CASES
+            command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
+            command.add_argument("--kinds", nargs="+", default=["fused"], choices=kinds, help="attentions")
+            command.add_argument("--kernels", nargs="+", default=list(kernels), choices=kernels)
         if name == "random":
             command.add_argument("--cases", type=int, default=2000)
             command.add_argument("--first", type=int, default=0, help="the first seed")

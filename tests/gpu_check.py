@@ -16,7 +16,9 @@ atomically, so there should be none. `random` compares random cases with float64
 `tests/ops/test_triton.py` does for 210 of them. A process takes all cases of a specialization, so that each kernel is
 compiled once. With `--seconds` it stops in time; `--first` starts at a later seed. `perceptron` does the same for the
 perceptron's kernel. It then times every tile of `fused_perceptron.TILES` beside what torch.compile makes of the
-reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win. `short` does it for the forward pass
+reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win. For training it times the forward
+pass of every tile, and then forward and backward with the fastest, compiled, beside those of a block's own modules;
+that gives `TRAINING_WINS`. `--modes` takes one of the two. `short` does it for the forward pass
 in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given one. It prints
 the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise. `settings` times each
 attention kernel with other tokens of a step, warps and stages than `fused.config.STEPS` has, and prints the fastest.
@@ -33,6 +35,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ if "sanitize" in sys.argv:
 
 import torch
 import torch.multiprocessing
-from torch import Tensor
+from torch import Tensor, nn
 
 if not torch.cuda.is_available():  # to try this script; the interpreter is slow
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -73,12 +76,14 @@ from kernel_cases import (
     run,
     run_made,
     specialization_of,
+    trained_perceptron_errors,
 )
 
 from inline_attention.bench.kernels import compiled_calls, draw_perceptron, perceptron_calls
 from inline_attention.bench.op import in_turn
 from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.layers import LocalWeight
+from inline_attention.layers.block import Mlp
 from inline_attention.ops import (
     fused_perceptron,
     gpu,
@@ -401,6 +406,7 @@ ROWS = {
     256: (196, 25_088),
     512: (49, 6272),
 }
+LEAST_TRAINED = 10_000  # training has no fewer rows
 LEAST_GAIN = 1.03  # a win by less is noise
 
 
@@ -418,14 +424,14 @@ def timed_tiles(width: int, rows: int, dtype: torch.dtype) -> list[fused_percept
     return tiles
 
 
-def compile_tile(share: tuple[int, fused_perceptron.Tile, torch.dtype]) -> str | None:
+def compile_tile(share: tuple[int, fused_perceptron.Tile, torch.dtype, bool]) -> str | None:
     """Compiles a kernel, for Triton's cache on disk. Says why it cannot."""
-    width, tile, dtype = share
+    width, tile, dtype, training = share
     try:
         xs, tensors = draw_perceptron(16, width, device=torch.device(DEVICE), dtype=dtype)
-        perceptron_calls(xs[:1], tensors, dtype, tile)[0]()
+        perceptron_calls([xs[0].requires_grad_(training)], tensors, dtype, tile)[0]()
     except Exception as error:  # the other tiles are timed
-        return f"{width} {tile}: {error!r}"[:300]
+        return f"{width} {tile} training={training}: {error!r}"[:300]
     return None
 
 
@@ -436,10 +442,50 @@ def compile_reference(share: tuple[int, int, torch.dtype]) -> None:
     compiled_calls(xs[:1], tensors, dtype)[0]()
 
 
+def training_calls(
+    width: int, rows: int, dtype: torch.dtype, tile: fused_perceptron.Tile | None
+) -> list[Callable[[], Any]]:
+    """Forward and backward on each of two inputs, compiled: with this tile, or by a block's modules if it is None.
+
+    The stream and the parameters are float32, and the parameters are cast in every call, as under autocast.
+    """
+    norm, mlp = nn.LayerNorm(width, eps=1e-6).to(DEVICE), Mlp(width, 4 * width).to(DEVICE)
+    weights = (mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
+
+    def by_modules(x: Tensor) -> Tensor:
+        return x + mlp(norm(x))
+
+    def by_kernel(x: Tensor) -> Tensor:
+        return fused_perceptron.add_perceptron(x, (norm.weight, norm.bias), weights, 1e-6, dtype, tile)
+
+    compiled = torch.compile(by_modules if tile is None else by_kernel, dynamic=False)
+
+    def call(x: Tensor, grad: Tensor) -> None:
+        with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+            out = compiled(x)
+        torch.autograd.grad(out, [x, *norm.parameters(), *weights], grad)
+
+    xs = [torch.randn(rows, width, device=DEVICE, requires_grad=True) for _ in range(2)]
+    return [partial(call, x, torch.randn_like(x)) for x in xs]
+
+
+def compile_training(share: tuple[int, int, torch.dtype]) -> None:
+    """Compiles both sides of a measurement. With another tile, most of it is still in the caches on disk."""
+    torch.compiler.reset()
+    for tile in (None, timed_tiles(*share)[0]):
+        training_calls(*share, tile)[0]()
+
+
 def perceptron_work(item: tuple[str, Any]) -> Any:
     """What processes share."""
     what, share = item
-    return {"check": check_perceptron, "tile": compile_tile, "reference": compile_reference}[what](share)
+    f = {
+        "check": check_perceptron,
+        "tile": compile_tile,
+        "reference": compile_reference,
+        "training": compile_training,
+    }[what]
+    return f(share)
 
 
 def check_perceptron(seed: int) -> dict[str, Any]:
@@ -447,20 +493,19 @@ def check_perceptron(seed: int) -> dict[str, Any]:
     case = random_perceptron(seed)
     row: dict[str, Any] = dict(seed=seed, case=str(case))
     try:
-        error, allowed = perceptron_errors(case.inputs, case.tile)
-        row |= dict(ratio=error / allowed, passed=error <= allowed)
+        found = [("inference", *perceptron_errors(case.inputs, case.tile))]
+        found += trained_perceptron_errors(case.inputs, case.tile)
+        row["ratios"] = {name: error / allowed for name, error, allowed in found}
+        row["ratio"] = max(row["ratios"].values())
+        row["passed"] = all(error <= allowed for _, error, allowed in found)  # not if one is NaN
     except Exception as error:  # a kernel that does not compile or run is a result too
         row |= dict(ratio=None, passed=False, exception=repr(error)[:500])
     return row
 
 
-def time_perceptron(width: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Microseconds of the compiled reference and of every tile."""
+def measured(each: dict[str, list[Callable[[], Any]]]) -> tuple[dict[str, float], dict[str, str]]:
+    """Microseconds of a call, and why others failed."""
     device = torch.device(DEVICE)
-    xs, tensors = draw_perceptron(rows, width, device=device, dtype=dtype)
-    tiles = timed_tiles(width, rows, dtype)
-    each = {"compiled": compiled_calls(xs, tensors, dtype)}
-    each |= {str(tuple(tile)): perceptron_calls(xs, tensors, dtype, tile) for tile in tiles}
     calls, failed = {}, {}
     for name, list_of_calls in each.items():
         try:
@@ -468,9 +513,33 @@ def time_perceptron(width: int, rows: int, dtype: torch.dtype) -> dict[str, Any]
         except Exception as error:  # such as out of resources
             failed[name] = repr(error)[:200]
     timings = measure(calls, device=device, effort=Effort(rounds=5, seconds=0.003))
-    micros = {name: 1e6 * t.shared(len(xs)).median for name, t in timings.items() if isinstance(t, Timing)}
-    failed |= {name: t for name, t in timings.items() if isinstance(t, str)}
-    return dict(width=width, rows=rows, sets=len(xs), micros=micros, failed=failed)
+    micros = {name: 1e6 * t.shared(len(each[name])).median for name, t in timings.items() if isinstance(t, Timing)}
+    return micros, failed | {name: t for name, t in timings.items() if isinstance(t, str)}
+
+
+def time_perceptron(width: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Microseconds of the compiled reference and of every tile."""
+    xs, tensors = draw_perceptron(rows, width, device=torch.device(DEVICE), dtype=dtype)
+    tiles = timed_tiles(width, rows, dtype)
+    each = {"compiled": compiled_calls(xs, tensors, dtype)}
+    each |= {str(tuple(tile)): perceptron_calls(xs, tensors, dtype, tile) for tile in tiles}
+    micros, failed = measured(each)
+    flops = 4 * rows * width * 4 * width
+    return dict(width=width, rows=rows, flops=flops, sets=len(xs), micros=micros, failed=failed)
+
+
+def time_training(width: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Microseconds of forward and backward, of a block's modules and of the tile with the fastest forward pass."""
+    torch.compiler.reset()  # PyTorch compiles a function for eight sizes, and runs it uncompiled at the ninth
+    xs, tensors = draw_perceptron(rows, width, device=torch.device(DEVICE), dtype=dtype)
+    xs = [x.requires_grad_() for x in xs]
+    tiles = {str(tuple(tile)): tile for tile in timed_tiles(width, rows, dtype)}
+    forward, failed = measured({name: perceptron_calls(xs, tensors, dtype, tile) for name, tile in tiles.items()})
+    best = min(forward, key=forward.__getitem__)
+    compared = {"compiled": None, best: tiles[best]}
+    micros, also_failed = measured({name: training_calls(width, rows, dtype, tile) for name, tile in compared.items()})
+    flops = 12 * rows * width * 4 * width
+    return dict(width=width, rows=rows, flops=flops, forward=forward, micros=micros, failed=failed | also_failed)
 
 
 def print_times(row: dict[str, Any]) -> None:
@@ -479,16 +548,15 @@ def print_times(row: dict[str, Any]) -> None:
     if best is None or "compiled" not in micros:
         print(f"| {width} | {rows:,} | failed: {row['failed']} |", flush=True)
         return
-    flops = 4 * rows * width * 4 * width
     print(
         f"| {width} | {rows:,} | {micros['compiled']:.1f} | {micros[best]:.1f} | {best} | "
-        f"{micros['compiled'] / micros[best]:.2f} | {flops / micros[best] / 1e6:.0f} |",
+        f"{micros['compiled'] / micros[best]:.2f} | {row['flops'] / micros[best] / 1e6:.0f} |",
         flush=True,
     )
 
 
 def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of `WINS`. A win holds halfway, as a ratio, to the next numbers of rows that were timed.
+    """Lines of a table. A win holds halfway, as a ratio, to the next numbers of rows that were timed.
 
     Below the smallest it holds for a third fewer, and above the largest for any number.
     """
@@ -513,14 +581,26 @@ def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
 def perceptron(args: argparse.Namespace) -> dict[str, Any]:
     until = time.time() + args.seconds
     dtype = DTYPES[-1]
-    sizes = [(width, rows) for width in args.widths for rows in ROWS[width]]
-    tiles = dict.fromkeys((width, tile, dtype) for width, rows in sizes for tile in timed_tiles(width, rows, dtype))
-    work: list[tuple[str, Any]] = [("reference", (*each, dtype)) for each in sizes]
-    work += [*(("tile", tile) for tile in tiles), *(("check", seed) for seed in range(args.cases))]
-    done = list(in_processes(perceptron_work, work, args.processes))
-    broken = [found for found in done[len(sizes) : len(sizes) + len(tiles)] if found]
-    checked = done[len(sizes) + len(tiles) :]
-    print(f"{len(tiles)} tiles compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
+    every = [(width, rows) for width in args.widths for rows in ROWS[width]]
+    sizes = {
+        "inference": every if "inference" in args.modes else [],
+        "training": [(width, rows) for width, rows in every if rows >= LEAST_TRAINED and "training" in args.modes],
+    }
+    work: list[tuple[str, Any]] = [("training", (*each, dtype)) for each in sizes["training"]]
+    work += [("reference", (*each, dtype)) for each in sizes["inference"]]
+    work += dict.fromkeys(
+        ("tile", (width, tile, dtype, mode == "training"))
+        for mode, some in sizes.items()
+        for width, rows in some
+        for tile in timed_tiles(width, rows, dtype)
+    )
+    work += [("check", seed) for seed in range(args.cases)]
+    done: dict[str, list[Any]] = defaultdict(list)
+    for (what, _), result in zip(work, in_processes(perceptron_work, work, args.processes), strict=True):
+        done[what].append(result)
+    broken = [found for found in done["tile"] if found]
+    checked = done["check"]
+    print(f"{len(done['tile'])} tiles compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
     failed = [row for row in checked if not row["passed"]]
     worst = max((row["ratio"] for row in checked if row["ratio"] is not None), default=0.0)
     print(
@@ -528,14 +608,19 @@ def perceptron(args: argparse.Namespace) -> dict[str, Any]:
     )
     for row in failed[:20]:
         print("FAILED", row)
-    print("| width | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |\n|---|---|---|---|---|---|---|")
-    timed: list[dict[str, Any]] = []
-    for width, rows in sizes:
-        if time.time() < until:
-            timed.append(time_perceptron(width, rows, dtype))
-            print_times(timed[-1])
-    wins = winning_lines(timed)
-    print("\n".join(["WINS:", *wins]))
+    timed: dict[str, list[dict[str, Any]]] = {}
+    wins: dict[str, list[str]] = {}
+    for mode, time_one in (("inference", time_perceptron), ("training", time_training)):
+        timed[mode] = []
+        if sizes[mode]:
+            print(f"{mode}\n| width | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |")
+            print("|---|---|---|---|---|---|---|")
+        for width, rows in sizes[mode]:
+            if time.time() < until:
+                timed[mode].append(time_one(width, rows, dtype))
+                print_times(timed[mode][-1])
+        wins[mode] = winning_lines(timed[mode])
+    print("\n".join(["WINS:", *wins["inference"], "TRAINING_WINS:", *wins["training"]]))
     return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
 
 
@@ -629,6 +714,8 @@ def main() -> int:
             command.add_argument("--cases", type=int, default=400)
             command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
             command.add_argument("--widths", type=int, nargs="+", default=tuple(ROWS), choices=ROWS)
+            modes = ("inference", "training")
+            command.add_argument("--modes", nargs="+", default=modes, choices=modes, help="what is timed")
         if name == "short":
             command.add_argument("--cases", type=int, default=240)
             command.add_argument("--seconds", type=float, default=150, help="nothing is timed after this time")

@@ -141,7 +141,7 @@ def local_weight(dtype: torch.dtype, head_dim: int) -> None:
     fused_local_weight.run(*(meta(*shape, dtype=dtype) for shape in shapes), dtype)
 
 
-def perceptron(dtype: torch.dtype, width: int, *, rows: int | None = None) -> None:
+def perceptron(dtype: torch.dtype, width: int, *, rows: int | None = None, save: bool = False) -> None:
     """The tile that is launched for so many rows; by default every tile that fits."""
     if fused_perceptron._why_not_memory(width, dtype, torch.device("cuda")):
         return  # the reference runs there
@@ -151,7 +151,7 @@ def perceptron(dtype: torch.dtype, width: int, *, rows: int | None = None) -> No
     limits = gpu.limits_of(x.device)
     fitting = [tile for tile in fused_perceptron.TILES if fused_perceptron.fits(tile, width, dtype, limits)]
     for tile in fitting if rows is None else [None]:
-        fused_perceptron.run(x, (vector, vector), weights, 1e-6, tile)
+        fused_perceptron.run(x, (vector, vector), weights, 1e-6, tile, save)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -178,6 +178,10 @@ CASES: dict[str, Callable[[], None]] = {
     "perceptron-bf16-192": lambda: perceptron(torch.bfloat16, 192, rows=50_432),
     "perceptron-bf16-192-few": lambda: perceptron(torch.bfloat16, 192, rows=197),
     "perceptron-bf16-192-tiles": lambda: perceptron(torch.bfloat16, 192),
+    "perceptron-bf16-192-save": lambda: perceptron(torch.bfloat16, 192, rows=50_432, save=True),
+    "perceptron-bf16-192-save-tiles": lambda: perceptron(torch.bfloat16, 192, save=True),
+    "perceptron-bf16-384-save-tiles": lambda: perceptron(torch.bfloat16, 384, save=True),
+    "perceptron-fp16-512-save-tiles": lambda: perceptron(torch.float16, 512, save=True),
     "perceptron-bf16-384-tiles": lambda: perceptron(torch.bfloat16, 384),
     "perceptron-fp16-512-tiles": lambda: perceptron(torch.float16, 512),
     "perceptron-fp32-96": lambda: perceptron(torch.float32, 96, rows=50_432),

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -406,6 +406,28 @@ def perceptron_errors(
     error, of_plain = (float((z.double() - exact).norm()) / size for z in (fast, plain))
     factor, roundings = (2.0, 2.0) if x.dtype == torch.float32 else (1.2, 1.0)
     return error, factor * of_plain + roundings * torch.finfo(x.dtype).eps * max(1.0, mean)
+
+
+def trained_perceptron_errors(inputs: PerceptronInputs, tile: fused_perceptron.Tile | None) -> list[Error]:
+    """The errors of the output and of every gradient, where gradients are needed."""
+    names = ("dx", "dnorm_weight", "dnorm_bias", "dw1", "db1", "dw2", "db2")
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    dtype = inputs[0].dtype
+
+    def results(f: Callable[..., Tensor], dtype: torch.dtype) -> Results:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        out = f(*leaves)
+        grads = torch.autograd.grad(out, leaves, upstream.to(DEVICE, inputs[0].dtype).to(dtype))
+        return dict(out=out.detach()) | dict(zip(names, grads, strict=True))
+
+    def by_kernel(x: Tensor, *tensors: Tensor) -> Tensor:
+        return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], 1e-5, dtype, tile)
+
+    def by_reference(*tensors: Tensor) -> Tensor:
+        return add_perceptron(*tensors, backend="reference")
+
+    exact, plain = (results(by_reference, precision) for precision in (torch.float64, dtype))
+    return errors(exact, plain, results(by_kernel, dtype))
 
 
 class RandomPerceptron(NamedTuple):

@@ -110,13 +110,58 @@ def test_a_block_takes_the_perceptrons_kernel_where_a_table_says_so(monkeypatch:
         expected = model(image())
         optimize(model)
         assert not any(block.fused_perceptron for block in blocks)  # no measurement, no change
-        monkeypatch.setattr(sys.modules[optimize.__module__], "pays_on", lambda device: True)
+        monkeypatch.setattr(sys.modules[optimize.__module__], "pays_on", lambda *_, training: not training)
         optimize(model)
         assert [block.fused_perceptron for block in blocks] == [True, False]
-        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *_: fused_perceptron.TILES[0])
+        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *_, training: fused_perceptron.TILES[0])
         seen = []
         run = fused_perceptron.add_perceptron
         monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: seen.append(1) or run(*args))
         with use_backend("triton"):
             torch.testing.assert_close(model(image()), expected)
     assert seen == [1]
+    with use_backend("triton"):
+        model.train()(image())
+    assert seen == [1]  # the table for training has no entry
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the perceptron's kernel is Triton's")
+def test_training_takes_the_perceptrons_kernel_where_its_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from small import create_small, image
+
+    from inline_attention.layers.block import Block
+    from inline_attention.ops import fused_perceptron, gpu
+
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        loss = model(image()).square().sum()
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    model = create_small("inline_deit_tiny", depth=4).train()
+    blocks = [block for block in model.modules() if isinstance(block, Block)]
+    blocks[1].drop_path2.drop_prob = 0.5
+    blocks[2].mlp.drop2.p = 0.5
+    monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: None)
+    monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda"))
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    optimize(model)
+    assert not any(block.fused_perceptron_in_training for block in blocks)  # no measurement, no change
+    fc1 = blocks[0].mlp.fc1
+    win = fused_perceptron.Win(0, fused_perceptron.ANY, fused_perceptron.TILES[0])
+    monkeypatch.setitem(fused_perceptron.TRAINING_WINS, ((9, 0), fc1.in_features, fc1.out_features), (win,))
+    optimize(model)
+    assert [block.fused_perceptron_in_training for block in blocks] == [True, False, False, True]
+    assert not any(block.fused_perceptron for block in blocks)
+    monkeypatch.undo()
+
+    seen = []
+    run = fused_perceptron.add_perceptron
+    monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: seen.append(1) or run(*args))
+    with use_backend("triton"):
+        torch.manual_seed(0)
+        fast = train(model)
+        assert seen == [1, 1]
+        for block in blocks:
+            block.fused_perceptron_in_training = False
+        torch.manual_seed(0)
+        torch.testing.assert_close(fast, train(model), rtol=1e-3, atol=1e-5)
+    assert seen == [1, 1]

@@ -40,8 +40,9 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
 
     - The convolution that cuts images into patches, as in timm's transformers, becomes a matrix product. cuDNN has no
       fast kernel for three channels: in DeiT-T at 224 pixels it takes a fifth of the time.
-    - For inference, the perceptron half of this library's blocks becomes one kernel (`ops.add_perceptron`) on GPUs,
-      widths and numbers of tokens for which that was measured to be faster.
+    - The perceptron half of this library's blocks becomes one kernel (`ops.add_perceptron`) on GPUs, widths and numbers
+      of tokens for which that was measured to be faster. In training, only in blocks without dropout and without
+      stochastic depth in that half.
 
     With CUDA graphs every input size keeps the memory of its own graph, and an output is valid until the next call.
     Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" if sizes vary freely.
@@ -56,12 +57,24 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
     if mode is None:
         mode = "reduce-overhead" if device.type == "cuda" and not model.training else "default"
     for module in model.modules():
-        if isinstance(module, Block) and not model.training and pays_on(device):
-            module.fused_perceptron = module.has_plain_perceptron()
+        if isinstance(module, Block):
+            _fuse_perceptron(module, device, training=model.training)
         if device.type == "cuda" and _cuts_images(module):
             module.__class__ = PatchConv2d  # the same parameters, another computation
     model.compile(mode=mode)
     return model
+
+
+def _fuse_perceptron(block: Block, device: torch.device, *, training: bool) -> None:
+    fused = block.has_plain_perceptron(training=training)
+    if fused:
+        fc1 = block.mlp.fc1
+        assert isinstance(fc1, nn.Linear)
+        fused = pays_on(device, fc1.in_features, fc1.out_features, training=training)
+    if training:
+        block.fused_perceptron_in_training = fused
+    else:
+        block.fused_perceptron = fused
 
 
 def _cuts_images(module: nn.Module) -> bool:

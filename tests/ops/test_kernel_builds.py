@@ -33,7 +33,7 @@ def build(folder, *options):
 def test_a_few(tmp_path):
     """The smallest GPU, another maker's, and the one that the launch parameters were measured on."""
     kernels = ("state_kernel", "perceptron_kernel")
-    cases = ("inline-bf16-32", "perceptron-bf16-192")
+    cases = ("inline-bf16-32", "perceptron-bf16-192", "perceptron-bf16-192-save")
     builds = build(tmp_path, "--gpus", "sm_86", "sm_90", "gfx942", "--cases", *cases, "--kernels", *kernels)
     assert {(one["gpu"], one["kernel"]) for one in builds} == {
         (gpu, kernel) for gpu in ("sm_86", "sm_90", "gfx942") for kernel in kernels
@@ -55,6 +55,7 @@ def test_every_kernel(gpu, tmp_path):
         "local_weight-bf16-32",
         "perceptron-bf16-192",
         "perceptron-bf16-192-few",
+        "perceptron-bf16-192-save",
     )
     builds = build(tmp_path, "--gpus", gpu, "--cases", *attentions, *others)
     assert {one["kernel"] for one in builds} == EVERY_KERNEL

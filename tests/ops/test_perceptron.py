@@ -7,7 +7,15 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, DTYPES, GPU, perceptron_errors, perceptron_inputs, random_perceptron
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    GPU,
+    perceptron_errors,
+    perceptron_inputs,
+    random_perceptron,
+    trained_perceptron_errors,
+)
 
 from inline_attention.ops import add_perceptron, fused_perceptron, gpu, use_backend
 from inline_attention.ops.fused_perceptron import TILES, Tile, Win, choose_tile, halves
@@ -44,11 +52,28 @@ def test_against_float64(shape, dtype):
     assert error <= allowed
 
 
+TRAINED = SHAPES | {
+    "one row": ((1,), 48, 40, None),
+    "one row more than a tile": ((17,), 16, 64, None),
+    "one row more than two tiles": ((33,), 48, 100, None),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", TRAINED)
+def test_gradients_against_float64(shape, dtype):
+    rows, width, hidden, tile = TRAINED[shape]
+    for name, error, allowed in trained_perceptron_errors(perceptron_inputs(rows, width, hidden, dtype), tile):
+        assert error <= allowed, name
+
+
 @pytest.mark.parametrize("seed", range(210 if GPU else 4))
 def test_random_shapes(seed):
     case = random_perceptron(seed)
     error, allowed = perceptron_errors(case.inputs, case.tile)
     assert error <= allowed, case
+    for name, error, allowed in trained_perceptron_errors(case.inputs, case.tile):
+        assert error <= allowed, (case, name)
 
 
 @pytest.mark.parametrize("stream", [torch.float32, DTYPES[-1]])
@@ -59,6 +84,81 @@ def test_autocast_keeps_the_precision_of_the_stream(stream):
         fast, plain = (add_perceptron(x, *tensors, backend=backend) for backend in ("triton", "reference"))
     assert fast.dtype == plain.dtype == stream
     torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("stream", "parameter"),
+    [(torch.float32, torch.float32), (DTYPES[-1], torch.float32), (DTYPES[-1], DTYPES[-1])],
+)
+def test_gradients_have_the_dtype_of_their_tensors_under_autocast(stream, parameter):
+    x, *tensors = perceptron_inputs((3, 5), 32, 64, parameter)
+    leaves = [t.requires_grad_() for t in (x.to(stream), *tensors)]
+    results = []
+    for backend in ("triton", "reference"):
+        with torch.autocast(DEVICE, DTYPES[-1]):
+            out = add_perceptron(*leaves, backend=backend)
+        results.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    for leaf, fast, plain in zip(leaves, *results, strict=True):
+        assert fast.dtype == plain.dtype == leaf.dtype
+        assert (fast - plain).norm() <= 3e-3 * plain.norm()
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [3, 4], [2, 5, 6]])
+def test_only_some_gradients(wanted):
+    tensors = perceptron_inputs((3, 5), 23, 37, torch.float32)
+    for i in wanted:
+        tensors[i].requires_grad_()
+    grads = []
+    for backend in ("triton", "reference"):
+        out = add_perceptron(*tensors, backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum(), [tensors[i] for i in wanted]))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_second_derivatives():
+    leaves = [t.requires_grad_() for t in perceptron_inputs((5,), 16, 24, torch.float32)]
+    upstream = torch.randn(5, 16, device=DEVICE, requires_grad=True)
+    found = []
+    for backend in ("triton", "reference"):
+        out = add_perceptron(*leaves, backend=backend)
+        grads = torch.autograd.grad(out, leaves, upstream, create_graph=True)
+        size = sum(grad.square().sum() for grad in grads)
+        found.append(torch.autograd.grad(size, [*leaves[:-1], upstream]))  # b2 changes no gradient
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
+
+
+def test_keeps_hidden_values_only_where_gradients_are_needed(monkeypatch):
+    kept = []
+    op = fused_perceptron._perceptron_op
+
+    def recorded(*args):
+        out, hidden = op(*args)
+        kept.append(tuple(hidden.shape))
+        return out, hidden
+
+    monkeypatch.setattr(fused_perceptron, "_perceptron_op", recorded)
+    x, *tensors = perceptron_inputs((3, 5), 16, 24, torch.float32)
+    add_perceptron(x, *tensors, backend="triton")
+    tensors[-1].requires_grad_()
+    with torch.no_grad():
+        add_perceptron(x, *tensors, backend="triton")
+    add_perceptron(x, *tensors, backend="triton")
+    assert kept == [(0, 24), (0, 24), (15, 24)]
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_shapes_without_memory(save):
+    """What torch.compile is told about the operator."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x, *tensors = perceptron_inputs((3, 5), 16, 24, DTYPES[-1])
+    inputs = (x.float(), *tensors)
+    call = torch.ops.inline_attention.perceptron
+    found = call(*inputs, 1e-5, [], save)
+    with FakeTensorMode() as mode:
+        told = call(*(mode.from_tensor(t) for t in inputs), 1e-5, [], save)
+    for one, other in zip(found, told, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
 @triton.jit
@@ -123,20 +223,35 @@ def test_auto_is_the_reference_until_a_table_says_otherwise(monkeypatch):
         assert ran == [None]
 
 
-def test_the_table_decides_by_width_and_rows(monkeypatch):
+@pytest.mark.parametrize("training", [False, True])
+def test_the_table_decides_by_width_and_rows(training, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setitem(fused_perceptron.WINS, ((9, 0), 192, 768), (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0])))
+    table, other = (fused_perceptron.WINS, fused_perceptron.TRAINING_WINS)[:: -1 if training else 1]
+    monkeypatch.setitem(table, ((9, 0), 192, 768), (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0])))
+    monkeypatch.delitem(other, ((9, 0), 192, 768), raising=False)
     with FakeTensorMode():
         found = [
-            fused_perceptron.winning_tile(torch.empty(rows, width, device="cuda"), 768, dtype)
+            fused_perceptron.winning_tile(torch.empty(rows, width, device="cuda"), 768, dtype, training=training)
             for rows, width, dtype in [
                 (99, 192, torch.bfloat16), (100, 192, torch.bfloat16), (2000, 192, torch.float16),
                 (2001, 192, torch.bfloat16), (150, 384, torch.bfloat16), (150, 192, torch.float32),
             ]
         ]  # fmt: skip
     assert found == [None, SPLIT, TILES[0], None, None, None]
+
+
+def test_the_table_for_training_is_asked_where_gradients_are_needed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *args, training: asked.append(training))
+    x, *tensors = perceptron_inputs((4,), 16, 32, torch.float32)
+    add_perceptron(x, *tensors)
+    tensors[0].requires_grad_()
+    add_perceptron(x, *tensors)
+    with torch.no_grad():
+        add_perceptron(x, *tensors)
+    assert asked == [False, True, False]
 
 
 @pytest.mark.parametrize("width", [16, 48, 64, 96, 192, 320, 384, 448, 512, 23, 7])
@@ -186,9 +301,6 @@ def test_bad_inputs_are_named(change, message, backend):
 
 
 def test_says_why_not():
-    x, *tensors = perceptron_inputs((2,), 16, 32, torch.float32)
-    with pytest.raises(ValueError, match="no backward"):
-        add_perceptron(x.requires_grad_(), *tensors, backend="triton")
     with pytest.raises(ValueError, match="up to 512 channels, not 528"), torch.no_grad():
         add_perceptron(*perceptron_inputs((2,), 528, 16, torch.float32), backend="triton")
 
@@ -202,6 +314,23 @@ def test_compiles_as_one_graph():
     compiled = torch.compile(call, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(*inputs), add_perceptron(*inputs, backend="reference"))
+    leaves = [t.requires_grad_() for t in inputs]
+    results = []
+    for f in (compiled, lambda *inputs: add_perceptron(*inputs, backend="reference")):
+        out = f(*leaves)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_training_keeps_what_enters_the_gelu_and_nothing_as_wide():
+    leaves = [t.requires_grad_() for t in perceptron_inputs((15,), 16, 24, torch.float32)]
+
+    def call(*inputs):
+        return add_perceptron(*inputs, backend="triton")
+
+    out = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")(*leaves)
+    kept = [tuple(t.shape) for t in out.grad_fn.saved_tensors]
+    assert [shape for shape in kept if shape[0] == 15] == [(15, 16), (15, 24)]
 
 
 def test_flop_formula():

@@ -100,6 +100,7 @@ def perceptron_calls(
 
 def compiled_calls(xs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Call]:
     """The reference on each of the inputs, compiled."""
+    torch.compiler.reset()  # PyTorch compiles a function for eight sizes, and runs it uncompiled at the ninth
 
     def reference(x: Tensor) -> Tensor:
         with torch.no_grad(), torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):

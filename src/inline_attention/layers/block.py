@@ -56,17 +56,30 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-        self.fused_perceptron = False  # `optimize` sets it
+        # `optimize` sets them, for inference and for training.
+        self.fused_perceptron = False
+        self.fused_perceptron_in_training = False
 
-    def has_plain_perceptron(self) -> bool:
-        """Whether `add_perceptron` computes the second half: no module in it was replaced, and none has hooks."""
-        parts = {self.norm2: nn.LayerNorm, self.mlp: Mlp, self.mlp.fc1: nn.Linear, self.mlp.fc2: nn.Linear}
+    def has_plain_perceptron(self, *, training: bool) -> bool:
+        """Whether `add_perceptron` computes the second half.
+
+        No module in it was replaced, and none has hooks. In training, nothing is dropped either.
+        """
         return (
-            all(is_plain(part, kind) for part, kind in parts.items())
+            is_plain(self.norm2, nn.LayerNorm)
+            and is_plain(self.mlp, Mlp)
+            and is_plain(self.mlp.fc1, nn.Linear)
+            and is_plain(self.mlp.fc2, nn.Linear)
             and isinstance(self.mlp.act, nn.GELU)
             and self.mlp.act.approximate == "none"
             and isinstance(self.mlp.norm, nn.Identity)
+            and not (training and self.drops_perceptron())
         )
+
+    def drops_perceptron(self) -> bool:
+        """Whether training drops any of the second half. A module that does not say its rate may do so."""
+        drops = ((self.mlp.drop1, "p"), (self.mlp.drop2, "p"), (self.drop_path2, "drop_prob"))
+        return any(getattr(module, rate, 1.0) != 0 for module, rate in drops)
 
     def window_plan(self, grid: Grid) -> WindowPlan | None:
         """How `attention_branch` cuts a map into windows. None: it attends to the whole map."""
@@ -91,7 +104,7 @@ class Block(nn.Module):
         defined.
         """
         x = x + self.drop_path1(self.attention_branch_of_each(x, grid, padding))
-        if self.fused_perceptron and not self.training:
+        if self.fused_perceptron_in_training if self.training else self.fused_perceptron:
             norm, fc1, fc2 = self.norm2, self.mlp.fc1, self.mlp.fc2
             assert fc1.bias is not None
             assert fc2.bias is not None

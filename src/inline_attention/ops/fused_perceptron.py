@@ -1,4 +1,7 @@
-"""The perceptron half of a block as one Triton launch, for inference; `perceptron.py` has the reference."""
+"""The perceptron half of a block as one Triton launch; `perceptron.py` has the reference.
+
+The backward pass is plain PyTorch, which torch.compile fuses.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from . import gpu
@@ -66,9 +70,13 @@ class Win(NamedTuple):
 
 
 # By compute capability, width and hidden channels, in half precision.
-WINS: dict[tuple[tuple[int, int], int, int], tuple[Win, ...]] = {
+Wins = dict[tuple[tuple[int, int], int, int], tuple[Win, ...]]
+WINS: Wins = {
     ((9, 0), 192, 768): (Win(33_621, ANY, Tile(64, 32, 4, 3)),),
 }
+
+# The same for forward and backward.
+TRAINING_WINS: Wins = {}
 
 
 def halves(width: int) -> tuple[int, int]:
@@ -120,14 +128,20 @@ def dot_settings(dtype: torch.dtype) -> dict[str, Any]:
     return dict(DOT=kinds[dtype], PRECISION="ieee" if dtype == torch.float32 else "tf32")
 
 
-def run(x: Tensor, norm: Sequence[Tensor], weights: Sequence[Tensor], eps: float, tile: Tile | None = None) -> Tensor:
-    """x (…, C) contiguous; norm: weight and bias (C,); weights: W1 (H, C), b1 (H,), W2 (C, H), b2 (C,), contiguous"""
+def run(
+    x: Tensor, norm: Sequence[Tensor], weights: Sequence[Tensor], eps: float, tile: Tile | None, save: bool
+) -> tuple[Tensor, Tensor]:
+    """x (…, C) contiguous; norm: weight and bias (C,); weights: W1 (H, C), b1 (H,), W2 (C, H), b2 (C,), contiguous
+
+    Returns the output, and if `save` what enters the GELU, (rows, H).
+    """
     w1, _, _, b2 = weights
     hidden, width = w1.shape
     rows = x.numel() // width
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype), device=x.device)
+    kept = torch.empty((rows if save else 0, hidden), dtype=w1.dtype, device=x.device)
     if rows == 0:
-        return out
+        return out, kept
     if tile is None:
         tile = choose_tile(rows, width, hidden, w1.dtype, gpu.limits_of(x.device))
     first, second = halves(width)
@@ -135,15 +149,15 @@ def run(x: Tensor, norm: Sequence[Tensor], weights: Sequence[Tensor], eps: float
     if tile.splits > 1:
         target = torch.empty((tile.splits, rows, width), dtype=torch.float32, device=x.device)
     gpu.launch(perceptron_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
-        x, *norm, *weights, target, rows, eps,
-        C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, SPLITS=tile.splits,
+        x, *norm, *weights, target, kept, rows, eps,
+        C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, SPLITS=tile.splits, SAVE=save,
         **dot_settings(w1.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.splits > 1:
         gpu.launch(perceptron_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
             x, b2, target, out, rows, C=width, SPLITS=tile.splits, BN=SUMMED, num_warps=4
         )
-    return out
+    return out, kept
 
 
 @register("inline_attention::perceptron", mutates_args=())
@@ -157,15 +171,61 @@ def _perceptron_op(
     b2: Tensor,
     eps: float,
     tile: Sequence[int],
-) -> Tensor:
+    save: bool,
+) -> tuple[Tensor, Tensor]:
     """`tile`: the fields of a `Tile`, or empty for the choice of `choose_tile`"""
     with on_device_of(x):
-        return run(x, (norm_weight, norm_bias), (w1, b1, w2, b2), eps, Tile(*tile) if tile else None)
+        return run(x, (norm_weight, norm_bias), (w1, b1, w2, b2), eps, Tile(*tile) if tile else None, save)
 
 
 @_perceptron_op.register_fake
-def _(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, tile):  # type: ignore[no-untyped-def]  # as the operator
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype))
+def _(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, tile, save):  # type: ignore[no-untyped-def]  # as the operator
+    hidden, width = w1.shape
+    return (
+        x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype)),
+        w1.new_empty((x.numel() // width if save else 0, hidden)),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, _, eps, _, _ = inputs
+    hidden = output[1]
+    ctx.mark_non_differentiable(hidden)
+    ctx.set_materialize_grads(False)  # or zeros would be made for the gradient of `hidden`
+    ctx.save_for_backward(*tensors, hidden)
+    ctx.eps = eps
+
+
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
+    """Four products. What lies between them is computed again from x and from what enters the GELU."""
+    x, norm_weight, norm_bias, w1, b1, w2, hidden = ctx.saved_tensors
+    dtype, shape = w1.dtype, x.shape[-1:]
+    rows, grad_rows = x.reshape(-1, *shape).float(), grad.reshape(-1, *shape)
+    norm = norm_weight.float(), norm_bias.float()
+    normal, mean, rstd = torch.ops.aten.native_layer_norm(rows, shape, *norm, ctx.eps)
+    normal = normal.to(dtype)
+    if torch.is_grad_enabled():  # for second derivatives, which also go through these values
+        hidden = F.linear(normal, w1, b1)
+    upstream = grad_rows.to(dtype)
+    grad_hidden = torch.ops.aten.gelu_backward(upstream @ w2, hidden)
+    grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+        (grad_hidden @ w1).float(), rows, shape, mean, rstd, *norm, [True, True, True]
+    )
+    return (
+        (grad_x + grad_rows).to(x.dtype).reshape(x.shape),
+        grad_weight.to(norm_weight.dtype),
+        grad_bias.to(norm_bias.dtype),
+        grad_hidden.mT @ normal,
+        grad_hidden.sum(0, dtype=dtype),
+        upstream.mT @ F.gelu(hidden),
+        upstream.sum(0, dtype=dtype),
+        None,
+        None,
+        None,
+    )
+
+
+_perceptron_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.inline_attention.perceptron)
@@ -185,13 +245,11 @@ def _why_not_memory(width: int, dtype: torch.dtype, device: torch.device) -> str
     return f"{width} channels of {dtype} do not fit the {limits.shared_memory // 1024} KiB of shared memory of {device}"
 
 
-def why_not(x: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> str | None:
+def why_not(x: Tensor, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run on x (…, C), or None if it can."""
     width = x.shape[-1]
     if width > MOST_WIDTH:
         return f"the kernel takes up to {MOST_WIDTH} channels, not {width}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors)):
-        return "the kernel has no backward; call it under torch.no_grad() or torch.inference_mode()"
     return _why_not_memory(width, dtype, x.device)
 
 
@@ -205,27 +263,31 @@ def add_perceptron(
 ) -> Tensor:
     """The backend's entry. Inputs are checked; products are in `dtype`."""
     refuse_tangents(x, *norm, *weights)
+    save = needs_gradients(x, *norm, *weights)
     cast = (t.to(dtype).contiguous() for t in weights)
-    out: Tensor = _perceptron_op(
-        x.contiguous(), *(t.contiguous() for t in norm), *cast, eps, [] if tile is None else list(tile)
+    out: Tensor
+    out, _ = _perceptron_op(
+        x.contiguous(), *(t.contiguous() for t in norm), *cast, eps, [] if tile is None else list(tile), save
     )
     return out
 
 
-def wins_of(device: torch.device) -> dict[tuple[int, int], tuple[Win, ...]]:
-    """What was measured on such a GPU, by width and hidden channels."""
-    if not WINS:
-        return {}
-    here = gpu.capability(device)
-    return {(width, hidden): wins for (capability, width, hidden), wins in WINS.items() if capability == here}
+def needs_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype) -> Tile | None:
+def wins_of(device: torch.device, width: int, hidden: int, *, training: bool) -> tuple[Win, ...]:
+    """What was measured on such a GPU."""
+    wins = TRAINING_WINS if training else WINS
+    return wins.get((gpu.capability(device), width, hidden), ()) if wins else ()
+
+
+def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype, *, training: bool) -> Tile | None:
     """The measured tile, if the kernel is faster than the compiled reference; otherwise None."""
     if not x.is_cuda or dtype == torch.float32:
         return None
     rows = x.numel() // max(1, x.shape[-1])
-    for win in wins_of(x.device).get((x.shape[-1], hidden), ()):
+    for win in wins_of(x.device, x.shape[-1], hidden, training=training):
         if win.least_rows <= rows <= win.most_rows:
             return win.tile
     return None

@@ -1,6 +1,6 @@
 """The perceptron half of a transformer block: x + W2·gelu(W1·norm(x) + b1) + b2.
 
-The reference is here; `fused_perceptron.py` has the same as one Triton kernel, for inference.
+The reference is here; `fused_perceptron.py` has the same as one Triton kernel.
 """
 
 import torch
@@ -27,8 +27,9 @@ def add_perceptron(
 ) -> Tensor:
     """Layer norm, a linear layer, exact GELU, a second linear layer, and the sum with x.
 
-    The kernel sums in float32 and never writes the hidden activations. It has no backward. "auto" takes it only for
-    sizes and GPUs where it was measured to be faster than the compiled reference.
+    The kernel sums in float32. It writes hidden values only if gradients are needed: those that enter the GELU. "auto"
+    takes it only for sizes and GPUs where it was measured to be faster than the compiled reference, without gradients
+    or with them.
 
     Args:
         x: (…, C)
@@ -47,18 +48,26 @@ def add_perceptron(
     tensors = (norm_weight, norm_bias, w1, b1, w2, b2)
     _check(x, *tensors)
     dtype = product_dtype(x)
-    tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype) if backends.HAS_TRITON else None
+    tile = None
+    if backends.HAS_TRITON:
+        training = fused_perceptron.needs_gradients(x, *tensors)
+        tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype, training=training)
     if tile is None and backends.resolve(backend) == "auto":
         backend = "reference"
-    if backends.choose(backend, x, why_not=lambda: fused_perceptron.why_not(x, tensors, dtype)) == "triton":
+    if backends.choose(backend, x, why_not=lambda: fused_perceptron.why_not(x, dtype)) == "triton":
         return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], eps, dtype, tile)
     hidden = F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1)
     return x + F.linear(F.gelu(hidden), w2, b2)
 
 
-def pays_on(device: torch.device) -> bool:
-    """Whether the kernel was measured to be faster than the compiled reference for any size, on this GPU."""
-    return backends.HAS_TRITON and device.type == "cuda" and bool(fused_perceptron.wins_of(device))
+def pays_on(device: torch.device, width: int, hidden: int, *, training: bool) -> bool:
+    """Whether the kernel was measured to be faster than the compiled reference on this GPU, for some number of tokens.
+
+    In training, for forward and backward.
+    """
+    if not backends.HAS_TRITON or device.type != "cuda":
+        return False
+    return bool(fused_perceptron.wins_of(device, width, hidden, training=training))
 
 
 def _check(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:

@@ -40,16 +40,17 @@ def write(p_x, p_bias, p_out, b_sum, o_m, m_m, o_c, m_c, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=("M",))
 def perceptron_kernel(
-    p_x, p_weight, p_bias, p_w1, p_b1, p_w2, p_b2, p_out, M, eps,
+    p_x, p_weight, p_bias, p_w1, p_b1, p_w2, p_b2, p_out, p_hidden, M, eps,
     C: tl.constexpr, H: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
-    SPLITS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, SAVE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x + W2·gelu(W1·norm(x) + b1) + b2 of BM rows. Grid (M / BM, SPLITS)
 
-    The hidden channels pass BH at a time and are never written. With more than one split, a program takes a share of
-    them, and its part of W2·gelu(…) goes to out (SPLITS, M, C) float32, for `perceptron_sum_kernel`.
+    The hidden channels pass BH at a time. SAVE: what enters the GELU is written, for the gradients; otherwise nothing
+    of them is. With more than one split, a program takes a share of them, and its part of W2·gelu(…) goes to out
+    (SPLITS, M, C) float32, for `perceptron_sum_kernel`.
 
-    x (M, C), W1 (H, C), b1 (H,), W2 (C, H), b2 (C,) → out (M, C)
+    x (M, C), W1 (H, C), b1 (H,), W2 (C, H), b2 (C,) → out (M, C), hidden (M, H) if SAVE
     """
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
     m_m = o_m < M
@@ -91,6 +92,9 @@ def perceptron_kernel(
             b_w = load_matrix(p_w1 + o_h[None, :] * C + o_1[:, None], m_1, m_h, FULL_1)
             b_hidden = add_product(b_hidden, b_n1, operand(b_w, DOT, PRECISION), PRECISION)
         b_hidden += tl.load(p_b1 + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        if SAVE:
+            o = o_m[:, None] * H + o_h[None, :]
+            tl.store(p_hidden + o, b_hidden.to(p_hidden.dtype.element_ty), mask=m_m[:, None] & m_h[None, :])
         b_hidden = operand(gelu(b_hidden, PRECISION), DOT, PRECISION)
         b_w = load_matrix(p_w2 + o_0[None, :] * H + o_h[:, None], m_h, m_0, FULL_0)
         b_out0 = add_product(b_out0, b_hidden, operand(b_w, DOT, PRECISION), PRECISION)

@@ -72,7 +72,7 @@ def installed(name: str) -> list[str]:
         return [at_floor(line) for line in wanted]
     if name == "oldest":
         held = [at_floor(line) for line in wanted if Requirement(line).name in RELEASED_TOGETHER]
-        return [*held, *wanted, *tools]
+        return [*held, *wanted, *tools, "numpy<2.4"]  # Triton's interpreter of that time takes no newer one
     return [*wanted, *tools]
 
 

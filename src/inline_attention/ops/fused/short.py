@@ -57,23 +57,19 @@ class Win(NamedTuple):
     tile: Tile
 
 
+_OF_32 = (
+    Win(130, 335, 4, 15, Tile(128, 32, 4, 2, 7)),
+    Win(336, 767, 4, 8, Tile(128, 32, 4, 2, 18)),
+    Win(336, 767, 9, 15, Tile(128, 32, 4, 2, 13)),
+    Win(768, 1536, 4, 8, Tile(128, 32, 4, 2, 22)),
+    Win(768, 1536, 9, 15, Tile(128, 32, 4, 2, 13)),
+)
+
 # By compute capability, channels of a head, and whether the kernel makes the local weight, which spares the launches
 # for the mean token and the weight too. For InLine attention with a local residual, in half precision.
 WINS: dict[tuple[tuple[int, int], int, bool], tuple[Win, ...]] = {
-    ((9, 0), 32, True): (
-        Win(130, 335, 4, 15, Tile(128, 32, 4, 2, 7)),
-        Win(336, 767, 4, 8, Tile(128, 32, 4, 2, 18)),
-        Win(336, 767, 9, 15, Tile(128, 32, 4, 2, 13)),
-        Win(768, 1536, 4, 8, Tile(128, 32, 4, 2, 22)),
-        Win(768, 1536, 9, 15, Tile(128, 32, 4, 2, 13)),
-    ),
-    ((9, 0), 32, False): (
-        Win(130, 335, 4, 15, Tile(128, 32, 4, 2, 7)),
-        Win(336, 767, 4, 8, Tile(128, 32, 4, 2, 18)),
-        Win(336, 767, 9, 15, Tile(128, 32, 4, 2, 13)),
-        Win(768, 1536, 4, 8, Tile(128, 32, 4, 2, 22)),
-        Win(768, 1536, 9, 15, Tile(128, 32, 4, 2, 13)),
-    ),
+    ((9, 0), 32, True): _OF_32,
+    ((9, 0), 32, False): _OF_32,
     ((9, 0), 64, True): (
         Win(130, 335, 2, 4, Tile(256, 32, 8, 1, 7)),
         Win(336, 767, 2, 4, Tile(128, 32, 4, 2, 18)),

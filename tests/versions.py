@@ -3,6 +3,7 @@
 | set | what is installed | what is run |
 |---|---|---|
 | oldest | torch, torchvision and timm at the floors of pyproject.toml | the fast tests of ops, layers and models |
+| middle | torch 2.11, whose torch.compile differs from that of both others | the same |
 | newest | the newest release of everything | the same |
 | floors | every dependency at its floor | forward passes, and an epoch of the quickstart |
 
@@ -28,6 +29,8 @@ ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "docs" / "results" / "versions.json", ROOT / "docs" / "reliability.md"
 SHOWN = ("torch", "torchvision", "triton", "timm", "numpy", "pillow", "safetensors", "scikit-learn")
 RELEASED_TOGETHER = ("torch", "torchvision", "timm")  # what "oldest" holds at its floor
+MIDDLE = ("torch==2.11.*", "torchvision==0.26.*")
+OLDER_NUMPY = "numpy<2.4"  # the interpreter of Triton 3.5 and 3.6 takes no newer one
 TESTS = ("tests/ops", "tests/layers", "tests/models")
 SMOKE = """
 import torch, inline_attention
@@ -72,7 +75,9 @@ def installed(name: str) -> list[str]:
         return [at_floor(line) for line in wanted]
     if name == "oldest":
         held = [at_floor(line) for line in wanted if Requirement(line).name in RELEASED_TOGETHER]
-        return [*held, *wanted, *tools, "numpy<2.4"]  # Triton's interpreter of that time takes no newer one
+        return [*held, *wanted, *tools, OLDER_NUMPY]
+    if name == "middle":
+        return [*MIDDLE, *wanted, *tools, OLDER_NUMPY]
     return [*wanted, *tools]
 
 
@@ -134,6 +139,7 @@ def run_smoke(interpreter: Path, scratch: Path) -> tuple[int, int, int, list[str
 
 CHECKS = {
     "oldest": ("fast tests of ops, layers and models", run_tests),
+    "middle": ("fast tests of ops, layers and models", run_tests),
     "newest": ("fast tests of ops, layers and models", run_tests),
     "floors": ("forward passes, and an epoch of the quickstart", run_smoke),
 }

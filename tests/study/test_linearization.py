@@ -76,6 +76,11 @@ def test_the_last_epoch_is_judged(tmp_path: Path) -> None:
         assert run.weights(tmp_path) == tmp_path / run.name / place
 
 
+def test_jobs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["linearize", "--rows", "tangent", "--data", "tiny_imagenet=x", "--jobs", "0"]) == 2
+    assert "--jobs is 0; expected 1 or more" in capsys.readouterr().err
+
+
 def test_data_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["linearize", "--rows", "imagenette"]) == 2
     assert "no data for imagenette, tiny_imagenet: give --data imagenette=FOLDER" in capsys.readouterr().err
@@ -89,7 +94,7 @@ def test_one_student_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[
             Image.new("RGB", (64, 64), "red").save(tmp_path / "data" / split / name / "a.png")
     small = ["data.batch_size=2", "match.steps=1", "data.workers=0", "run.compile=false"]
     words = ["linearize", "--data", f"tiny_imagenet={tmp_path / 'data'}", "--output", str(tmp_path / "out")]
-    words += ["--rows", "tangent_plain", "--device", "cpu", "--set", *small, "schedule.epochs=1"]
+    words += ["--rows", "tangent_plain", "--jobs", "2", "--device", "cpu", "--set", *small, "schedule.epochs=1"]
     assert main(words) == 0
     assert (tmp_path / "out" / "tangent_plain-e20-s0" / "student.safetensors").exists()
     accuracy = json.loads((tmp_path / "out" / "tangent_plain-e20-s0" / ACCURACY).read_text())

@@ -69,17 +69,15 @@ from kernel_cases import (
     made_results,
     make_inputs,
     make_source,
-    perceptron_errors,
     random_case,
     random_perceptron,
     random_short,
     run,
     run_made,
     specialization_of,
-    trained_perceptron_errors,
 )
 
-from inline_attention.bench.kernels import compiled_calls, draw_perceptron, perceptron_calls
+from inline_attention.bench.kernels import PerceptronInputs, compiled_calls, draw_perceptron, perceptron_calls
 from inline_attention.bench.op import in_turn
 from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.layers import LocalWeight
@@ -394,69 +392,80 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
 
 # perceptron
 
-# Widths of DeiT, PVT, Swin and CSwin, and the tokens at which their blocks have them: one image of 224, 384 and
-# 1024 px, and batches of 128 or 256.
+# Widths and hidden channels of DeiT, PVT, Swin, CSwin and the models of the study, and the tokens at which their blocks
+# have them: one image of 224, 384 and 1024 px, and batches of 128 or 256.
 ROWS = {
-    192: (197, 577, 4097, 50_432, 131_072),
-    384: (197, 1024, 4097, 25_088, 131_072),
-    320: (290, 25_088, 131_072),
-    64: (3136, 401_408),
-    96: (3136, 401_408),
-    128: (784, 100_352),
-    256: (196, 25_088),
-    512: (49, 6272),
+    (192, 768): (197, 577, 4097, 50_432, 100_352, 131_072),
+    (384, 1536): (197, 1024, 4097, 25_088, 131_072),
+    (320, 1280): (290, 25_088, 131_072),
+    (64, 512): (3136, 401_408),
+    (64, 256): (3136, 401_408),
+    (96, 384): (3136, 401_408),
+    (128, 1024): (784, 100_352),
+    (128, 512): (784, 100_352),
+    (256, 1024): (196, 25_088),
+    (512, 2048): (49, 6272),
+    (160, 560): (257, 65_792),
+    (160, 720): (257, 65_792),
 }
 LEAST_TRAINED = 10_000  # training has no fewer rows
 LEAST_GAIN = 1.03  # a win by less is noise
 
 
-def timed_tiles(width: int, rows: int, dtype: torch.dtype) -> list[fused_perceptron.Tile]:
+Half = tuple[int, int, int]  # rows, width and hidden channels of the perceptron half of a block
+
+
+def timed_tiles(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> list[fused_perceptron.Tile]:
     """Those that fit; if they leave multiprocessors idle, with the hidden channels split."""
+    rows, width, hidden = half
     limits = gpu.limits_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
     tiles = []
     for tile in fused_perceptron.TILES:
         if not fused_perceptron.fits(tile, width, dtype, limits):
             continue
         programs = -(-rows // tile.rows)
-        for splits in (1, 2, 4, 8, 16):
-            if splits == 1 or (splits * programs <= 4 * limits.multiprocessors and splits * tile.hidden <= 4 * width):
+        for splits in (1,) if use == "projected" else (1, 2, 4, 8, 16):
+            if splits == 1 or (splits * programs <= 4 * limits.multiprocessors and splits * tile.hidden <= hidden):
                 tiles.append(tile._replace(splits=splits))
     return tiles
 
 
-def compile_tile(share: tuple[int, fused_perceptron.Tile, torch.dtype, bool]) -> str | None:
+def drawn(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> PerceptronInputs:
+    inputs = draw_perceptron(*half, device=torch.device(DEVICE), dtype=dtype, projected=use == "projected")
+    for x, _ in inputs.calls:
+        x.requires_grad_(use == "training")
+    return inputs
+
+
+def compile_tile(share: tuple[Half, fused_perceptron.Tile, torch.dtype, fused_perceptron.Use]) -> str | None:
     """Compiles a kernel, for Triton's cache on disk. Says why it cannot."""
-    width, tile, dtype, training = share
+    half, tile, dtype, use = share
     try:
-        xs, tensors = draw_perceptron(16, width, device=torch.device(DEVICE), dtype=dtype)
-        perceptron_calls([xs[0].requires_grad_(training)], tensors, dtype, tile)[0]()
+        perceptron_calls(drawn(half, dtype, use), tile)[0]()
     except Exception as error:  # the other tiles are timed
-        return f"{width} {tile} training={training}: {error!r}"[:300]
+        return f"{half} {tile} {use}: {error!r}"[:300]
     return None
 
 
-def compile_reference(share: tuple[int, int, torch.dtype]) -> None:
+def compile_reference(share: tuple[Half, torch.dtype, fused_perceptron.Use]) -> None:
     """Compiles what a tile is timed beside, for the caches of torch.compile on disk."""
-    width, rows, dtype = share
-    xs, tensors = draw_perceptron(rows, width, device=torch.device(DEVICE), dtype=dtype)
-    compiled_calls(xs[:1], tensors, dtype)[0]()
+    compiled_calls(drawn(*share))[0]()
 
 
-def training_calls(
-    width: int, rows: int, dtype: torch.dtype, tile: fused_perceptron.Tile | None
-) -> list[Callable[[], Any]]:
+def training_calls(half: Half, dtype: torch.dtype, tile: fused_perceptron.Tile | None) -> list[Callable[[], Any]]:
     """Forward and backward on each of two inputs, compiled: with this tile, or by a block's modules if it is None.
 
     The stream and the parameters are float32, and the parameters are cast in every call, as under autocast.
     """
-    norm, mlp = nn.LayerNorm(width, eps=1e-6).to(DEVICE), Mlp(width, 4 * width).to(DEVICE)
+    rows, width, hidden = half
+    norm, mlp = nn.LayerNorm(width, eps=1e-6).to(DEVICE), Mlp(width, hidden).to(DEVICE)
     weights = (mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
 
     def by_modules(x: Tensor) -> Tensor:
         return x + mlp(norm(x))
 
     def by_kernel(x: Tensor) -> Tensor:
-        return fused_perceptron.add_perceptron(x, (norm.weight, norm.bias), weights, 1e-6, dtype, tile)
+        return fused_perceptron.add_perceptron(x, (norm.weight, norm.bias), weights, None, 1e-6, dtype, tile)
 
     compiled = torch.compile(by_modules if tile is None else by_kernel, dynamic=False)
 
@@ -469,10 +478,10 @@ def training_calls(
     return [partial(call, x, torch.randn_like(x)) for x in xs]
 
 
-def compile_training(share: tuple[int, int, torch.dtype]) -> None:
+def compile_training(share: tuple[Half, torch.dtype]) -> None:
     """Compiles both sides of a measurement. With another tile, most of it is still in the caches on disk."""
     torch.compiler.reset()
-    for tile in (None, timed_tiles(*share)[0]):
+    for tile in (None, timed_tiles(*share, "training")[0]):
         training_calls(*share, tile)[0]()
 
 
@@ -493,8 +502,7 @@ def check_perceptron(seed: int) -> dict[str, Any]:
     case = random_perceptron(seed)
     row: dict[str, Any] = dict(seed=seed, case=str(case))
     try:
-        found = [("inference", *perceptron_errors(case.inputs, case.tile))]
-        found += trained_perceptron_errors(case.inputs, case.tile)
+        found = case.errors()
         row["ratios"] = {name: error / allowed for name, error, allowed in found}
         row["ratio"] = max(row["ratios"].values())
         row["passed"] = all(error <= allowed for _, error, allowed in found)  # not if one is NaN
@@ -517,82 +525,75 @@ def measured(each: dict[str, list[Callable[[], Any]]]) -> tuple[dict[str, float]
     return micros, failed | {name: t for name, t in timings.items() if isinstance(t, str)}
 
 
-def time_perceptron(width: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Microseconds of the compiled reference and of every tile."""
-    xs, tensors = draw_perceptron(rows, width, device=torch.device(DEVICE), dtype=dtype)
-    tiles = timed_tiles(width, rows, dtype)
-    each = {"compiled": compiled_calls(xs, tensors, dtype)}
-    each |= {str(tuple(tile)): perceptron_calls(xs, tensors, dtype, tile) for tile in tiles}
+def time_perceptron(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> dict[str, Any]:
+    """Microseconds of what runs without the kernel, compiled, and of every tile."""
+    inputs = drawn(half, dtype, use)
+    each = {"compiled": compiled_calls(inputs)}
+    each |= {str(tuple(tile)): perceptron_calls(inputs, tile) for tile in timed_tiles(half, dtype, use)}
     micros, failed = measured(each)
-    flops = 4 * rows * width * 4 * width
-    return dict(width=width, rows=rows, flops=flops, sets=len(xs), micros=micros, failed=failed)
+    return dict(half=half, flops=inputs.flops, sets=len(inputs.calls), micros=micros, failed=failed)
 
 
-def time_training(width: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+def time_training(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> dict[str, Any]:
     """Microseconds of forward and backward, of a block's modules and of the tile with the fastest forward pass."""
     torch.compiler.reset()  # PyTorch compiles a function for eight sizes, and runs it uncompiled at the ninth
-    xs, tensors = draw_perceptron(rows, width, device=torch.device(DEVICE), dtype=dtype)
-    xs = [x.requires_grad_() for x in xs]
-    tiles = {str(tuple(tile)): tile for tile in timed_tiles(width, rows, dtype)}
-    forward, failed = measured({name: perceptron_calls(xs, tensors, dtype, tile) for name, tile in tiles.items()})
+    inputs = drawn(half, dtype, use)
+    tiles = {str(tuple(tile)): tile for tile in timed_tiles(half, dtype, use)}
+    forward, failed = measured({name: perceptron_calls(inputs, tile) for name, tile in tiles.items()})
     best = min(forward, key=forward.__getitem__)
     compared = {"compiled": None, best: tiles[best]}
-    micros, also_failed = measured({name: training_calls(width, rows, dtype, tile) for name, tile in compared.items()})
-    flops = 12 * rows * width * 4 * width
-    return dict(width=width, rows=rows, flops=flops, forward=forward, micros=micros, failed=failed | also_failed)
+    micros, also_failed = measured({name: training_calls(half, dtype, tile) for name, tile in compared.items()})
+    return dict(half=half, flops=3 * inputs.flops, forward=forward, micros=micros, failed=failed | also_failed)
 
 
 def print_times(row: dict[str, Any]) -> None:
-    width, rows, micros = row["width"], row["rows"], row["micros"]
+    (rows, width, hidden), micros = row["half"], row["micros"]
     best = min((name for name in micros if name != "compiled"), key=micros.get, default=None)
     if best is None or "compiled" not in micros:
-        print(f"| {width} | {rows:,} | failed: {row['failed']} |", flush=True)
+        print(f"| {width} → {hidden} | {rows:,} | failed: {row['failed']} |", flush=True)
         return
     print(
-        f"| {width} | {rows:,} | {micros['compiled']:.1f} | {micros[best]:.1f} | {best} | "
+        f"| {width} → {hidden} | {rows:,} | {micros['compiled']:.1f} | {micros[best]:.1f} | {best} | "
         f"{micros['compiled'] / micros[best]:.2f} | {row['flops'] / micros[best] / 1e6:.0f} |",
         flush=True,
     )
 
 
-def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
+def winning_lines(timed: list[dict[str, Any]]) -> list[str]:
     """Lines of a table. A win holds halfway, as a ratio, to the next numbers of rows that were timed.
 
     Below the smallest it holds for a third fewer, and above the largest for any number.
     """
     capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
-    wins: dict[int, list[str]] = defaultdict(list)
-    for row in rows:
-        micros, here = row["micros"], row["rows"]
+    wins: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for row in timed:
+        micros, (here, *widths) = row["micros"], row["half"]
         best = min((name for name in micros if name != "compiled"), key=micros.get, default=None)
         if best is None or micros.get("compiled", 0) < LEAST_GAIN * micros[best]:
             continue
-        others = [other["rows"] for other in rows if other["width"] == row["width"]]
+        others = [other["half"][0] for other in timed if other["half"][1:] == row["half"][1:]]
         below, above = (
             max((n for n in others if n < here), default=None),
             min((n for n in others if n > here), default=None),
         )
         least = here * 2 // 3 if below is None else math.isqrt(here * below)
         most = "ANY" if above is None else math.isqrt(here * above) - 1
-        wins[row["width"]].append(f"Win({least}, {most}, Tile{best})")
-    return [f"    ({capability}, {width}, {4 * width}): ({', '.join(found)},)," for width, found in wins.items()]
+        wins[widths[0], widths[1]].append(f"Win({least}, {most}, Tile{best})")
+    return [f"    ({capability}, {width}, {hidden}): ({', '.join(w)},)," for (width, hidden), w in wins.items()]
 
 
 def perceptron(args: argparse.Namespace) -> dict[str, Any]:
     until = time.time() + args.seconds
     dtype = DTYPES[-1]
-    every = [(width, rows) for width in args.widths for rows in ROWS[width]]
-    sizes = {
-        "inference": every if "inference" in args.modes else [],
-        "training": [(width, rows) for width, rows in every if rows >= LEAST_TRAINED and "training" in args.modes],
-    }
-    work: list[tuple[str, Any]] = [("training", (*each, dtype)) for each in sizes["training"]]
-    work += [("reference", (*each, dtype)) for each in sizes["inference"]]
-    work += dict.fromkeys(
-        ("tile", (width, tile, dtype, mode == "training"))
-        for mode, some in sizes.items()
-        for width, rows in some
-        for tile in timed_tiles(width, rows, dtype)
+    every = [(n, width, hidden) for (width, hidden), rows in ROWS.items() if width in args.widths for n in rows]
+    sizes = {use: [half for half in every if use != "training" or half[0] >= LEAST_TRAINED] for use in args.modes}
+    work: list[tuple[str, Any]] = [("training", (half, dtype)) for half in sizes.get("training", [])]
+    work += [("reference", (half, dtype, use)) for use, some in sizes.items() if use != "training" for half in some]
+    work += dict.fromkeys(  # a kernel serves any number of rows
+        ("tile", ((16, *half[1:]), tile, dtype, use))
+        for use, some in sizes.items()
+        for half in some
+        for tile in timed_tiles(half, dtype, use)
     )
     work += [("check", seed) for seed in range(args.cases)]
     done: dict[str, list[Any]] = defaultdict(list)
@@ -610,17 +611,17 @@ def perceptron(args: argparse.Namespace) -> dict[str, Any]:
         print("FAILED", row)
     timed: dict[str, list[dict[str, Any]]] = {}
     wins: dict[str, list[str]] = {}
-    for mode, time_one in (("inference", time_perceptron), ("training", time_training)):
-        timed[mode] = []
-        if sizes[mode]:
-            print(f"{mode}\n| width | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |")
-            print("|---|---|---|---|---|---|---|")
-        for width, rows in sizes[mode]:
+    for use, some in sizes.items():
+        time_one = time_training if use == "training" else time_perceptron
+        timed[use] = []
+        print(f"{use}\n| channels | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |")
+        print("|---|---|---|---|---|---|---|")
+        for half in some:
             if time.time() < until:
-                timed[mode].append(time_one(width, rows, dtype))
-                print_times(timed[mode][-1])
-        wins[mode] = winning_lines(timed[mode])
-    print("\n".join(["WINS:", *wins["inference"], "TRAINING_WINS:", *wins["training"]]))
+                timed[use].append(time_one(half, dtype, use))
+                print_times(timed[use][-1])
+        wins[use] = winning_lines(timed[use])
+    print("WINS:", *(line for use in wins for line in (use, *wins[use])), sep="\n")
     return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
 
 
@@ -713,9 +714,10 @@ def main() -> int:
         if name == "perceptron":
             command.add_argument("--cases", type=int, default=400)
             command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
-            command.add_argument("--widths", type=int, nargs="+", default=tuple(ROWS), choices=ROWS)
-            modes = ("inference", "training")
-            command.add_argument("--modes", nargs="+", default=modes, choices=modes, help="what is timed")
+            widths = list(dict.fromkeys(width for width, _ in ROWS))
+            command.add_argument("--widths", type=int, nargs="+", default=widths, choices=widths)
+            uses = fused_perceptron.USES
+            command.add_argument("--modes", nargs="+", default=uses, choices=uses, help="what is timed")
         if name == "short":
             command.add_argument("--cases", type=int, default=240)
             command.add_argument("--seconds", type=float, default=150, help="nothing is timed after this time")

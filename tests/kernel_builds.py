@@ -38,6 +38,7 @@ from inline_attention.ops.fused.backward import run_backward
 from inline_attention.ops.fused.forward import run_forward
 from inline_attention.ops.fused.plan import make_plan
 from inline_attention.ops.gpu import Limits
+from inline_attention.ops.projections import OutputProjection
 
 
 class GPU(NamedTuple):
@@ -141,17 +142,20 @@ def local_weight(dtype: torch.dtype, head_dim: int) -> None:
     fused_local_weight.run(*(meta(*shape, dtype=dtype) for shape in shapes), dtype)
 
 
-def perceptron(dtype: torch.dtype, width: int, *, rows: int | None = None, save: bool = False) -> None:
+def perceptron(
+    dtype: torch.dtype, width: int, *, rows: int | None = None, save: bool = False, projected: bool = False
+) -> None:
     """The tile that is launched for so many rows; by default every tile that fits."""
     if fused_perceptron._why_not_memory(width, dtype, torch.device("cuda")):
         return  # the reference runs there
     x, vector = meta(rows or 1, width, dtype=dtype), meta(width, dtype=dtype)
     hidden = 4 * width
     weights = (meta(hidden, width, dtype=dtype), meta(hidden, dtype=dtype), meta(width, hidden, dtype=dtype), vector)
+    projection = OutputProjection(x, meta(width, width, dtype=dtype), vector) if projected else None
     limits = gpu.limits_of(x.device)
     fitting = [tile for tile in fused_perceptron.TILES if fused_perceptron.fits(tile, width, dtype, limits)]
     for tile in fitting if rows is None else [None]:
-        fused_perceptron.run(x, (vector, vector), weights, 1e-6, tile, save)
+        fused_perceptron.run(x, (vector, vector), weights, projection, 1e-6, tile, save)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -184,6 +188,9 @@ CASES: dict[str, Callable[[], None]] = {
     "perceptron-fp16-512-save-tiles": lambda: perceptron(torch.float16, 512, save=True),
     "perceptron-bf16-384-tiles": lambda: perceptron(torch.bfloat16, 384),
     "perceptron-fp16-512-tiles": lambda: perceptron(torch.float16, 512),
+    "perceptron-bf16-192-projected-tiles": lambda: perceptron(torch.bfloat16, 192, projected=True),
+    "perceptron-bf16-384-projected-tiles": lambda: perceptron(torch.bfloat16, 384, projected=True),
+    "perceptron-fp16-320-projected": lambda: perceptron(torch.float16, 320, rows=25_088, projected=True),
     "perceptron-fp32-96": lambda: perceptron(torch.float32, 96, rows=50_432),
 }
 

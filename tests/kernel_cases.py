@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inline_attention.ops import (  # needs Triton
+    OutputProjection,
     add_perceptron,
     fused,
     fused_perceptron,
@@ -390,17 +391,33 @@ def perceptron_inputs(
     )  # fmt: skip
 
 
+def last_step(x: Tensor, *, seed: int = 0) -> OutputProjection:
+    """The end of an attention, as large as the stream x that it is added to."""
+    generator = torch.Generator().manual_seed(seed)
+    width = x.shape[-1]
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(x.device, x.dtype)
+
+    return OutputProjection(normal(*x.shape), normal(width, width, scale=width**-0.5), normal(width, scale=0.2))
+
+
 def perceptron_errors(
-    inputs: PerceptronInputs, tile: fused_perceptron.Tile | None, *, mean: float = 0.0
+    inputs: PerceptronInputs,
+    tile: fused_perceptron.Tile | None,
+    *,
+    projection: OutputProjection | None = None,
+    mean: float = 0.0,
 ) -> tuple[float, float]:
     """How far the kernel's result is from float64, and how far it may be: 1.2 times as far as the reference in the same
     precision, and one rounding; in float32, whose sums depend on their order, twice of both. Relative to the result's
     norm."""
     x, *tensors = inputs
+    exactly = None if projection is None else OutputProjection(*(t.double() for t in projection))
     with torch.no_grad():
-        exact = add_perceptron(*(t.double() for t in inputs), backend="reference")
-        plain = add_perceptron(*inputs, backend="reference")
-        fast = fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], 1e-5, x.dtype, tile)
+        exact = add_perceptron(*(t.double() for t in inputs), projection=exactly, backend="reference")
+        plain = add_perceptron(*inputs, projection=projection, backend="reference")
+        fast = fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], projection, 1e-5, x.dtype, tile)
     assert fast.dtype == plain.dtype
     size = float(exact.norm()) or 1.0
     error, of_plain = (float((z.double() - exact).norm()) / size for z in (fast, plain))
@@ -421,7 +438,7 @@ def trained_perceptron_errors(inputs: PerceptronInputs, tile: fused_perceptron.T
         return dict(out=out.detach()) | dict(zip(names, grads, strict=True))
 
     def by_kernel(x: Tensor, *tensors: Tensor) -> Tensor:
-        return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], 1e-5, dtype, tile)
+        return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], None, 1e-5, dtype, tile)
 
     def by_reference(*tensors: Tensor) -> Tensor:
         return add_perceptron(*tensors, backend="reference")
@@ -433,6 +450,16 @@ def trained_perceptron_errors(inputs: PerceptronInputs, tile: fused_perceptron.T
 class RandomPerceptron(NamedTuple):
     inputs: PerceptronInputs
     tile: fused_perceptron.Tile | None
+
+    def errors(self) -> list[Error]:
+        """Of inference, of inference with a projection, and of training"""
+        whole = None if self.tile is None else self.tile._replace(splits=1)  # a projection takes no splits
+        projection = last_step(self.inputs[0])
+        return [
+            ("inference", *perceptron_errors(self.inputs, self.tile)),
+            ("projected", *perceptron_errors(self.inputs, whole, projection=projection)),
+            *trained_perceptron_errors(self.inputs, self.tile),
+        ]
 
     def __str__(self) -> str:
         x, _, _, w1, *_ = self.inputs

@@ -1,14 +1,17 @@
 """`optimize` changes how a model runs, and nothing else."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from inline_attention import optimize, use_backend
 from inline_attention.layers.embed import PatchConv2d
+from inline_attention.ops import backends
 from inline_attention.ops.backends import HAS_TRITON
 
 
@@ -96,40 +99,63 @@ def test_compiled_model_keeps_its_type_names_and_results() -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the perceptron's kernel is Triton's")
-def test_a_block_takes_the_perceptrons_kernel_where_a_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["deit", "pvt", "swin", "cswin"])
+@pytest.mark.parametrize("uses", [{"inference"}, {"projected"}, {"inference", "projected"}])
+def test_blocks_take_the_perceptrons_kernel_where_a_table_says_so(
+    family: str, uses: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from small import create_small, image
 
     from inline_attention.layers.block import Block
-    from inline_attention.ops import fused_perceptron
+    from inline_attention.models.swin import WindowSoftmaxAttention
+    from inline_attention.ops import add_perceptron, fused_perceptron, perceptron
 
-    model = create_small("inline_deit_tiny", depth=2).eval()
+    model = create_small(f"inline_{family}_tiny")
     blocks = [block for block in model.modules() if isinstance(block, Block)]
-    blocks[1].mlp.fc1.register_forward_hook(lambda *_: None)
+    blocks[-1].mlp.fc1.register_forward_hook(lambda *_: None)
+    blocks[0].attn.register_forward_hook(lambda *_: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: None)
     with torch.no_grad():
         expected = model(image())
         optimize(model)
-        assert not any(block.fused_perceptron for block in blocks)  # no measurement, no change
-        monkeypatch.setattr(sys.modules[optimize.__module__], "pays_on", lambda *_, training: not training)
+        assert not any(block.fused for block in blocks)  # no measurement, no change
+        monkeypatch.setattr(sys.modules[optimize.__module__], "pays_on", lambda *args: args[-1] in uses)
         optimize(model)
-        assert [block.fused_perceptron for block in blocks] == [True, False]
-        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *_, training: fused_perceptron.TILES[0])
-        seen = []
-        run = fused_perceptron.add_perceptron
-        monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: seen.append(1) or run(*args))
-        with use_backend("triton"):
-            torch.testing.assert_close(model(image()), expected)
-    assert seen == [1]
-    with use_backend("triton"):
-        model.train()(image())
-    assert seen == [1]  # the table for training has no entry
+        by_itself = uses - {"projected"}  # a projection with hooks, or of a window's softmax
+        inner = [by_itself if isinstance(block.attn, WindowSoftmaxAttention) else uses for block in blocks[1:-1]]
+        assert [block.fused for block in blocks] == [by_itself, *inner, set()]
+        tile = fused_perceptron.TILES[0]
+        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *args: tile if args[-1] in uses else None)
+        # Only the perceptron takes its kernel, which does not run: tests/ops compare it with the reference.
+        monkeypatch.setattr(
+            perceptron,
+            "backends",
+            SimpleNamespace(
+                HAS_TRITON=True,
+                resolve=backends.resolve,
+                choose=lambda wanted, *_, **__: "reference" if wanted == "reference" else "triton",
+            ),
+        )
+        projected = []
+
+        def plain(x, norm, weights, projection, eps, *_):
+            projected.append(projection is not None)
+            x = x if projection is None else x + F.linear(*projection)
+            return add_perceptron(x, *norm, *weights, eps=eps, backend="reference")
+
+        monkeypatch.setattr(fused_perceptron, "add_perceptron", plain)
+        torch.testing.assert_close(model(image()), expected)
+    assert projected == [use for block in blocks if block.fused for use in ["projected" in block.fused]]
+    projected.clear()
+    model.train()(image())
+    assert not projected  # the table for training has no entry
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the perceptron's kernel is Triton's")
 def test_training_takes_the_perceptrons_kernel_where_its_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from small import create_small, image
 
-    from inline_attention.layers.block import Block
+    from inline_attention.layers.block import Block, Mlp
     from inline_attention.ops import fused_perceptron, gpu
 
     def train(model: nn.Module) -> list[torch.Tensor]:
@@ -144,24 +170,24 @@ def test_training_takes_the_perceptrons_kernel_where_its_table_says_so(monkeypat
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda"))
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     optimize(model)
-    assert not any(block.fused_perceptron_in_training for block in blocks)  # no measurement, no change
+    assert not any(block.fused for block in blocks)  # no measurement, no change
     fc1 = blocks[0].mlp.fc1
     win = fused_perceptron.Win(0, fused_perceptron.ANY, fused_perceptron.TILES[0])
-    monkeypatch.setitem(fused_perceptron.TRAINING_WINS, ((9, 0), fc1.in_features, fc1.out_features), (win,))
+    monkeypatch.setitem(fused_perceptron.WINS["training"], ((9, 0), fc1.in_features, fc1.out_features), (win,))
     optimize(model)
-    assert [block.fused_perceptron_in_training for block in blocks] == [True, False, False, True]
-    assert not any(block.fused_perceptron for block in blocks)
+    assert [block.fused for block in blocks] == [{"training"}, set(), set(), {"training"}]
     monkeypatch.undo()
 
     seen = []
-    run = fused_perceptron.add_perceptron
-    monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: seen.append(1) or run(*args))
-    with use_backend("triton"):
-        torch.manual_seed(0)
-        fast = train(model)
-        assert seen == [1, 1]
-        for block in blocks:
-            block.fused_perceptron_in_training = False
-        torch.manual_seed(0)
-        torch.testing.assert_close(fast, train(model), rtol=1e-3, atol=1e-5)
-    assert seen == [1, 1]
+    run, by_modules = fused_perceptron.add_perceptron, Mlp.forward
+    monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: seen.append("kernel") or run(*args))
+    monkeypatch.setattr(Mlp, "forward", lambda *args: seen.append("modules") or by_modules(*args))
+    results = []
+    for tile in (win.tile, None):  # None: another number of tokens
+        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *_, tile=tile: tile)
+        with use_backend("triton" if tile else "auto"):
+            torch.manual_seed(0)
+            results.append(train(model))
+    # Without the kernel the block's own module runs, which drops its activations.
+    assert seen == ["kernel", "modules", "modules", "kernel"] + ["modules"] * 4
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)

@@ -41,8 +41,8 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
     - The convolution that cuts images into patches, as in timm's transformers, becomes a matrix product. cuDNN has no
       fast kernel for three channels: in DeiT-T at 224 pixels it takes a fifth of the time.
     - The perceptron half of this library's blocks becomes one kernel (`ops.add_perceptron`) on GPUs, widths and numbers
-      of tokens for which that was measured to be faster. In training, only in blocks without dropout and without
-      stochastic depth in that half.
+      of tokens for which that was measured to be faster. In inference it may include the attention's output projection.
+      In training, only blocks without dropout and without stochastic depth in that half take it.
 
     With CUDA graphs every input size keeps the memory of its own graph, and an output is valid until the next call.
     Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" if sizes vary freely.
@@ -66,15 +66,15 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
 
 
 def _fuse_perceptron(block: Block, device: torch.device, *, training: bool) -> None:
-    fused = block.has_plain_perceptron(training=training)
-    if fused:
+    uses = {"training"} if training else {"inference", "projected"}
+    fused: set[str] = set()
+    if block.has_plain_perceptron(training=training):
         fc1 = block.mlp.fc1
         assert isinstance(fc1, nn.Linear)
-        fused = pays_on(device, fc1.in_features, fc1.out_features, training=training)
-    if training:
-        block.fused_perceptron_in_training = fused
-    else:
-        block.fused_perceptron = fused
+        fused = {use for use in uses if pays_on(device, fc1.in_features, fc1.out_features, use)}
+        if not block.attn.has_plain_projection():
+            fused -= {"projected"}
+    block.fused = block.fused - uses | fused
 
 
 def _cuts_images(module: nn.Module) -> bool:

@@ -29,12 +29,13 @@ def test_the_perceptron_beside_the_compiled_reference(monkeypatch: pytest.Monkey
     assert [r.kernel for r in results] == [kernels.PERCEPTRON, kernels.COMPILED]
     assert len(compiled) == 1
     assert all(r.seconds > 0 and r.flops == 2 * 2 * 7 * 16 * 64 for r in results)
-    xs, tensors = kernels.draw_perceptron(3, 16, device=torch.device("cpu"), dtype=torch.float32)
-    with torch.no_grad():
-        fast, plain = (
-            make(xs, tensors, torch.float32)[1]() for make in (kernels.perceptron_calls, kernels.compiled_calls)
+    for projected in (False, True):
+        inputs = kernels.draw_perceptron(
+            3, 16, 24, device=torch.device("cpu"), dtype=torch.float32, projected=projected
         )
-    torch.testing.assert_close(fast, plain)
+        with torch.no_grad():
+            fast, plain = (make(inputs)[1]() for make in (kernels.perceptron_calls, kernels.compiled_calls))
+        torch.testing.assert_close(fast, plain)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,10 @@
 """The perceptron's kernel against the reference in float64. Without a GPU it runs in Triton's interpreter."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
@@ -11,6 +14,7 @@ from kernel_cases import (
     DEVICE,
     DTYPES,
     GPU,
+    last_step,
     perceptron_errors,
     perceptron_inputs,
     random_perceptron,
@@ -67,13 +71,37 @@ def test_gradients_against_float64(shape, dtype):
         assert error <= allowed, name
 
 
+PROJECTED = {name: shape for name, shape in SHAPES.items() if shape[-1] is None}  # a projection takes no splits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", PROJECTED)
+def test_with_a_projection_against_float64(shape, dtype):
+    rows, width, hidden, _ = PROJECTED[shape]
+    inputs = perceptron_inputs(rows, width, hidden, dtype)
+    error, allowed = perceptron_errors(inputs, None, projection=last_step(inputs[0]))
+    assert error <= allowed
+
+
 @pytest.mark.parametrize("seed", range(210 if GPU else 4))
 def test_random_shapes(seed):
     case = random_perceptron(seed)
-    error, allowed = perceptron_errors(case.inputs, case.tile)
-    assert error <= allowed, case
-    for name, error, allowed in trained_perceptron_errors(case.inputs, case.tile):
+    for name, error, allowed in case.errors():
         assert error <= allowed, (case, name)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_where_gradients_are_needed_the_projection_has_them(backend):
+    leaves = perceptron_inputs((3, 5), 16, 24, torch.float32)
+    last = last_step(leaves[0])
+    for leaf in (*leaves, *last):
+        leaf.requires_grad_()
+    out = add_perceptron(*leaves, projection=last, backend=backend)
+    x, *tensors = leaves
+    expected = add_perceptron(x + F.linear(*last), *tensors, backend="reference")
+    wanted = [*leaves, *last]
+    found, exact = (torch.autograd.grad(y.square().sum(), wanted) for y in (out, expected))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("stream", [torch.float32, DTYPES[-1]])
@@ -154,9 +182,9 @@ def test_shapes_without_memory(save):
     x, *tensors = perceptron_inputs((3, 5), 16, 24, DTYPES[-1])
     inputs = (x.float(), *tensors)
     call = torch.ops.inline_attention.perceptron
-    found = call(*inputs, 1e-5, [], save)
+    found = call(*inputs, None, None, None, 1e-5, [], save)
     with FakeTensorMode() as mode:
-        told = call(*(mode.from_tensor(t) for t in inputs), 1e-5, [], save)
+        told = call(*(mode.from_tensor(t) for t in inputs), None, None, None, 1e-5, [], save)
     for one, other in zip(found, told, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
@@ -203,7 +231,8 @@ def test_any_strides():
 
 def test_bit_identical_from_run_to_run():
     inputs = perceptron_inputs((9,), 48, 64, DTYPES[-1])
-    assert torch.equal(*(fused_perceptron.add_perceptron(*split(inputs), 1e-5, DTYPES[-1], SPLIT) for _ in range(2)))
+    call = partial(fused_perceptron.add_perceptron, *split(inputs), None, 1e-5, DTYPES[-1], SPLIT)
+    assert torch.equal(call(), call())
 
 
 def split(inputs):
@@ -223,17 +252,17 @@ def test_auto_is_the_reference_until_a_table_says_otherwise(monkeypatch):
         assert ran == [None]
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_the_table_decides_by_width_and_rows(training, monkeypatch):
+@pytest.mark.parametrize("use", fused_perceptron.USES)
+def test_the_table_decides_by_width_and_rows(use, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    table, other = (fused_perceptron.WINS, fused_perceptron.TRAINING_WINS)[:: -1 if training else 1]
-    monkeypatch.setitem(table, ((9, 0), 192, 768), (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0])))
-    monkeypatch.delitem(other, ((9, 0), 192, 768), raising=False)
+    wins = {key: {} for key in fused_perceptron.USES}
+    wins[use] = {((9, 0), 192, 768): (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0]))}
+    monkeypatch.setattr(fused_perceptron, "WINS", wins)
     with FakeTensorMode():
         found = [
-            fused_perceptron.winning_tile(torch.empty(rows, width, device="cuda"), 768, dtype, training=training)
+            fused_perceptron.winning_tile(torch.empty(rows, width, device="cuda"), 768, dtype, use)
             for rows, width, dtype in [
                 (99, 192, torch.bfloat16), (100, 192, torch.bfloat16), (2000, 192, torch.float16),
                 (2001, 192, torch.bfloat16), (150, 384, torch.bfloat16), (150, 192, torch.float32),
@@ -242,16 +271,18 @@ def test_the_table_decides_by_width_and_rows(training, monkeypatch):
     assert found == [None, SPLIT, TILES[0], None, None, None]
 
 
-def test_the_table_for_training_is_asked_where_gradients_are_needed(monkeypatch):
+def test_the_table_of_the_use_is_asked(monkeypatch):
     asked = []
-    monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *args, training: asked.append(training))
+    monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *args: asked.append(args[-1]))
     x, *tensors = perceptron_inputs((4,), 16, 32, torch.float32)
     add_perceptron(x, *tensors)
+    add_perceptron(x, *tensors, projection=last_step(x))
     tensors[0].requires_grad_()
     add_perceptron(x, *tensors)
+    add_perceptron(x, *tensors, projection=last_step(x))
     with torch.no_grad():
         add_perceptron(x, *tensors)
-    assert asked == [False, True, False]
+    assert asked == ["inference", "projected", "inference", "training", "training", "inference"]
 
 
 @pytest.mark.parametrize("width", [16, 48, 64, 96, 192, 320, 384, 448, 512, 23, 7])
@@ -300,6 +331,21 @@ def test_bad_inputs_are_named(change, message, backend):
         add_perceptron(**given, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(attended=torch.zeros(3, 16)), r"projection\.attended has shape \(3, 16\); expected that of x, \(2, 16\)"),
+        (dict(weight=torch.zeros(16, 8)), r"projection\.weight has shape \(16, 8\); expected \(16, 16\)"),
+        (dict(bias=torch.zeros(1)), r"projection\.bias has shape \(1,\); expected \(16,\)"),
+    ],
+)
+def test_bad_projections_are_named(change, message):
+    inputs = perceptron_inputs((2,), 16, 32, torch.float32)
+    last = last_step(inputs[0])._replace(**{name: tensor.to(DEVICE) for name, tensor in change.items()})
+    with pytest.raises(ValueError, match=message):
+        add_perceptron(*inputs, projection=last)
+
+
 def test_says_why_not():
     with pytest.raises(ValueError, match="up to 512 channels, not 528"), torch.no_grad():
         add_perceptron(*perceptron_inputs((2,), 528, 16, torch.float32), backend="triton")
@@ -337,9 +383,10 @@ def test_flop_formula():
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs = perceptron_inputs((3, 5), 16, 32, torch.float32)
-    counts = []
-    for backend in ("triton", "reference"):
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            add_perceptron(*inputs, backend=backend)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
+    for projection in (None, last_step(inputs[0])):
+        counts = []
+        for backend in ("triton", "reference"):
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                add_perceptron(*inputs, projection=projection, backend=backend)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0

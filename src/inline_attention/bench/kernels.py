@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from inline_attention.ops import add_perceptron
+from inline_attention.ops import Backend, OutputProjection, add_perceptron
 from inline_attention.ops.backends import fused_perceptron
 from inline_attention.printing import table
 
@@ -70,44 +71,68 @@ def run_case(case: Case, *, device: torch.device, dtype: torch.dtype, bandwidth:
     ]
 
 
+@dataclass(frozen=True)
+class PerceptronInputs:
+    """Calls of `add_perceptron`. The stream and the norm are float32 and the rest half, as under autocast."""
+
+    calls: list[tuple[Tensor, OutputProjection | None]]  # x, and the end of the attention before
+    norm: list[Tensor]
+    weights: list[Tensor]  # of the two linear layers, in the dtype of the products
+    dtype: torch.dtype
+
+    @property
+    def flops(self) -> int:
+        """Of the matrix products of a call"""
+        x, projection = self.calls[0]
+        hidden, width = self.weights[0].shape
+        return 2 * x.numel() * (2 * hidden + (0 if projection is None else width))
+
+
 def draw_perceptron(
-    rows: int, width: int, *, device: torch.device, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs (rows, width) and the parameters of the layer norm and of the two linear layers.
+    rows: int, width: int, hidden: int, *, device: torch.device, dtype: torch.dtype, projected: bool = False
+) -> PerceptronInputs:
+    """Random inputs (rows, width).
 
-    There are several inputs, as in `draw_sets`, but no more than 16: few rows stay in the cache in a model, too.
-
-    The stream and the norm are float32 and the weights in `dtype`, as under autocast once the weights are cast.
+    There are several, as in `draw_sets`, but no more than 16: few rows stay in the cache in a model, too.
     """
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     sets = min(16, max(2, math.ceil(4 * cache / (4 * rows * width))))
-    xs = [torch.randn(rows, width, device=device) for _ in range(sets)]
-    norm = [1 + torch.randn(width, device=device) / 5, torch.randn(width, device=device) / 5]
-    hidden = 4 * width
-    w1, w2 = (torch.randn(shape, device=device) * width**-0.5 for shape in ((hidden, width), (width, hidden)))
-    biases = (torch.randn(n, device=device) / 5 for n in (hidden, width))
-    weights = [t.to(dtype) for pair in zip((w1, w2), biases, strict=True) for t in pair]
-    return xs, norm + weights
+
+    def normal(*shape: int, scale: float = 0.2) -> Tensor:
+        return torch.randn(shape, device=device) * scale
+
+    norm = [1 + normal(width), normal(width)]
+    shapes = (hidden, width), (hidden,), (width, hidden), (width,)
+    weights = [normal(*shape, scale=0.2 if len(shape) == 1 else width**-0.5).to(dtype) for shape in shapes]
+    last = [normal(width, width, scale=width**-0.5).to(dtype), normal(width).to(dtype)]
+    calls = [
+        (normal(rows, width, scale=1), OutputProjection(normal(rows, width).to(dtype), *last) if projected else None)
+        for _ in range(sets)
+    ]
+    return PerceptronInputs(calls, norm, weights, dtype)
 
 
-def perceptron_calls(
-    xs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype, tile: "fused_perceptron.Tile | None" = None
-) -> list[Call]:
+def perceptron_calls(inputs: PerceptronInputs, tile: "fused_perceptron.Tile | None" = None) -> list[Call]:
     """The kernel on each of the inputs."""
-    norm, weights = tensors[:2], tensors[2:]
-    return [partial(fused_perceptron.add_perceptron, x, norm, weights, 1e-6, dtype, tile) for x in xs]
+    return [
+        partial(fused_perceptron.add_perceptron, x, inputs.norm, inputs.weights, last, 1e-6, inputs.dtype, tile)
+        for x, last in inputs.calls
+    ]
 
 
-def compiled_calls(xs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Call]:
-    """The reference on each of the inputs, compiled."""
+def compiled_calls(inputs: PerceptronInputs) -> list[Call]:
+    """What runs without the kernel, compiled. A projection is followed by what `add_perceptron` chooses without one."""
     torch.compiler.reset()  # PyTorch compiles a function for eight sizes, and runs it uncompiled at the ninth
 
-    def reference(x: Tensor) -> Tensor:
-        with torch.no_grad(), torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
-            return add_perceptron(x, *tensors, eps=1e-6, backend="reference")
+    def perceptron(x: Tensor, *last: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(x.device.type, inputs.dtype, enabled=inputs.dtype != torch.float32):
+            if last:
+                x = x + F.linear(*last)
+            backend: Backend = "auto" if last else "reference"
+            return add_perceptron(x, *inputs.norm, *inputs.weights, eps=1e-6, backend=backend)
 
-    compiled = torch.compile(reference, dynamic=False)
-    return [partial(compiled, x) for x in xs]
+    compiled = torch.compile(perceptron, dynamic=False)
+    return [partial(compiled, x, *(last or ())) for x, last in inputs.calls]
 
 
 def run_perceptron(
@@ -115,16 +140,16 @@ def run_perceptron(
 ) -> list[KernelResult]:
     """The perceptron half of a block of the case's tokens and width, with four times as many hidden channels."""
     rows, width = case.batch * case.tokens, case.heads * case.head_dim
-    xs, tensors = draw_perceptron(rows, width, device=device, dtype=dtype)
-    calls = {PERCEPTRON: perceptron_calls(xs, tensors, dtype), COMPILED: compiled_calls(xs, tensors, dtype)}
+    inputs = draw_perceptron(rows, width, 4 * width, device=device, dtype=dtype)
+    calls = {PERCEPTRON: perceptron_calls(inputs), COMPILED: compiled_calls(inputs)}
     timings = measure({name: in_turn(each, device)[0] for name, each in calls.items()}, device=device, effort=effort)
     results = []
     for name, timing in timings.items():
         if not isinstance(timing, Timing):
             raise RuntimeError(f"{name}: {timing}")
         floor = 2 * 4 * rows * width / bandwidth  # x → out, float32
-        flops = 4 * rows * width * 4 * width
-        results.append(KernelResult(str(case), name, timing.shared(len(xs)).median, 2, floor, flops))
+        seconds = timing.shared(len(inputs.calls)).median
+        results.append(KernelResult(str(case), name, seconds, 2, floor, inputs.flops))
     return results
 
 

@@ -19,6 +19,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import masked_mean, zero_absent
 
 from .local import LocalTerm, LocalWeight, ParameterPair
+from .mode import is_plain
 from .queries import AffineMap, HeadGain
 from .token_grid import ModelGrid, find_grid, token_mask_of, wait_for_model
 from .tokens import pad_images
@@ -159,6 +160,7 @@ class Attention(nn.Module):
         token_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        project: bool = True,
     ) -> Tensor:
         """
         Args:
@@ -171,6 +173,7 @@ class Attention(nn.Module):
                 makes of zeros.
             attn_mask: the same mask as timm's blocks pass it, (B, 1, 1, N), bool or 0 and −inf. Any other is refused.
             is_causal: must be False.
+            project: False returns the outputs of the heads, for a block that computes `proj` itself. Needs `grid`.
 
         Returns:
             (B, N, C)
@@ -202,7 +205,20 @@ class Attention(nn.Module):
             token_mean = mean if token_mean is None else token_mean
         options["local_weight"] = self.local_input(x, token_mean, token_mask)
         out = self.attend(projections, grid=grid, token_mask=token_mask, **options)
-        return self.merge(self.apply_gate(self.add_position_bias(out, token_mask), x))
+        out = self.apply_gate(self.add_position_bias(out, token_mask), x)
+        return self.merge(out) if project else out.flatten(2)
+
+    def has_plain_projection(self) -> bool:
+        """Whether `proj` is all that inference adds to `forward` with `project=False`."""
+        return (
+            type(self).forward is Attention.forward
+            and type(self).merge is Attention.merge
+            and is_plain(self, type(self))
+            and is_plain(self.proj, nn.Linear)
+            and self.proj.bias is not None
+            and is_plain(self.proj_drop, nn.Dropout)
+            and not self.scale_norm
+        )
 
     def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Images of different sizes in one batch, every one with its own map: (B, N, C) → (B, N, C), padding zero"""

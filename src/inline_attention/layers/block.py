@@ -1,12 +1,15 @@
 """The pre-norm transformer block that all families share."""
 
+from typing import Any
+
 import torch
 from timm.layers import DropPath, register_notrace_module
 from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from inline_attention.ops import Grid, add_perceptron
+from inline_attention.ops import Grid, OutputProjection, add_perceptron
+from inline_attention.ops.perceptron import pays_for
 
 from .attention import Attention
 from .mode import is_plain
@@ -56,9 +59,9 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-        # `optimize` sets them, for inference and for training.
-        self.fused_perceptron = False
-        self.fused_perceptron_in_training = False
+        # What `optimize` gives to the kernel of `add_perceptron`: "inference", "projected" (inference, with the
+        # projection of the attention), "training".
+        self.fused: frozenset[str] = frozenset()
 
     def has_plain_perceptron(self, *, training: bool) -> bool:
         """Whether `add_perceptron` computes the second half.
@@ -85,8 +88,10 @@ class Block(nn.Module):
         """How `attention_branch` cuts a map into windows. None: it attends to the whole map."""
         return None
 
-    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        return self.attn(self.norm1(x), grid, token_mask=None if padding is None else padding.token_mask)
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None, **options: Any) -> Tensor:
+        """`options`: further arguments of the attention"""
+        token_mask = None if padding is None else padding.token_mask
+        return self.attn(self.norm1(x), grid, token_mask=token_mask, **options)
 
     def attention_branch_of_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         """`attention_branch`, with the result of each image of a padded batch as if it were alone."""
@@ -103,12 +108,23 @@ class Block(nn.Module):
         With `padding`, tokens beyond an image's border change nothing inside it. What they hold afterwards is not
         defined.
         """
+        if not self.training and padding is None and self.pays("projected", x):
+            assert self.attn.proj.bias is not None
+            attended = self.attention_branch(x, grid, project=False)
+            return self.add_perceptron(x, OutputProjection(attended, self.attn.proj.weight, self.attn.proj.bias))
         x = x + self.drop_path1(self.attention_branch_of_each(x, grid, padding))
-        if self.fused_perceptron_in_training if self.training else self.fused_perceptron:
-            norm, fc1, fc2 = self.norm2, self.mlp.fc1, self.mlp.fc2
-            assert fc1.bias is not None
-            assert fc2.bias is not None
-            return add_perceptron(
-                x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, eps=norm.eps
-            )  # fmt: skip
+        if self.pays("training" if self.training else "inference", x):
+            return self.add_perceptron(x)
         return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+    def pays(self, use: str, x: Tensor) -> bool:
+        """Whether `optimize` allows the kernel, and it was measured to be faster for so many tokens."""
+        return use in self.fused and pays_for(x, self.mlp.fc1.weight.shape[0], use)
+
+    def add_perceptron(self, x: Tensor, projection: OutputProjection | None = None) -> Tensor:
+        """The second half of the block, and before it the end of the attention, if it is given."""
+        norm, fc1, fc2 = self.norm2, self.mlp.fc1, self.mlp.fc2
+        assert fc1.bias is not None
+        assert fc2.bias is not None
+        tensors = (norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+        return add_perceptron(x, *tensors, projection=projection, eps=norm.eps)

@@ -118,9 +118,10 @@ SOFTMAX: dict[str, type[Attention]] = {cls.kind: cls for cls in (StripeAttention
 class CSwinBlock(Block):
     """A block whose local weight is made from the block's input, before the norm."""
 
-    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None, **options: Any) -> Tensor:
         token_mask = None if padding is None else padding.token_mask
-        return self.attn(self.norm1(x), grid, token_mean=masked_mean(x, token_mask), token_mask=token_mask)
+        mean = masked_mean(x, token_mask)
+        return self.attn(self.norm1(x), grid, token_mean=mean, token_mask=token_mask, **options)
 
 
 @register_notrace_module

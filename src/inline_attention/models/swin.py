@@ -147,11 +147,10 @@ class SwinBlock(Block):
     def window_plan(self, grid: Grid) -> WindowPlan:
         return WindowPlan.fit(grid, self.window, shifted=self.shifted)
 
-    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+    def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None, **options: Any) -> Tensor:
         plan = self.window_plan(grid)
         windows = to_windows(self.norm1(x).unflatten(1, grid), plan, padding)
         sizes = None if padding is None else padding.sizes
-        options = {}
         # Linear attention sums over a whole window and cannot separate regions. The published models do not either.
         if plan.shift != (0, 0) and isinstance(self.attn, WindowSoftmaxAttention):
             regions = window_regions(plan, x.device, sizes)

@@ -19,6 +19,7 @@ from .local import Grid, LocalSource
 from .local_weight import make_local_weight
 from .matrix import attention_matrix
 from .perceptron import add_perceptron
+from .projections import OutputProjection
 
 __all__ = [
     "FEATURE_MAPS",
@@ -28,6 +29,7 @@ __all__ = [
     "Grid",
     "LocalSource",
     "Normalization",
+    "OutputProjection",
     "add_perceptron",
     "attention_matrix",
     "get_backend",

@@ -1,10 +1,13 @@
-"""The perceptron half of a block as one Triton launch; `perceptron.py` has the reference.
+"""The perceptron half of a block as one Triton launch, in inference with the projection before it.
+
+`perceptron.py` has the reference.
 
 The backward pass is plain PyTorch, which torch.compile fuses.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -16,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import gpu
 from .gpu import INTERPRETED, Limits, on_device_of
 from .kernels.perceptron import perceptron_kernel, perceptron_sum_kernel
+from .projections import OutputProjection
 from .registration import refuse_tangents, register
 
 # Most channels of a token. A program keeps the sums of its outputs in registers.
@@ -33,6 +37,11 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     splits: int = 1  # programs that share the hidden channels of a token
+
+
+# What the kernel is used for: inference by itself, inference with the projection before it, or training.
+Use = Literal["inference", "projected", "training"]
+USES: tuple[Use, ...] = get_args(Use)
 
 
 # What `tests/gpu_check.py perceptron` times. The launch takes the first that fits, and fewer rows for few tokens.
@@ -69,14 +78,14 @@ class Win(NamedTuple):
     tile: Tile
 
 
-# By compute capability, width and hidden channels, in half precision.
-Wins = dict[tuple[tuple[int, int], int, int], tuple[Win, ...]]
-WINS: Wins = {
-    ((9, 0), 192, 768): (Win(33_621, ANY, Tile(64, 32, 4, 3)),),
+# By compute capability, width and hidden channels, in half precision. For "training" it is forward and backward.
+WINS: dict[Use, dict[tuple[tuple[int, int], int, int], tuple[Win, ...]]] = {
+    "inference": {
+        ((9, 0), 192, 768): (Win(33_621, ANY, Tile(64, 32, 4, 3)),),
+    },
+    "projected": {},
+    "training": {},
 }
-
-# The same for forward and backward.
-TRAINING_WINS: Wins = {}
 
 
 def halves(width: int) -> tuple[int, int]:
@@ -102,7 +111,9 @@ def fits(tile: Tile, width: int, dtype: torch.dtype, limits: Limits) -> bool:
     return memory_of(tile, width, dtype) <= limits.shared_memory and sums <= 160
 
 
-def choose_tile(rows: int, width: int, hidden: int, dtype: torch.dtype, limits: Limits) -> Tile:
+def choose_tile(
+    rows: int, width: int, hidden: int, dtype: torch.dtype, limits: Limits, *, may_split: bool = True
+) -> Tile:
     """The first of `TILES` that fits and keeps all multiprocessors busy. If none does: the fewest rows, with splits.
 
     Float32 products are unrolled over a block, which must be small for registers to hold it.
@@ -117,7 +128,7 @@ def choose_tile(rows: int, width: int, hidden: int, dtype: torch.dtype, limits: 
     tile = min(fitting, key=lambda tile: (tile.rows, -tile.hidden))
     programs = triton.cdiv(rows, tile.rows)
     splits = 1
-    while 2 * splits * programs <= 2 * limits.multiprocessors and 2 * splits * tile.hidden <= hidden:
+    while may_split and 2 * splits * programs <= 2 * limits.multiprocessors and 2 * splits * tile.hidden <= hidden:
         splits *= 2
     return tile._replace(splits=splits)
 
@@ -129,7 +140,13 @@ def dot_settings(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def run(
-    x: Tensor, norm: Sequence[Tensor], weights: Sequence[Tensor], eps: float, tile: Tile | None, save: bool
+    x: Tensor,
+    norm: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    projection: OutputProjection | None,
+    eps: float,
+    tile: Tile | None,
+    save: bool,
 ) -> tuple[Tensor, Tensor]:
     """x (…, C) contiguous; norm: weight and bias (C,); weights: W1 (H, C), b1 (H,), W2 (C, H), b2 (C,), contiguous
 
@@ -143,15 +160,16 @@ def run(
     if rows == 0:
         return out, kept
     if tile is None:
-        tile = choose_tile(rows, width, hidden, w1.dtype, gpu.limits_of(x.device))
+        limits = gpu.limits_of(x.device)
+        tile = choose_tile(rows, width, hidden, w1.dtype, limits, may_split=projection is None)
     first, second = halves(width)
     target = out
     if tile.splits > 1:
         target = torch.empty((tile.splits, rows, width), dtype=torch.float32, device=x.device)
     gpu.launch(perceptron_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
-        x, *norm, *weights, target, kept, rows, eps,
-        C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, SPLITS=tile.splits, SAVE=save,
-        **dot_settings(w1.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        x, *(projection or (x, x, x)), *norm, *weights, target, kept, rows, eps,
+        C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, PROJECT=projection is not None,
+        SPLITS=tile.splits, SAVE=save, **dot_settings(w1.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.splits > 1:
         gpu.launch(perceptron_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
@@ -169,17 +187,28 @@ def _perceptron_op(
     b1: Tensor,
     w2: Tensor,
     b2: Tensor,
+    attended: Tensor | None,
+    proj_weight: Tensor | None,
+    proj_bias: Tensor | None,
     eps: float,
     tile: Sequence[int],
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`tile`: the fields of a `Tile`, or empty for the choice of `choose_tile`"""
+    """
+    Args:
+        attended, proj_weight, proj_bias: the fields of an `OutputProjection`, or None for none.
+        tile: the fields of a `Tile`, or empty for the choice of `choose_tile`.
+    """
+    projection = None
+    if attended is not None and proj_weight is not None and proj_bias is not None:
+        projection = OutputProjection(attended, proj_weight, proj_bias)
     with on_device_of(x):
-        return run(x, (norm_weight, norm_bias), (w1, b1, w2, b2), eps, Tile(*tile) if tile else None, save)
+        norm, weights = (norm_weight, norm_bias), (w1, b1, w2, b2)
+        return run(x, norm, weights, projection, eps, Tile(*tile) if tile else None, save)
 
 
 @_perceptron_op.register_fake
-def _(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, tile, save):  # type: ignore[no-untyped-def]  # as the operator
+def _(x, norm_weight, norm_bias, w1, b1, w2, b2, attended, proj_weight, proj_bias, eps, tile, save):  # type: ignore[no-untyped-def]
     hidden, width = w1.shape
     return (
         x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype)),
@@ -188,11 +217,11 @@ def _(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, tile, save):  # type: igno
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, _, eps, _, _ = inputs
+    x, norm_weight, norm_bias, w1, b1, w2, *_, eps, _, _ = inputs
     hidden = output[1]
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)  # or zeros would be made for the gradient of `hidden`
-    ctx.save_for_backward(*tensors, hidden)
+    ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, hidden)
     ctx.eps = eps
 
 
@@ -219,9 +248,7 @@ def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
         grad_hidden.sum(0, dtype=dtype),
         upstream.mT @ F.gelu(hidden),
         upstream.sum(0, dtype=dtype),
-        None,
-        None,
-        None,
+        *[None] * 6,
     )
 
 
@@ -229,12 +256,12 @@ _perceptron_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.inline_attention.perceptron)
-def _flops(x: Any, norm_weight: Any, norm_bias: Any, w1: Any, *args: Any, **kwargs: Any) -> int:
-    *batch, width = x
-    rows = 1
-    for size in batch:
-        rows *= size
-    return 4 * rows * width * w1[0]
+def _flops(
+    x: Any, norm_weight: Any, norm_bias: Any, w1: Any, b1: Any, w2: Any, b2: Any, attended: Any, *_: Any, **__: Any
+) -> int:
+    hidden, width = w1
+    columns = 2 * hidden + (0 if attended is None else width)
+    return 2 * math.prod(x) * columns
 
 
 @torch.compiler.assume_constant_result
@@ -257,18 +284,18 @@ def add_perceptron(
     x: Tensor,
     norm: Sequence[Tensor],
     weights: Sequence[Tensor],
+    projection: OutputProjection | None,
     eps: float,
     dtype: torch.dtype,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The backend's entry. Inputs are checked; products are in `dtype`."""
-    refuse_tangents(x, *norm, *weights)
+    """The backend's entry. Inputs are checked; products are in `dtype`. A projection has no gradients here."""
+    refuse_tangents(x, *norm, *weights, *(projection or ()))
     save = needs_gradients(x, *norm, *weights)
-    cast = (t.to(dtype).contiguous() for t in weights)
+    weights, last = ([t.to(dtype).contiguous() for t in tensors] for tensors in (weights, projection or ()))
+    norm, fields = [t.contiguous() for t in norm], last or (None, None, None)
     out: Tensor
-    out, _ = _perceptron_op(
-        x.contiguous(), *(t.contiguous() for t in norm), *cast, eps, [] if tile is None else list(tile), save
-    )
+    out, _ = _perceptron_op(x.contiguous(), *norm, *weights, *fields, eps, list(tile or ()), save)
     return out
 
 
@@ -276,18 +303,18 @@ def needs_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def wins_of(device: torch.device, width: int, hidden: int, *, training: bool) -> tuple[Win, ...]:
+def wins_of(device: torch.device, width: int, hidden: int, use: Use) -> tuple[Win, ...]:
     """What was measured on such a GPU."""
-    wins = TRAINING_WINS if training else WINS
+    wins = WINS[use]
     return wins.get((gpu.capability(device), width, hidden), ()) if wins else ()
 
 
-def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype, *, training: bool) -> Tile | None:
+def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype, use: Use) -> Tile | None:
     """The measured tile, if the kernel is faster than the compiled reference; otherwise None."""
     if not x.is_cuda or dtype == torch.float32:
         return None
     rows = x.numel() // max(1, x.shape[-1])
-    for win in wins_of(x.device, x.shape[-1], hidden, training=training):
+    for win in wins_of(x.device, x.shape[-1], hidden, use):
         if win.least_rows <= rows <= win.most_rows:
             return win.tile
     return None

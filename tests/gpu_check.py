@@ -18,7 +18,7 @@ compiled once. With `--seconds` it stops in time; `--first` starts at a later se
 perceptron's kernel. It then times every tile of `fused_perceptron.TILES` beside what torch.compile makes of the
 reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win. For training it times the forward
 pass of every tile, and then forward and backward with the fastest, compiled, beside those of a block's own modules;
-that gives `TRAINING_WINS`. `--modes` takes one of the two. `short` does it for the forward pass
+that gives the wins of "training". `--modes` names what is timed. `short` does it for the forward pass
 in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given one. It prints
 the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise. `settings` times each
 attention kernel with other tokens of a step, warps and stages than `fused.config.STEPS` has, and prints the fastest.

@@ -207,6 +207,37 @@ def test_steps_run_as_a_model_would(training: bool, monkeypatch: pytest.MonkeyPa
     assert set(seen) == {(training, training, torch.bfloat16)}
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_residual_stream_has_the_dtype_of_the_weights(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def build(name: str, size: object) -> nn.Module:
+        model = create_small("inline_deit_tiny")
+        model.blocks[0].register_forward_pre_hook(lambda block, inputs: seen.add(inputs[0].dtype))
+        return model
+
+    monkeypatch.setitem(contenders.CONTENDERS, "reference", contenders.Contender("", build))
+    options = OPTIONS | dict(dtype=torch.bfloat16, cast_weights=cast)
+    setting = bench.Setting("inline_deit_tiny", 32, 2, training=False)
+    [measured] = bench.run_setting(setting, contenders=["reference"], **options)
+    assert measured.error is None
+    assert seen == {torch.bfloat16 if cast else torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--precision=bf16"], "--cast-weights: training keeps its weights in fp32; add --infer"),
+        (["--infer"], "--cast-weights with --precision fp32 casts nothing; expected bf16 or fp16"),
+    ],
+)
+def test_weights_that_are_not_cast_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "model", "inline_deit_tiny", "--device=cpu", "--cast-weights", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_every_mode_but_eager_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours by `optimize`, and a peer as its users compile it."""
     modes = []

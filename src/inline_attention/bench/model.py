@@ -215,11 +215,24 @@ def usable_modes(modes: Sequence[str], device: torch.device) -> list[str]:
 
 
 def make_candidates(
-    setting: Setting, *, contenders: Sequence[str], modes: Sequence[str], device: torch.device, dtype: torch.dtype
+    setting: Setting,
+    *,
+    contenders: Sequence[str],
+    modes: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    cast_weights: bool = False,
 ) -> dict[tuple[str, str], Candidate]:
-    """(contender, mode) → candidate. All of them see the same random images."""
-    images = torch.randn(setting.batch, 3, *to_2tuple(setting.img_size), device=device)
-    autocast = in_precision(device, dtype)
+    """(contender, mode) → candidate. All of them see the same random images.
+
+    With `cast_weights` there is no autocast: weights, images and the residual stream are in `dtype`.
+    """
+    stream = dtype if cast_weights else torch.float32
+    images = torch.randn(setting.batch, 3, *to_2tuple(setting.img_size), device=device, dtype=stream)
+    autocast = in_precision(device, torch.float32 if cast_weights else dtype)
+
+    def build(contender: str) -> nn.Module:
+        return CONTENDERS[contender].build(setting.model, setting.img_size).to(stream)
 
     def step_of(model: nn.Module) -> Call:
         inputs = images[:, : getattr(model, "in_chans", 3)].contiguous()
@@ -229,7 +242,7 @@ def make_candidates(
 
     return {
         (contender, mode): Candidate(
-            partial(CONTENDERS[contender].build, setting.model, setting.img_size),
+            partial(build, contender),
             mode,
             step_of,
             training=setting.training,
@@ -249,13 +262,16 @@ def run_setting(
     device: torch.device,
     dtype: torch.dtype,
     effort: Effort,
+    cast_weights: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
     """Every contender in every mode. All are built first and then timed in turn. No modes: those of dense models."""
     if modes is None:
         modes = default_dense_modes(training=setting.training)
     modes = usable_modes(modes, device)
-    candidates = make_candidates(setting, contenders=contenders, modes=modes, device=device, dtype=dtype)
+    candidates = make_candidates(
+        setting, contenders=contenders, modes=modes, device=device, dtype=dtype, cast_weights=cast_weights
+    )
     named = {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()}
     effort = effort.for_latency() if setting.is_latency else effort
     outcome = compare(named, device=device, effort=effort, log=lambda line: log(f"{setting}: {line}"))

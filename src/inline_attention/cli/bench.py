@@ -93,6 +93,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--latency", action=argparse.BooleanOptionalAction, default=sub is model, help="also time single images"
         )
+        sub.add_argument(
+            "--cast-weights",
+            action="store_true",
+            help="cast whole models to --precision; without it autocast keeps the residual stream in fp32",
+        )
         sub.add_argument("--picture", type=Path, metavar="FILE", help="draw images a second over resolution")
     sweep.set_defaults(models=["inline_deit_tiny"])
     profile.set_defaults(quick=False)
@@ -252,6 +257,8 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
 
 
 def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[str, Any]) -> "Record":
+    import torch
+
     from inline_attention.bench import contenders as known
     from inline_attention.bench import model
     from inline_attention.bench.picture import draw_bars, draw_sweep
@@ -261,6 +268,13 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     (known.check_dense_models if dense else known.check_classifiers)(args.models, contenders)
     model.check_modes(args.modes)
     settings = _settings(args, device, latency=not dense and args.latency)
+    if not dense and args.cast_weights:
+        if any(setting.training for setting in settings):
+            raise ValueError("--cast-weights: training keeps its weights in fp32; add --infer")
+        if options["dtype"] == torch.float32:
+            raise ValueError("--cast-weights with --precision fp32 casts nothing; expected bf16 or fp16")
+        options["cast_weights"] = True
+        facts["weights"] = facts["dtype"]
     modes = args.modes or (None if dense else model.default_modes(device))
     if modes is not None:
         modes = model.usable_modes(modes, device)

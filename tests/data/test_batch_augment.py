@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from inline_attention.data import Data, DataConfig, open_data
-from inline_attention.data.batch_augment import crop_and_flip, crop_boxes, jitter_colours
+from inline_attention.data.batch_augment import ERASE_DRAWS, crop_and_flip, crop_boxes, erased_boxes, jitter_colours
+from inline_attention.data.seeding import seed_generators
+from inline_attention.data.transforms import BoxErasing
 
 PLAIN = dict(scale=[1.0, 1.0], ratio=[1.0, 1.0], hflip=0.0, color_jitter=0.0)
 
@@ -39,14 +41,18 @@ def test_flip() -> None:
         torch.testing.assert_close(flipped[sample], image.flip(-1), rtol=0, atol=1e-4)
 
 
-def test_an_image_depends_on_seed_epoch_and_sample_alone() -> None:
-    whole = epoch_images(open_digits(), 2)
-    late = epoch_images(open_digits(), 2, start_step=20)
-    other_ranks = [epoch_images(open_digits(batch_size=16, rank=rank, world_size=2), 2) for rank in range(2)]
+PUBLISHED: dict[str, object] = dict(auto_augment="rand-m9-mstd0.5-inc1", random_erase=0.25)
+
+
+@pytest.mark.parametrize("options", [{}, PUBLISHED], ids=["jitter", "published"])
+def test_an_image_depends_on_seed_epoch_and_sample_alone(options: dict[str, object]) -> None:
+    whole = epoch_images(open_digits(**options), 2)
+    late = epoch_images(open_digits(**options), 2, start_step=20)
+    other_ranks = [epoch_images(open_digits(batch_size=16, rank=rank, world_size=2, **options), 2) for rank in range(2)]
     for part in (late, *other_ranks):
         assert part
         assert all(torch.equal(image, whole[sample]) for sample, image in part.items())
-    for other in (epoch_images(open_digits(), 3), epoch_images(open_digits(seed=2), 2)):
+    for other in (epoch_images(open_digits(**options), 3), epoch_images(open_digits(seed=2, **options), 2)):
         shared = other.keys() & whole.keys()
         assert sum(torch.equal(other[sample], whole[sample]) for sample in shared) < len(shared) / 20
 
@@ -66,6 +72,41 @@ def test_boxes_have_the_area_and_ratio_asked_for_and_lie_inside() -> None:
     area, ratio = (height * width)[whole], (width * 80 / (height * 40))[whole]
     assert 0.1 - 1e-6 <= area.min() < 0.11 < 0.39 < area.max() <= 0.4 + 1e-6
     assert 0.5 - 1e-5 <= ratio.min() < 0.52 < 1.9 < ratio.max() <= 2.0 + 1e-5
+
+
+def test_erased_boxes_are_timms() -> None:
+    """The share of images, and areas and ratios of the boxes, beside those that timm draws."""
+    generator = torch.Generator().manual_seed(0)
+    boxes = erased_boxes(torch.rand(20_000, ERASE_DRAWS, generator=generator), size=(64, 48), probability=0.25)
+    top, left, height, width = boxes.double().unbind(1)
+    assert bool((boxes >= 0).all() and (top + height <= 64).all() and (left + width <= 48).all())
+    erased = height > 0
+    assert erased.double().mean().item() == pytest.approx(0.25, abs=0.01)
+    seed_generators(0)
+    timms = [BoxErasing(1.0)(torch.zeros(1, 64, 48, dtype=torch.uint8)) for _ in range(2000)]
+    expected = torch.tensor([box.box for box in timms if box is not None]).double()
+    for found, timm in zip(boxes[erased].double().unbind(1), expected.unbind(1), strict=True):
+        assert found.mean().item() == pytest.approx(timm.mean().item(), abs=1.0)
+        assert found.std().item() == pytest.approx(timm.std().item(), rel=0.1)  # those that do not fit are clipped
+
+
+def test_erased_pixels_are_normal_noise() -> None:
+    options = {**PLAIN, "in_chans": 3, "img_size": 16}
+    plain, erased = (epoch_images(open_digits(**options, random_erase=p), 0) for p in (0.0, 1.0))
+    changed = torch.cat([image[image != plain[sample]] for sample, image in erased.items()])
+    total = sum(image.numel() for image in plain.values())
+    assert 0.1 < len(changed) / total < 0.2  # 2 to 33 per cent of an image
+    assert changed.mean().item() == pytest.approx(0, abs=0.02)
+    assert changed.std().item() == pytest.approx(1, abs=0.02)
+    one, other = (erased[sample][erased[sample] != plain[sample]] for sample in list(plain)[:2])
+    assert not torch.equal(one[:10], other[:10])
+
+
+def test_a_policy_changes_some_images_and_keeps_the_others() -> None:
+    plain = epoch_images(open_digits(**PLAIN), 0)
+    found = epoch_images(open_digits(**PLAIN, auto_augment="rand-m9-mstd0.5-inc1-p0.5"), 0)
+    kept = sum(torch.allclose(found[sample], image, atol=1e-5) for sample, image in plain.items()) / len(plain)
+    assert 0.2 < kept < 0.5  # two layers, each with a probability of a half; some operations change nothing
 
 
 # A ramp comes out of linear interpolation as it is; PyTorch's cubic bends it by a few hundredths of a step.
@@ -95,8 +136,16 @@ def test_colour_jitter() -> None:
     ("options", "message"),
     [
         (dict(in_memory=False), "data.in_memory is False; expected true with data.augment_on_device"),
-        (dict(auto_augment="rand-m9"), "data.auto_augment is 'rand-m9'; expected null"),
-        (dict(random_erase=0.25), "data.random_erase is 0.25; expected 0"),
+        (dict(auto_augment="augmix-m3"), "data.auto_augment is 'augmix-m3', not a RandAugment; expected a policy"),
+        (
+            dict(auto_augment="rand-m9-x2"),
+            "not a RandAugment that timm understands .Unknown RandAugment config",
+        ),
+        (dict(auto_augment="rand-m9-t3a"), "data.auto_augment is 'rand-m9-t3a', a set of operations of its own"),
+        (
+            dict(auto_augment="rand-m9-tweights"),
+            "'rand-m9-tweights', a set of operations of its own; expected",
+        ),
         (dict(interpolation="lanczos"), "data.interpolation is 'lanczos'; expected bilinear or bicubic"),
     ],
 )

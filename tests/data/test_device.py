@@ -21,6 +21,7 @@ VARIANTS = [
         {"workers": 0, "in_memory": True, "augment_on_device": True, "auto_augment": None, "random_erase": 0.0},
         id="augmented on the device",
     ),
+    pytest.param({"workers": 0, "in_memory": True, "augment_on_device": True}, id="published augmentation"),
 ]
 
 

@@ -71,7 +71,7 @@ def _pinned(value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class RawBatch(UnnormalisedBatch):
-    """Images (B, C, H, W), and the boxes that random erasing will fill. Images augmented on the device are float32."""
+    """Images (B, C, H, W), float32 after an augmentation on the device, and the boxes that random erasing will fill."""
 
     targets: Tensor  # (B,) int64, or (B, classes) float32 of zeros and ones
     boxes: Tensor | None = None  # (B, 4) int64: top, left, height, width; None if nothing is erased

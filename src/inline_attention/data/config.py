@@ -75,7 +75,7 @@ class DataConfig(LoaderConfig):
     interpolation: str = "bicubic"
 
     augment: bool = True  # false: training images get the evaluation transform
-    augment_on_device: bool = False  # with in_memory: crop, flip and jitter whole batches on the device
+    augment_on_device: bool = False  # with in_memory: augment whole batches on the device
     scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
     ratio: list[float] = field(default_factory=lambda: [3 / 4, 4 / 3])
     hflip: float = 0.5
@@ -143,8 +143,6 @@ class DataConfig(LoaderConfig):
         if self.augment_on_device:
             where = "with data.augment_on_device"
             check("in_memory", self.in_memory, f"true {where}, which works on pixels in memory")
-            check("auto_augment", self.auto_augment is None, f"null {where}: policies work on single images")
-            check("random_erase", self.random_erase == 0, f"0 {where}; cutmix has a similar effect")
             check("interpolation", self.interpolation in ("bilinear", "bicubic"), f"bilinear or bicubic {where}")
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from inline_attention.data.batch_augment import BatchAugment
+from inline_attention.data.batch_policy import to_device_of
 from inline_attention.data.collate import RawBatch, as_targets
 from inline_attention.data.config import DataConfig
 from inline_attention.data.dataset import EvalDataset, load_image
@@ -103,14 +103,8 @@ class PixelStore:
             self.skipped.extend(batch.skipped)
 
     def __getitem__(self, rows: np.ndarray) -> RawBatch:
-        indices, ids = (self.to_images_device(torch.from_numpy(array)) for array in (rows, self.samples[rows]))
+        indices, ids = (to_device_of(self._images, torch.from_numpy(a)) for a in (rows, self.samples[rows]))
         return RawBatch(images=self._images[indices], targets=self._targets[indices], sample_ids=ids)
-
-    def to_images_device(self, tensor: Tensor) -> Tensor:
-        """Copy a CPU tensor to the device of the images."""
-        if self._images.is_cuda:  # a copy from unpinned memory would wait for the device
-            tensor = tensor.pin_memory().to(self._images.device, non_blocking=True)
-        return tensor.to(self._images.device)
 
     def to(self, device: torch.device) -> None:
         self._images, self._targets = self._images.to(device), self._targets.to(device)
@@ -139,7 +133,7 @@ class TrainMemoryLoader(BatchLoader[RawBatch]):
             batch.replaced = int((rows != samples).sum())
             if self._augment is not None:
                 draws = self._augment.draws(epoch, samples, np.array([key.copy for key in keys]))
-                batch.images = self._augment(batch.images, self._store.to_images_device(draws))
+                batch.images, batch.boxes, batch.noise = self._augment(batch.images, draws)
             yield batch
 
     def _readable_row(self, key: SampleKey) -> int:

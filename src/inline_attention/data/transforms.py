@@ -44,8 +44,7 @@ def train_transform(config: DataConfig) -> Transform:
             "expected a policy such as rand-m9-mstd0.5-inc1, or null"
         ) from error
     for operation in _augment_operations(transform):
-        if operation.aug_fn is auto_augment.posterize:
-            operation.aug_fn = _posterize
+        use_our_posterize(operation)
     return transform
 
 
@@ -55,6 +54,11 @@ def _augment_operations(transform: Compose) -> Iterator[auto_augment.AugmentOp]:
             yield from chain.from_iterable(step.policy)
         elif isinstance(step, auto_augment.RandAugment | auto_augment.AugMixAugment):
             yield from step.ops
+
+
+def use_our_posterize(operation: auto_augment.AugmentOp) -> None:
+    if operation.aug_fn is auto_augment.posterize:
+        operation.aug_fn = _posterize
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **arguments: object) -> Image.Image:
@@ -116,6 +120,11 @@ class ErasedBox(NamedTuple):
     noise: Tensor  # (C, height, width)
 
 
+class ErasedBounds(NamedTuple):
+    area: tuple[float, float]  # as a share of the image
+    log_ratio: tuple[float, float]  # of height to width
+
+
 class BoxErasing:
     """timm's random erasing in "pixel" mode, which returns the rectangle instead of applying it.
 
@@ -126,6 +135,12 @@ class BoxErasing:
     def __init__(self, probability: float) -> None:
         self._probability = probability
         self._erasing = RandomErasing(1.0, mode="pixel", device="cpu")
+
+    @staticmethod
+    def bounds() -> ErasedBounds:
+        """timm's bounds of a box"""
+        erasing = RandomErasing()
+        return ErasedBounds((erasing.min_area, erasing.max_area), erasing.log_aspect_ratio)
 
     def __call__(self, image: Tensor) -> ErasedBox | None:
         if random.random() >= self._probability:
@@ -147,13 +162,17 @@ def erase_(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
     `noise` holds the values of all boxes, flattened in the order of images, channels, rows, columns.
     """
     _, channels, rows, columns = images.shape
-    sizes = channels * boxes[:, 2] * boxes[:, 3]
-    # The position of a noise value follows from its image and its index in the box of that image. `output_size` saves
-    # the host from waiting for the sum of the sizes.
-    image = torch.arange(len(boxes), device=boxes.device).repeat_interleave(sizes, output_size=len(noise))
-    number = torch.arange(len(noise), device=noise.device) - (sizes.cumsum(0) - sizes)[image]
+    image, number = position_in_boxes(boxes, channels=channels, total=len(noise))
     top, left, height, width = boxes[image].unbind(1)
     channel, row, column = number // (height * width), number // width % height, number % width
     places = ((image * channels + channel) * rows + top + row) * columns + left + column
     images.view(-1).index_copy_(0, places, noise)
     return images
+
+
+def position_in_boxes(boxes: Tensor, *, channels: int, total: int) -> tuple[Tensor, Tensor]:
+    """The image of each erased value, and its number among those of that image: (total,) each"""
+    sizes = channels * boxes[:, 2] * boxes[:, 3]
+    # `output_size` saves the host from waiting for the sum of the sizes.
+    image = torch.arange(len(boxes), device=boxes.device).repeat_interleave(sizes, output_size=total)
+    return image, torch.arange(total, device=boxes.device) - (sizes.cumsum(0) - sizes)[image]

@@ -171,6 +171,7 @@ CASES: dict[str, Callable[[], None]] = {
     "mala-fp32-64": lambda: attention(torch.float32, 64, "magnitude", "elu_plus_one"),
     "tangent-bf16-32": lambda: attention(torch.bfloat16, 32, anchored=True),
     "tangent-bf16-64": lambda: attention(torch.bfloat16, 64, anchored=True),
+    "tangent-fp32-32-masked": lambda: attention(torch.float32, 32, anchored=True, masked=True),
     "one_launch-bf16-32": lambda: one_launch(torch.bfloat16, 32),
     "one_launch-bf16-32-tiles": lambda: one_launch(torch.bfloat16, 32, tiles=short.TILES),
     "one_launch-bf16-64-tiles": lambda: one_launch(torch.bfloat16, 64, tiles=short.TILES),

@@ -178,8 +178,8 @@ def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
         assert launched == ["scores_kernel", "logsumexp_kernel", "state_kernel", "finish_kernel", "output_kernel"]
         assert (stored.numel() > 0) == save
     if save:
-        torch.testing.assert_close(stored.masked_fill(~mask[:, None], -torch.inf), scores)
-        torch.testing.assert_close(lse, scores.logsumexp(-1))
+        stored = stored.masked_fill(~mask[:, None], -torch.inf)
+        torch.testing.assert_close((stored - lse[..., None]).exp().float(), shares)
         mean = torch.einsum("bhn,bnhe->bhe", shares, v)
         torch.testing.assert_close(means[:, heads * 16 :].view_as(mean), mean)
     with FakeTensorMode() as mode:
@@ -209,9 +209,8 @@ def test_without_local_residual(masked, path):
     check(*make_inputs(2, (3, 7), 1, 2, 16, torch.float32, local=False, masked=masked))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [*((INLINE, dtype) for dtype in DTYPES), *((TANGENT, dtype) for dtype in DTYPES[1:])], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [INLINE, TANGENT], ids=str)
 def test_inputs_far_from_zero(kind, dtype, path):
     large = GPU and path == "split"  # what is done at once is short
     check(*make_inputs(1, (64, 64) if large else (3, 7), 1, 2, 16, dtype, mean=4.0), kind=kind, mean=4.0)

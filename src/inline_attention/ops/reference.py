@@ -128,7 +128,9 @@ def anchor_weight(anchor: Tensor, k: Tensor, token_mask: Tensor | None, scale: f
     """softmax_j(s·a·k_j) over the tokens present: a (B, 1, heads, d), k (B, N, heads, d) → (B, heads, N)"""
     dtype = accumulation_dtype(k.dtype)
     with without_autocast(k.device):
-        scores = scale * (anchor.to(dtype) * zero_absent(k.to(dtype), token_mask)).sum(-1).permute(0, 2, 1)
+        k = zero_absent(k.to(dtype), token_mask)
+        # From the first key. Scores of keys that are all far from zero would be large and lose digits.
+        scores = scale * (anchor.to(dtype) * (k - k[:, :1])).sum(-1).permute(0, 2, 1)
         if token_mask is None:
             return scores.softmax(-1)
         absent = ~token_mask[:, None]

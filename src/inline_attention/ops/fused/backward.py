@@ -132,6 +132,6 @@ def _offset_grad(
     gpu.launch(anchor.weighted_sum_kernel, (plan.programs, parts.number))(
         k, grad_shares, mask, sums, plan.tokens, plan.blocks, plan.heads, *strides_of(False, k),
         D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.tokens,
-        HAS_MASK=mask is not None,
+        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None,
     )  # fmt: skip
     return grad + options.scale * sums.sum(0)

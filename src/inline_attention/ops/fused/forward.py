@@ -17,8 +17,7 @@ from .arguments import (
     common_of,
     count_of,
     dot_settings,
-    saved_shapes,
-    state_dtype_of,
+    saved,
     strides_of,
 )
 from .plan import Plan, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
@@ -27,15 +26,15 @@ from .plan import Plan, make_plan, make_tiles, split, step_settings, sum_setting
 def score_tokens(
     k: Tensor, tensors: Tensors, options: Options, plan: Plan, scores: Tensor, lse: Tensor, save: bool
 ) -> None:
-    """Writes s·a·k for every token, if the backward needs it, and log Σ exp."""
+    """Writes the score of every token, if the backward needs it, and log Σ exp."""
     tiles = triton.cdiv(plan.tokens, config.CONFIG.score_tokens)
-    parts = torch.empty((plan.batch, plan.heads, tiles), dtype=torch.float32, device=k.device)
+    parts = torch.empty((plan.batch, plan.heads, tiles), dtype=lse.dtype, device=k.device)
     mask = as_bytes(tensors.token_mask)
     gpu.launch(anchor.scores_kernel, (plan.programs, tiles))(
         k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads,
         *strides_of(False, k),
         D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.score_tokens,
-        HAS_MASK=mask is not None, SAVE=save,
+        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, SAVE=save,
     )  # fmt: skip
     gpu.launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles, BN=128, num_warps=1)
 
@@ -55,11 +54,8 @@ def run_forward(
     height, width = plan.height, plan.width
     local = local_weight is not None
     out = torch.empty((*q.shape[:3], plan.value_dim), dtype=q.dtype, device=q.device)
-    state_dtype = state_dtype_of(q.dtype, options.feature_map, options.anchored)
-    dtypes = state_dtype, *[torch.float32] * 3
     state, means, scores, lse = (
-        torch.empty(shape, dtype=dtype, device=q.device)
-        for shape, dtype in zip(saved_shapes(plan, options, save), dtypes, strict=True)
+        torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in saved(plan, options, q.dtype, save)
     )
     if out.numel() == 0:
         return out, state, means, scores, lse

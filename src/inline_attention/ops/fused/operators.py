@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..gpu import on_device_of
 from ..projections import unstack
 from ..registration import register
-from .arguments import Options, Tensors, saved_shapes, state_dtype_of
+from .arguments import Options, Tensors, saved
 from .backward import run_backward
 from .forward import run_forward
 from .plan import make_plan
@@ -71,12 +71,8 @@ def _(projections, local_weight, token_mask, query_mask, sequences, shares, offs
     options, save = Options(*rest[:-1]), rest[-1]
     q, k, v = unstack(projections)
     plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
-    state, *others = saved_shapes(plan, options, save)
-    return (
-        q.new_empty((*q.shape[:3], plan.value_dim)),
-        q.new_empty(state, dtype=state_dtype_of(q.dtype, options.feature_map, options.anchored)),
-        *(q.new_empty(shape, dtype=torch.float32) for shape in others),
-    )
+    left = (q.new_empty(shape, dtype=dtype) for shape, dtype in saved(plan, options, q.dtype, save))
+    return (q.new_empty((*q.shape[:3], plan.value_dim)), *left)
 
 
 @backward_op.register_fake

@@ -9,6 +9,7 @@ from .blocks import (
     add_exponentials,
     channels,
     load_offset,
+    load_origin,
     load_rows,
     load_scalars,
     log_of_scores,
@@ -21,12 +22,12 @@ from .blocks import (
 @triton.jit(do_not_specialize=SIZES)
 def scores_kernel(
     p_k, p_a, p_mask, p_score, p_part, N, scale, blocks, heads, stride_kb, stride_k,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, HAS_MASK: tl.constexpr,
-    SAVE: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """s·a·k for every token, and log Σ exp of each tile. Grid (B·blocks, tiles of BN tokens)
+    """The score of every token, and log Σ exp of each tile. Grid (B·blocks, tiles of BN tokens)
 
-    a (B, heads, d) float32 → scores (B, heads, N) if SAVE, and parts (B, heads, tiles), float32
+    a (B, heads, d) float32 → scores (B, heads, N) float32 if SAVE, and parts (B, heads, tiles)
     """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
@@ -37,10 +38,11 @@ def scores_kernel(
     if HAS_MASK:
         p_mask += i_b * N
     b_anchor = load_offset(p_a, i_b, h, heads, o_c, m_c, D, True) * tl.cast(scale, tl.float32)
+    b_origin = load_origin(p_k, p_mask, o_c, m_c, HAS_MASK, PRECISION)
     t = tl.program_id(1) * BN
     b_lse = log_of_scores(
-        p_k, p_mask, p_score, stride_k, t, tl.minimum(t + BN, N), N, o_c, m_c, b_anchor,
-        D, HEADS, BN, BC, HAS_MASK, SAVE,
+        p_k, p_mask, p_score, stride_k, t, tl.minimum(t + BN, N), N, o_c, m_c, b_anchor, b_origin,
+        D, HEADS, BN, BC, PRECISION, HAS_MASK, SAVE,
     )  # fmt: skip
     tiles = tl.num_programs(1)
     store_of_heads(p_part + (i_b * heads + h) * tiles + tl.program_id(1), b_lse, tiles, o_c, m_c, D, HEADS)
@@ -48,24 +50,29 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=("tiles",))
 def logsumexp_kernel(p_part, p_lse, tiles, BN: tl.constexpr):
-    """log Σ exp of rows. Grid (rows,); parts (rows, tiles) → (rows,)"""
+    """log Σ exp of rows. Grid (rows,); parts (rows, tiles) → (rows,), of one type"""
     i = tl.cast(tl.program_id(0), tl.int64)
     p_part += i * tiles
     o = tl.arange(0, BN)
-    b_max = tl.full([BN], LEAST, tl.float32)
-    b_sum = tl.zeros([BN], tl.float32)
+    LSE: tl.constexpr = p_lse.dtype.element_ty
+    b_max = tl.full([BN], LEAST, LSE)
+    b_sum = tl.zeros([BN], LSE)
     for t in range(0, tiles, BN):
         b_x = tl.load(p_part + t + o, mask=t + o < tiles, other=LEAST)
         b_max, b_sum = add_exponentials(b_max, b_sum, b_x)
-    tl.store(p_lse + i, log_of_sum(b_max, b_sum))
+    tl.store(p_lse + i, log_of_sum(b_max, b_sum, LSE))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def weighted_sum_kernel(
     p_k, p_x, p_mask, p_part, N, blocks, heads, stride_kb, stride_k,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, HAS_MASK: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Σ x·k over a part of the tokens. Grid (B·blocks, parts); x (B, heads, N) → parts (parts, B, heads, d) float32"""
+    """Σ x·(k − origin) over a part of the tokens. Grid (B·blocks, parts)
+
+    x (B, heads, N), the gradient of the scores, whose sum is zero → parts (parts, B, heads, d) float32
+    """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
     parts = tl.num_programs(1)
@@ -75,6 +82,7 @@ def weighted_sum_kernel(
     p_x += (i_b * heads + h) * N
     if HAS_MASK:
         p_mask += i_b * N
+    b_origin = load_origin(p_k, p_mask, o_c, m_c, HAS_MASK, PRECISION)
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
     t_begin = tl.minimum(tl.program_id(1) * length, N)
     t_end = tl.minimum(t_begin + length, N)
@@ -82,7 +90,7 @@ def weighted_sum_kernel(
     b_sum = tl.zeros([BN, BC], tl.float32)
     for t in range(t_begin, t_end, BN):
         m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
-        b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_c, m_c).to(tl.float32)
+        b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_c, m_c).to(tl.float32) - b_origin[None, :]
         b_sum += b_k * load_scalars(p_x, N, t, o_t, m_t, o_c, m_c, D, HEADS)
     samples = tl.cast(tl.num_programs(0) // blocks, tl.int64)
     p = p_part + ((tl.program_id(1) * samples + i_b) * heads + h) * D + o_c

@@ -182,7 +182,8 @@ def sum_queries(
     """dS, dk̄ and dv̄, without their factors: (BK, BV), (BK,), (BV,). dk̄ has no meaning for "subtract"."""
     if NORM == "subtract":
         b_ds, b_q_sum, b_g_sum, _, _ = accumulate(
-            p_q, p_g, p_mask, None, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, 0, 0, 0, 0,
+            p_q, p_g, p_mask, None, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+            b_offset, 0, 0, 0, 0, 0,
             MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, False, MASK_Q, False, False, OFFSET,
         )  # fmt: skip
     else:

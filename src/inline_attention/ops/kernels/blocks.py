@@ -27,8 +27,9 @@ import triton.language as tl
 
 from ..feature_maps import add_map_at_zero, feature_map
 
-# The score of an absent token. Not −∞, because the softmax of a sample without tokens would be NaN.
-LEAST = tl.constexpr(-3.0e38)
+# The score of an absent token, the same number in float32 and float64. Not −∞, because the softmax of a sample without
+# tokens would be NaN.
+LEAST = tl.constexpr(-(2.0**127))
 
 # Arguments that change with the image size. A kernel is compiled once for all their values.
 SIZES = ("Nq", "N", "H", "W", "prefix", "columns", "rows", "parts")
@@ -228,6 +229,12 @@ def store_of_heads(p_x, b_x, stride, o_c, m_c, D: tl.constexpr, HEADS: tl.conste
 
 
 @triton.jit
+def share_of(b_score, b_lse):
+    """exp(score − lse), where lse has the digits that large scores lose: (BN, …) and (…)"""
+    return tl.exp((b_score - b_lse[None, :]).to(tl.float32))
+
+
+@triton.jit
 def load_shares(
     p_share, p_lse, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr, ANCHORED: tl.constexpr
 ):  # fmt: skip
@@ -235,7 +242,7 @@ def load_shares(
     logarithm of the sum of their exponentials for each head."""
     b_share = load_scalars(p_share, N, t, o_t, m_t, o_c, m_c, D, HEADS)
     if ANCHORED:
-        b_share = tl.exp(b_share - load_of_heads(p_lse, o_c, m_c, D, HEADS)[None, :])
+        b_share = share_of(b_share, load_of_heads(p_lse, o_c, m_c, D, HEADS))
         b_share = tl.where(m_t[:, None] & m_c[None, :] if HEADS > 1 else m_t[:, None], b_share, 0.0)
     return b_share
 
@@ -254,9 +261,29 @@ def head_sums(b_x, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.const
 
 
 @triton.jit
-def scores_of(b_k, b_anchor, m_t, o_k, D: tl.constexpr, HEADS: tl.constexpr):
-    """s·a·k of keys where m_t, LEAST elsewhere: (BN, 1) for one head, else (BN, BK). b_anchor (BK,) holds s·a"""
-    b_score = head_sums(b_k.to(tl.float32) * b_anchor[None, :], o_k, o_k, D, D, HEADS)
+def load_origin(p_k, p_mask, o_k, m_k, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):
+    """Where keys are measured from in their scores, (BK,): the first token's in float32, if it is present, else zero
+
+    The softmax does not change. Scores of keys that are all far from zero would be large and lose digits, which matter
+    in float32 alone. One row, unlike a mean, is the same to the last bit in every kernel.
+    """
+    b_origin = o_k * 0.0
+    if PRECISION == "ieee":
+        m_k = present(p_mask, 0, o_k * 0, m_k, HAS_MASK)
+        b_origin = tl.load(p_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+    return b_origin
+
+
+@triton.jit
+def scores_of(b_k, b_anchor, b_origin, m_t, o_k, D: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr):
+    """s·a·(k − origin) of keys where m_t, LEAST elsewhere: (BN, 1) for one head, else (BN, BK)
+
+    b_anchor (BK,) holds s·a, b_origin is that of `load_origin`.
+    """
+    b_k = b_k.to(tl.float32)
+    if PRECISION == "ieee":
+        b_k -= b_origin[None, :]
+    b_score = head_sums(b_k * b_anchor[None, :], o_k, o_k, D, D, HEADS)
     return tl.where(m_t[:, None], b_score, LEAST)
 
 
@@ -268,19 +295,23 @@ def add_exponentials(b_max, b_sum, b_x):
 
 
 @triton.jit
-def log_of_sum(b_max, b_sum):
-    """The logarithm of what `add_exponentials` summed, over the first axis: (BN, …) → (…)"""
+def log_of_sum(b_max, b_sum, LSE: tl.constexpr):
+    """The logarithm of what `add_exponentials` summed, over the first axis: (BN, …) → (…) in the type LSE"""
     b_most = tl.max(b_max, 0, keep_dims=True)
-    return tl.sum(b_most, 0) + tl.log(tl.sum(b_sum * tl.exp(b_max - b_most), 0))
+    b_log = tl.log(tl.sum(b_sum * tl.exp(b_max - b_most), 0))
+    return tl.sum(b_most, 0).to(LSE) + b_log.to(LSE)
 
 
 @triton.jit
 def log_of_scores(
-    p_k, p_mask, p_score, stride_k, t_begin, t_end, N, o_k, m_k, b_anchor,
-    D: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_MASK: tl.constexpr,
-    SAVE: tl.constexpr,
+    p_k, p_mask, p_score, stride_k, t_begin, t_end, N, o_k, m_k, b_anchor, b_origin,
+    D: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """log Σ exp of the scores of tokens t_begin … t_end − 1, as `load_of_heads` loads it. Stores the scores if SAVE."""
+    """log Σ exp of the scores of tokens t_begin … t_end − 1, as `load_of_heads` loads it. Stores the scores if SAVE.
+
+    It is in float64 for float32 inputs.
+    """
     o_t = tl.arange(0, BN)
     b_max = tl.full([BN, 1 if HEADS == 1 else BK], LEAST, tl.float32)
     b_sum = tl.zeros([BN, 1 if HEADS == 1 else BK], tl.float32)
@@ -288,11 +319,11 @@ def log_of_scores(
         m_t = t + o_t < t_end
         m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
         b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_k, m_k)
-        b_score = scores_of(b_k, b_anchor, m_here, o_k, D, HEADS)
+        b_score = scores_of(b_k, b_anchor, b_origin, m_here, o_k, D, HEADS, PRECISION)
         if SAVE:
             store_scalars(p_score, b_score, N, t, o_t, m_t, o_k, m_k, D, HEADS)
         b_max, b_sum = add_exponentials(b_max, b_sum, b_score)
-    return log_of_sum(b_max, b_sum)
+    return log_of_sum(b_max, b_sum, tl.float64 if PRECISION == "ieee" else tl.float32)
 
 
 @triton.jit
@@ -319,14 +350,14 @@ def factors(b_z, eps, NORM: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def accumulate(
     p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
-    b_offset, b_anchor, b_lse, b_k0, b_v0,
+    b_offset, b_anchor, b_origin, b_lse, b_k0, b_v0,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BK, BV); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0)
 
-    If WEIGHTED, every term of a sum is multiplied by the token's share: if ANCHORED, exp(s·a·k − b_lse), with b_lse as
+    If WEIGHTED, every term of a sum is multiplied by the token's share: if ANCHORED, exp(score − b_lse), with b_lse as
     `load_of_heads` loads it. In half precision b_v0 is zero, and the pivots are returned in the place of Σ φ(k) and Σ v
     then. Shares have a sum of one, so the means are the pivots plus the other two sums. In float32 that would lose
     digits of means that are much smaller than the pivots.
@@ -349,7 +380,8 @@ def accumulate(
         b_k = load_queries(p_k, stride_k, t, o_t, m_t, o_k, m_k, b_offset, OFFSET)
         b_v = operand(load_rows(p_v, stride_v, t, o_t, m_t, o_v, m_v), DOT, PRECISION)
         if ANCHORED:
-            b_share = tl.exp(scores_of(b_k, b_anchor, m_t, o_k, DK, HEADS) - b_lse[None, :])
+            b_score = scores_of(b_k, b_anchor, b_origin, m_t, o_k, DK, HEADS, PRECISION)
+            b_share = share_of(b_score, b_lse)
         elif WEIGHTED:
             b_share = load_scalars(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
         if MAP != "identity":

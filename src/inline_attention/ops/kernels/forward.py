@@ -16,6 +16,7 @@ from .blocks import (
     head_sums,
     load_of_heads,
     load_offset,
+    load_origin,
     load_queries,
     load_rows,
     locate,
@@ -62,18 +63,22 @@ def sum_state(
     for the sums. If SAVE, the scores are stored to p_share and log Σ exp to p_lse.
     """
     b_anchor = 0.0
+    b_origin = 0.0
     b_lse = 0.0
     if ANCHORED:
         b_anchor = b_offset * tl.cast(scale, tl.float32)
+        b_origin = load_origin(p_k, p_mask, o_k, m_k, HAS_MASK, PRECISION)
         b_lse = log_of_scores(
-            p_k, p_mask, p_share, stride_k, 0, N, N, o_k, m_k, b_anchor, DK, HEADS, BS, BK, HAS_MASK, SAVE
+            p_k, p_mask, p_share, stride_k, 0, N, N, o_k, m_k, b_anchor, b_origin,
+            DK, HEADS, BS, BK, PRECISION, HAS_MASK, SAVE,
         )  # fmt: skip
         if SAVE:
             store_of_heads(p_lse, b_lse, 1, o_k, m_k, DK, HEADS)
     b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
     b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)
     b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, 0.0, b_anchor, b_lse, b_k0, b_v0,
+        p_k, p_v, p_mask, p_share, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v,
+        0.0, b_anchor, b_origin, b_lse, b_k0, b_v0,
         MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
     )  # fmt: skip
     m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
@@ -242,9 +247,11 @@ def state_kernel(
     if WEIGHTED and not ANCHORED:
         p_share += (i_b * heads + h) * N
     b_anchor = 0.0
+    b_origin = 0.0
     b_lse = 0.0
     if ANCHORED:
         b_anchor = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, ANCHORED) * tl.cast(scale, tl.float32)
+        b_origin = load_origin(p_k, p_mask, o_k, m_k, HAS_MASK, PRECISION)
         b_lse = load_of_heads(p_lse + i_b * heads + h, o_k, m_k, DK, HEADS)
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
     t_begin = tl.minimum(i_p * length, N)
@@ -254,7 +261,7 @@ def state_kernel(
     b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)
     b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
         p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
-        0.0, b_anchor, b_lse, b_k0, b_v0,
+        0.0, b_anchor, b_origin, b_lse, b_k0, b_v0,
         MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
     )  # fmt: skip
     p_part += (i * parts + i_p) * (BK * BV + 2 * BK + 2 * BV)

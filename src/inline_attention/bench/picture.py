@@ -48,7 +48,7 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.minorticks_off()
-        axes.margins(x=0.09, y=0.1)  # room for the ratios
+        axes.margins(x=0.09, y=0.15)  # room for the ratios
         axes.set(title=f"{model}: {'training' if task == 'train' else 'inference'}", xlabel="side of the image, pixels")
         axes.set_ylabel("images a second")
         axes.grid(alpha=0.3)

@@ -12,7 +12,7 @@ from typing import Any
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import find_damage, list_checkpoints
-from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
+from inline_attention.training.config import LoopConfig, change, check_command, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.files import write_atomically
 from inline_attention.training.lock import FileLock
@@ -75,6 +75,7 @@ def plan_run(
     text = (source / CONFIG).read_text(encoding="utf-8", errors="replace")
     # The run may have been started by another version of the package, with other settings.
     saved = read_yaml(text, str(source / CONFIG))
+    check_command(saved, task.defaults(), f"the run in {source}")
     values, unknown = settings.drop_unknown(task.defaults(), saved)
     if foreign := [name for name in unknown if isinstance(saved.get(name), Mapping)]:
         raise ValueError(f"{source} holds a run of another command: its {CONFIG} has the section {foreign[0]}")

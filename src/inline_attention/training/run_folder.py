@@ -100,7 +100,7 @@ def check_plan(plan: Plan, lock: FileLock) -> None:
     """Check what can be checked before anything is built, and lock the folder if it exists.
 
     Raises ValueError if there is no data, the folder holds another run, or another process trains in it. Raises
-    ImportError if wandb is missing.
+    ImportError if a package that a setting needs is missing.
     """
     folder = plan.folder
     if not plan.config.data.path:
@@ -114,6 +114,9 @@ def check_plan(plan: Plan, lock: FileLock) -> None:
         _take(lock)
     if plan.config.log.wandb is not None and find_spec("wandb") is None:
         raise ImportError(f"log.wandb={plan.config.log.wandb} needs the package wandb: pip install wandb")
+    optimizer = plan.config.optim.name
+    if optimizer.startswith("kron") and find_spec("opt_einsum") is None:  # timm only warns
+        raise ImportError(f"optim.name={optimizer} needs the package opt_einsum: pip install opt_einsum")
 
 
 def default_folder(config: LoopConfig) -> Path:

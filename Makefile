@@ -35,7 +35,6 @@ style: $(STAMP)
 lint: style
 	$(BIN)/mypy
 
-# One thread per worker: the tests' tensors are small, and more threads than cores slow each other down.
 # The tests of a file stay on one worker, where they share fixtures.
 # Compiled files are kept, whatever the environment says: many tests start processes.
 # mypy takes a minute without its cache. It runs beside the tests, and its output follows theirs.
@@ -44,7 +43,7 @@ test-all: TESTS = not gpu
 test test-all: style
 	@mkdir -p build
 	@$(BIN)/mypy > build/mypy.txt 2>&1 & mypy=$$!; \
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "$(TESTS)"; tests=$$?; \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "$(TESTS)"; tests=$$?; \
 	wait $$mypy; types=$$?; echo mypy; cat build/mypy.txt; exit $$((tests || types))
 
 # An interrupted soak continues where it stopped. ARGS='--share 0.05' runs a short one; ARGS=--record writes the figures of docs/.

@@ -13,11 +13,10 @@ import torch
 from photo_data import PHOTOS, draw_row
 from PIL import Image
 from timm.data import ImageNetInfo
-from timm.models import save_for_hf
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 import inline_attention  # noqa: F401  (registers the models with timm)
-from inline_attention.models.hub import hf_arguments
+from inline_attention.models.hub import save_for_hf
 from inline_attention.tasks.classification import load_classifier
 
 
@@ -30,7 +29,7 @@ def main() -> None:
 
     classifier = load_classifier(args.model, "pretrained")
     words = [ImageNetInfo().label_name_to_description(name) for name in classifier.class_names]
-    save_for_hf(classifier.model, args.output, **hf_arguments(classifier.model, class_names=words))
+    save_for_hf(classifier.model, args.output, class_names=words)
 
     classify = pipeline(
         "image-classification",

@@ -1,6 +1,7 @@
 """Without a GPU, Triton's kernels run in its interpreter, and tests marked `gpu` are skipped.
 
-The interpreter has to be chosen before Triton is imported for the first time.
+The interpreter has to be chosen before Triton is imported for the first time. PyTorch has one thread, here and in the
+processes that tests start: their tensors are small, and more threads than cores slow each other down.
 """
 
 import atexit
@@ -11,6 +12,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+os.environ["OMP_NUM_THREADS"] = "1"  # in other processes
+torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

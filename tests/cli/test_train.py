@@ -11,8 +11,11 @@ from inline_attention.cli import main
 from inline_attention.models.published import PUBLISHED, Published
 from inline_attention.tasks.classification import Classification, load_classifier
 from inline_attention.tasks.detection.task import Detection
+from inline_attention.tasks.linearization import Matching
 from inline_attention.tasks.segmentation.task import Segmentation
 from inline_attention.training.config import recipe_names
+from inline_attention.training.settings import to_yaml
+from inline_attention.training.task import Task
 
 SHORT = ["schedule.epochs=2", "schedule.warmup_epochs=1", "log.tensorboard=false", "--device", "cpu"]
 
@@ -78,9 +81,33 @@ def test_recipes_are_listed_with_a_description(command: str, folder: str, capsys
     assert len(set(descriptions)) == len(descriptions)
 
 
+@pytest.mark.parametrize("other", [Classification, Segmentation, Detection, Matching])
+def test_a_run_of_another_command_is_named(
+    other: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = other.defaults().command
+    (tmp_path / "config.yaml").write_text(to_yaml(other.defaults()))
+    (tmp_path / "recipe.yaml").write_text(to_yaml(other.defaults()))
+    for words in (["train"], ["segment", "train"], ["detect", "train"]):
+        for source in (["--resume", str(tmp_path)], [str(tmp_path / "recipe.yaml")]):
+            status = main([*words, *source, "--print-config"])
+            assert status == (0 if " ".join(words) == command else 2)
+            assert (
+                status == 0 or f"is of `inline {command}`, not of `inline {' '.join(words)}`" in capsys.readouterr().err
+            )
+
+
+def test_a_run_that_does_not_name_its_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = to_yaml(Classification.defaults())
+    (tmp_path / "config.yaml").write_text(text.replace("command: train\n", ""))
+    assert main(["train", "--resume", str(tmp_path), "--print-config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["command"] == "train"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["command=detect"], "command=detect: expected one of train"),
         (["optim.lrr=1"], "unknown setting optim.lrr; did you mean optim.lr?"),
         (["schedule.epochs=many"], "schedule.epochs=many: expected int"),
         (["optim.name=AdamW"], "optim.name=AdamW is not known; did you mean adamw?"),

@@ -388,7 +388,7 @@ NOT_EXECUTED = {
     "integrations.diffusers": "needs a pipeline; tests/integrations/test_diffusers.py builds a small transformer",
     "from transformers import": "needs transformers; tests/models/test_hub.py opens such a folder in every way",
     "push_to_hub(": "needs an account of the hub; tests/models/test_hub.py opens the folder",
-    "push_to_hf_hub(": "needs an account of the hub; tests/models/test_hub.py opens the folder",
+    "upload_folder(": "needs an account of the hub; tests/models/test_hub.py opens the folder",
 }
 FAST_PAGES = ("README.md", "docs/attention.md", "src/inline_attention/models/study/README.md")
 

@@ -9,7 +9,7 @@ from PIL import Image
 from small import DISTINCT, create_small, image
 
 from inline_attention.export import export_model
-from inline_attention.models.hub import hf_arguments
+from inline_attention.models.hub import hf_arguments, save_for_hf
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 
@@ -17,7 +17,7 @@ CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 @pytest.mark.parametrize("name", DISTINCT)
 def test_timm_opens_the_folder(tmp_path, name):
     model = create_small(name, global_pool="avg", img_size=(64, 96))
-    timm.models.save_for_hf(model, tmp_path / "saved", **hf_arguments(model, class_names=CLASSES))
+    save_for_hf(model, tmp_path / "saved", class_names=CLASSES)
     loaded = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True).eval()
     x = image(64, 96)
     with torch.no_grad():
@@ -28,8 +28,7 @@ def test_timm_opens_the_folder(tmp_path, name):
 def test_what_the_folder_says(tmp_path):
     model = create_small("inline_deit_tiny")
     model.reset_classifier(2)
-    arguments = hf_arguments(model, class_names=["a", "b"], preprocessing={"mean": (0.5, 0.5, 0.5)})
-    timm.models.save_for_hf(model, tmp_path, **arguments)
+    save_for_hf(model, tmp_path, class_names=["a", "b"], preprocessing={"mean": (0.5, 0.5, 0.5)})
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architecture"] == "inline_deit_tiny"
     assert config["num_classes"] == config["pretrained_cfg"]["num_classes"] == 2

@@ -21,7 +21,7 @@ from inline_attention.layers.registry import build_attention, parse_attention
 from inline_attention.models import registry
 from inline_attention.models.base import Grid, PyramidModel, Stage, StateDict
 from inline_attention.models.convert import convert
-from inline_attention.models.hub import hf_arguments
+from inline_attention.models.hub import save_for_hf
 from inline_attention.models.profile import profile
 
 NAME = "inline_toy_tiny"
@@ -179,7 +179,7 @@ def test_export(dynamic: bool, tmp_path: Path) -> None:
 
 def test_hub(tmp_path: Path) -> None:
     model = create()
-    timm.models.save_for_hf(model, tmp_path, **hf_arguments(model))
+    save_for_hf(model, tmp_path)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.equal(loaded(image()), model(image()))

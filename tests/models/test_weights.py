@@ -26,6 +26,7 @@ from inline_attention.models.weights import (
     read_metadata,
     save_weights,
 )
+from inline_attention.tasks.classification.classifier import load_classifier
 
 SMALL = {
     "inline_deit_tiny": dict(depth=2, img_size=64),
@@ -127,6 +128,25 @@ def test_checkpoint_of_timms_script(tmp_path, size):
     loaded = load_model(tmp_path / "checkpoint-0.pth.tar")
     assert loaded.attention[0][0] == "softmax"
     assert equal(loaded, model.state_dict())
+
+
+def test_a_vit_of_timm_is_not_taken_for_a_deit(tmp_path):
+    """Both have the same tensors. timm's script names the model, the official code has no ViT."""
+    weights = timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict()
+    path = tmp_path / "model.pth"
+    torch.save(weights, path)
+    with pytest.raises(
+        WeightsError, match=r"fit softmax_deit_tiny and timm's vit_tiny_patch16_224, .*: name the model"
+    ):
+        load_model(path)
+    expected = {"vit_tiny_patch16_224.augreg_in21k": 0.5, "deit_tiny_patch16_224": 0.485, "softmax_deit_tiny": 0.485}
+    for name, mean in expected.items():
+        torch.save({"state_dict": weights, "args": argparse.Namespace(model=name)}, path)
+        classifier = load_classifier(None, str(path))
+        assert (classifier.data.mean[0], classifier.model.num_classes) == (mean, 10), name
+    assert load_classifier("vit_tiny_patch16_224", str(path)).data.mean == [0.5] * 3
+    torch.save({"model": weights, "config": {"DATA": {"IMG_SIZE": 224}}}, path)
+    assert load_classifier(None, str(path)).data.mean[0] == 0.485
 
 
 @pytest.mark.parametrize(

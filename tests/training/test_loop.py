@@ -645,4 +645,7 @@ def test_no_data_no_device_and_no_package(tmp_path: Path) -> None:
     if importlib.util.find_spec("wandb") is None:
         with pytest.raises(ImportError, match=r"log.wandb=mine needs the package wandb: pip install wandb"):
             run(tmp_path / "run", "log.wandb=mine")
+    if importlib.util.find_spec("opt_einsum") is None:
+        with pytest.raises(ImportError, match=r"optim.name=kronw needs the package opt_einsum: pip install opt_einsum"):
+            run(tmp_path / "run", "optim.name=kronw")
     assert not (tmp_path / "run").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 import timm
 
 from inline_attention.models.base import VisionModel
-from inline_attention.models.hub import hf_arguments
+from inline_attention.models.hub import save_for_hf
 
 from .route import Request, Route, Run
 
@@ -18,8 +18,7 @@ def _write_hf(request: Request, path: Path) -> None:
     prepared["crop_pct"] = float(request.about["crop_pct"])
     assert isinstance(request.model, VisionModel)  # `export_model` refuses others
     several = request.about.get("multi_label") == "true"
-    arguments = hf_arguments(request.model, class_names=names, preprocessing=prepared, multi_label=several)
-    timm.models.save_for_hf(request.model, str(path), **arguments)
+    save_for_hf(request.model, path, class_names=names, preprocessing=prepared, multi_label=several)
 
 
 def _load_hf(path: Path, request: Request) -> Run:

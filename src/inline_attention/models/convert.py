@@ -13,7 +13,7 @@ from . import schema
 from ._checkpoint import Checkpoint, open_checkpoint, read_metadata
 from ._download import local_path
 from .base import VisionModel
-from .weights import kept_weights, num_elements, restore, save_weights, write_safetensors
+from .weights import architecture, kept_weights, num_elements, restore, save_weights, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ def convert(
     checkpoint = open_checkpoint(path, ema=ema)
     model = restore(checkpoint, origin=str(path), name=model_name)
     if not isinstance(model, VisionModel):
-        raise ValueError(f"{model_name} is a model of timm, not one of this library; `inline models` lists those")
+        raise ValueError(
+            f"{architecture(model)} is a model of timm, not one of this library; `inline models` lists those"
+        )
     metadata = {"converted_from": path.name, "ema": str(checkpoint.is_ema).lower()}
     return Conversion(checkpoint, model, save_weights(model, target, metadata=metadata))
 

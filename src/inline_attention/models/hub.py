@@ -1,8 +1,12 @@
 """Models for the Hugging Face hub, written by timm's own functions. `inline export --format hf` calls this."""
 
+import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from timm.data import resolve_data_config
 from torch import nn
@@ -33,6 +37,22 @@ def image_preparation(model: nn.Module, preprocessing: Mapping[str, Any] | None 
     return prepared | {"input_size": (channels, *size)}
 
 
+def save_for_hf(model: VisionModel, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Write a folder in the layout of the hub, with timm's `save_for_hf`.
+
+    timm opens it as "local-dir:FOLDER", transformers as `AutoModelForImageClassification.from_pretrained(FOLDER)`, both
+    after `import inline_attention`. `huggingface_hub.upload_folder` publishes it.
+
+    Args:
+        options: those of `hf_arguments`.
+    """
+    timm.models.save_for_hf(model, str(folder), **hf_arguments(model, **options))
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    if config["model_args"].pop("num_classes", None) is not None:  # from timm 1.0.31 on
+        path.write_text(json.dumps(config, indent=2))
+
+
 def hf_arguments(
     model: VisionModel,
     *,
@@ -42,9 +62,9 @@ def hf_arguments(
 ) -> dict[str, Any]:
     """Arguments of timm's `save_for_hf` and `push_to_hf_hub` for a model of this library.
 
-    The folder or repository then contains everything to rebuild the model. timm opens it as "local-dir:FOLDER"
-    or "hf-hub:USER/NAME", transformers as `AutoModelForImageClassification.from_pretrained`, both after
-    `import inline_attention`.
+    The folder or repository then contains everything to rebuild the model. timm opens it as "local-dir:FOLDER" or
+    "hf-hub:USER/NAME", after `import inline_attention`. From timm 1.0.31 on, transformers opens only what this module's
+    `save_for_hf` writes: timm stores the number of classes twice.
 
     Args:
         class_names: one name for each class. Pipelines print them.

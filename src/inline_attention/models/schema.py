@@ -97,7 +97,7 @@ def check_model(architecture: str, arguments: Mapping[str, Any]) -> None:
     family = find_family(architecture)
     if family is not None:
         check_arguments(family, arguments)
-    elif _is_timms(architecture):
+    elif is_timms(architecture):
         check_foreign_arguments(arguments)
     else:
         raise WeightsError(
@@ -106,7 +106,7 @@ def check_model(architecture: str, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _is_timms(name: str) -> bool:
+def is_timms(name: str) -> bool:
     """Whether timm has a model of that name, perhaps with a tag, and this library has not."""
     return ":" not in name and timm.is_model(name) and find_family(name.partition(".")[0]) is None  # ":" is an address
 

@@ -56,6 +56,8 @@ _RELATIVES = {
     "PVT v2": r"\.mlp\.dwconv\.",
     "Swin v2": r"\.attn\.logit_scale$",
 }
+# timm's models with the tensors of one of ours, most of whose weights expect images normalised with a mean of 0.5.
+_TWINS = {f"softmax_deit_{size}": f"vit_{size}_patch16_224" for size in ("tiny", "small", "base")}
 _MAX_LISTED = 8
 _MISFITS = (ValueError, IndexError, RuntimeError)  # errors of adapting the weights of another model
 
@@ -99,7 +101,9 @@ def open_model(name: str | None, weights: str | None, *, num_classes: int | None
         if num_classes not in (None, model.num_classes):
             raise ValueError(f"num_classes={num_classes}, but {path} has {model.num_classes} classes")
     if not isinstance(model, VisionModel) and not hasattr(model, "linearization"):
-        raise ValueError(f"{name} is a model of timm, not one of this library; `inline models` lists those")
+        raise ValueError(
+            f"{architecture(model)} is a model of timm, not one of this library; `inline models` lists those"
+        )
     return model
 
 
@@ -366,7 +370,8 @@ def _training_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
 def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
     """The only registered model that the weights fit without resizing. ValueError if there is none, or several.
 
-    For models that differ only in their input size, the size in the file's configuration or name decides.
+    For models that differ only in their input size, the size in the file's configuration or name decides. A file of
+    timm's script names its model, which is one of timm if it normalises images in another way than ours.
     """
     family = family_of_weights(checkpoint.state_dict)
     fitting = [name for name in list_models() if find_family(name) is family and _fits(name, checkpoint)]
@@ -381,7 +386,17 @@ def identify(checkpoint: Checkpoint, *, filename: str = "") -> str:
         if relative := _name_relative(checkpoint.state_dict):
             found += f"; it looks like the weights of {relative}, which timm has"
         raise WeightsError(f"does not say which model it is for, and its weights fit {found}: name the model")
-    return fitting[0]
+    name = fitting[0]
+    if name not in _TWINS or "config" in checkpoint.info:  # the official code's
+        return name
+    if isinstance(trained, str) and schema.is_timms(trained):
+        ours, theirs = (get_pretrained_cfg(model) for model in (name, trained))
+        same = ours is not None and theirs is not None and (ours.mean, ours.std) == (theirs.mean, theirs.std)
+        return name if same else trained
+    raise WeightsError(
+        f"does not say which model it is for, and its weights fit {name} and timm's {_TWINS[name]}, which normalise "
+        "images in different ways: name the model"
+    )
 
 
 def _input_side(name: str) -> int:
@@ -420,9 +435,11 @@ def _shapes(state_dict: StateDict, model: VisionModel) -> dict[str, torch.Size]:
 
 
 def _fitting_options(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Arguments that fit a model of this library to the weights: class count, input channels and size."""
+    """Arguments that fit a model to the weights: class count; for this library's, also input channels and size."""
     if find_family(name) is None:
-        return {}
+        cfg = get_pretrained_cfg(name)
+        head = None if cfg is None else checkpoint.state_dict.get(f"{cfg.classifier}.weight")
+        return {} if head is None or head.ndim != 2 else {"num_classes": head.shape[0]}
     try:
         model, theirs = _adapted_shapes(name, checkpoint)
     except _MISFITS:

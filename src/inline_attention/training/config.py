@@ -214,6 +214,7 @@ class LogConfig:
 class LoopConfig:
     """The settings of the loop. The configuration of a task derives from it, with its own model, data and defaults."""
 
+    command: str = ""  # of `inline`, whose run this is; each task has one value
     recipe: str = ""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -301,7 +302,9 @@ def load_recipe(
                 f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
             )
         text, name = (_PACKAGE / folder / f"{recipe}.yaml").read_text(), recipe
-    config = settings.update(dataclasses.replace(defaults, recipe=name), read_yaml(text, recipe))
+    values = read_yaml(text, recipe)
+    check_command(values, defaults, recipe)
+    config = settings.update(dataclasses.replace(defaults, recipe=name), values)
     return change(config, overrides=overrides, flags=flags)
 
 
@@ -316,6 +319,13 @@ def change(config: Config, *, overrides: Iterable[str] = (), flags: Mapping[str,
     changed = dataclasses.replace(changed, from_data=tuple(n for n in changed.from_data if n not in given))
     changed.data.validate()
     return changed
+
+
+def check_command(values: Mapping[str, Any], config: LoopConfig, name: str) -> None:
+    """ValueError if the settings in a file say that they are of another command than those of `config`."""
+    command = values.get("command", config.command)  # older runs do not say it
+    if command != config.command:
+        raise ValueError(f"{name} is of `inline {command}`, not of `inline {config.command}`: use it with that command")
 
 
 def read_yaml(text: str, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from inline_attention.environment import describe_environment
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import find_damage, list_checkpoints
-from inline_attention.training.config import LoopConfig, change, load_recipe, read_yaml
+from inline_attention.training.config import LoopConfig, change, check_command, load_recipe, read_yaml
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.files import write_atomically
 from inline_attention.training.lock import FileLock
@@ -75,6 +75,7 @@ def plan_run(
     text = (source / CONFIG).read_text(encoding="utf-8", errors="replace")
     # The run may have been started by another version of the package, with other settings.
     saved = read_yaml(text, str(source / CONFIG))
+    check_command(saved, task.defaults(), f"the run in {source}")
     values, unknown = settings.drop_unknown(task.defaults(), saved)
     if foreign := [name for name in unknown if isinstance(saved.get(name), Mapping)]:
         raise ValueError(f"{source} holds a run of another command: its {CONFIG} has the section {foreign[0]}")
@@ -99,7 +100,7 @@ def check_plan(plan: Plan, lock: FileLock) -> None:
     """Check what can be checked before anything is built, and lock the folder if it exists.
 
     Raises ValueError if there is no data, the folder holds another run, or another process trains in it. Raises
-    ImportError if wandb is missing.
+    ImportError if a package that a setting needs is missing.
     """
     folder = plan.folder
     if not plan.config.data.path:
@@ -113,6 +114,9 @@ def check_plan(plan: Plan, lock: FileLock) -> None:
         _take(lock)
     if plan.config.log.wandb is not None and find_spec("wandb") is None:
         raise ImportError(f"log.wandb={plan.config.log.wandb} needs the package wandb: pip install wandb")
+    optimizer = plan.config.optim.name
+    if optimizer.startswith("kron") and find_spec("opt_einsum") is None:  # timm only warns
+        raise ImportError(f"optim.name={optimizer} needs the package opt_einsum: pip install opt_einsum")
 
 
 def default_folder(config: LoopConfig) -> Path:

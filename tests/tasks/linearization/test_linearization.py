@@ -392,7 +392,7 @@ def test_a_folder_of_another_command(finished: Path, tmp_path: Path, capsys: pyt
         assert main(["linearize", "test_vit", option, str(tmp_path)]) == 2
         assert "holds a run of another command: expected a folder of `inline linearize`" in capsys.readouterr().err
     assert main(["train", "--resume", str(finished / "match")]) == 2
-    assert "holds a run of another command: its config.yaml has the section match" in capsys.readouterr().err
+    assert "is of `inline linearize`, not of `inline train`" in capsys.readouterr().err
 
 
 def test_the_plan_of_a_timm_model_names_its_arguments(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class ClassifierOptimConfig(OptimConfig):
 class TrainConfig(LoopConfig):
     """The configuration of a classification run."""
 
+    command: Literal["train"] = "train"
     recipe: str = "quickstart"
     model: ModelConfig = field(default_factory=ModelConfig)
     # No path: the user must give one. No size: the model's own.

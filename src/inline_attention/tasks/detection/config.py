@@ -51,6 +51,7 @@ class DetectionDataConfig(DenseDataConfig):
 class DetectionConfig(LoopConfig):
     """The settings of `inline detect train`. By default, 12 epochs with rates for 16 images per update."""
 
+    command: Literal["detect train"] = "detect train"
     model: DetectorConfig = field(default_factory=DetectorConfig)
     data: DetectionDataConfig = field(default_factory=DetectionDataConfig)
     optim: OptimConfig = field(

@@ -1,6 +1,7 @@
 """The settings of `inline linearize`."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from inline_attention.data import DataConfig
 from inline_attention.linearize.modules import LinearForm
@@ -67,6 +68,7 @@ class DistillConfig:
 class LinearizationConfig(LoopConfig):
     """The configuration of both stages. `optim` and `schedule` are those of stage 2."""
 
+    command: Literal["linearize"] = "linearize"
     recipe: str = "linearize"
     model: StudentConfig = field(default_factory=StudentConfig)
     # No path: the user must give one. Size and preparation are the teacher's.

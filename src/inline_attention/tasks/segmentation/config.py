@@ -84,6 +84,7 @@ class SegmentDataConfig(DenseDataConfig):
 class SegmentConfig(LoopConfig):
     """The settings of `inline segment train`."""
 
+    command: Literal["segment train"] = "segment train"
     model: SegmenterConfig = field(default_factory=lambda: SegmenterConfig(drop_path=0.3))
     data: SegmentDataConfig = field(default_factory=SegmentDataConfig)
     # The published rates are for 16 images per update.

@@ -77,14 +77,14 @@ def main() -> None:
         student = visit_student(browser)
         browser.close()
     plane.save(IMAGES / "explore-plane.png", optimize=True)
-    image.save(IMAGES / "explore-image.jpg", quality=86)
-    student.save(IMAGES / "explore-student.jpg", quality=86)
+    image.save(IMAGES / "explore-image.jpg", quality=78, optimize=True)
+    student.save(IMAGES / "explore-student.jpg", quality=78, optimize=True)
     width, height = phones[0].width + 20, max(phone.height for phone in phones)
     strip = Image.new("RGB", (width * len(phones), height), phones[0].getpixel((0, 0)))
     for i, phone in enumerate(phones):
         strip.paste(phone, (i * width, 0))
     strip = strip.resize((strip.width * 3 // 4, strip.height * 3 // 4), Image.Resampling.LANCZOS)
-    strip.save(IMAGES / "explore-phone.jpg", quality=80)
+    strip.save(IMAGES / "explore-phone.jpg", quality=66, optimize=True)
 
 
 if __name__ == "__main__":

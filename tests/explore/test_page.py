@@ -444,6 +444,113 @@ def test_every_control_has_a_name(open_page: Callable[..., Any]) -> None:
         assert unnamed == [], names
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_contrast(open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """WCAG AA: 4.5 to 1 for text, 3 to 1 for large text and for the edges of controls."""
+    monkeypatch.setattr(cost_module, "SIZES", (32, 64))
+    page = open_page(color_scheme=scheme)
+    for tab in ("plane", "image", "cost"):
+        page.locator(f"#tab-{tab}").click()
+        if tab == "image":
+            settled(page)
+            page.set_input_files("#image-file", {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"notes"})
+            expect(page.locator("#image-status")).to_have_class(re.compile("error"))
+        if tab == "cost":
+            expect(page.locator("#cost-table tbody tr")).to_have_count(6)
+        ratios = page.evaluate(
+            """() => {
+                const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+                const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+                const luminance = (colour) => {
+                    const [r, g, b] = channels(colour).map((c) => linear(c / 255));
+                    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+                };
+                const ratio = (a, b) => {
+                    const [low, high] = [luminance(a), luminance(b)].sort((p, q) => p - q);
+                    return (high + 0.05) / (low + 0.05);
+                };
+                const behind = (node) => {
+                    const colour = getComputedStyle(node).backgroundColor;
+                    return channels(colour)[3] === 0 ? behind(node.parentElement) : colour;
+                };
+                const text = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+                const found = [];
+                for (const node of document.querySelectorAll("body *")) {
+                    if (!node.checkVisibility() || node.closest(":disabled")) continue;
+                    const style = getComputedStyle(node);
+                    const colour = node instanceof SVGElement ? style.fill : style.color;
+                    const size = parseFloat(style.fontSize);
+                    const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+                    if (text(node)) found.push([node.textContent, ratio(colour, behind(node)), large ? 3 : 4.5]);
+                    if (node.matches("select, .button, input[type=number]")) {
+                        found.push([node.id, ratio(style.borderTopColor, behind(node.parentElement)), 3]);
+                    }
+                }
+                return found;
+            }"""
+        )
+        assert len(ratios) > 20
+        assert [ratio for ratio in ratios if ratio[1] < ratio[2]] == [], tab
+
+
+def test_focus_is_visible(open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Tab key reaches every control, and each then has an outline."""
+    monkeypatch.setattr(cost_module, "SIZES", (32, 64))
+    page = open_page()
+    for tab, count in (("plane", 13), ("image", 14), ("cost", 3)):
+        page.locator(f"#tab-{tab}").click()
+        if tab == "image":
+            settled(page)
+        if tab == "cost":
+            expect(page.locator("#cost-measure")).to_be_enabled()
+        for stop in range(count):
+            outlined = page.evaluate(
+                """() => {
+                    const node = document.activeElement;
+                    if (node.matches(".point")) return getComputedStyle(node.firstChild).stroke !== "none";
+                    const shown = node.matches(".upload input") ? node.parentElement : node;
+                    return getComputedStyle(shown).outlineWidth === "3px";
+                }"""
+            )
+            if stop > 0:  # the click that opened the tab shows no outline
+                assert outlined, page.evaluate("document.activeElement.outerHTML")
+            page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement === document.body"), "more controls than were counted"
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("tab", ["plane", "image", "cost"])
+def test_nothing_moves_while_the_page_fills(
+    open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tab: str, viewport: dict[str, int]
+) -> None:
+    """The browser's own measure of layout shifts. The tab that turns bold moves its neighbours a little."""
+    monkeypatch.setattr(cost_module, "SIZES", (32, 64))
+    page = open_page(tab, viewport=viewport)
+    if tab == "image":
+        settled(page)
+        expect(page.locator(".guesses li").first).to_be_visible()
+    if tab == "cost":
+        expect(page.locator("#cost-table tbody tr")).to_have_count(6)
+    shift = page.evaluate(
+        """() => {
+            const observer = new PerformanceObserver(() => {});
+            observer.observe({type: "layout-shift", buffered: true});
+            return observer.takeRecords().reduce((sum, entry) => sum + entry.value, 0);
+        }"""
+    )
+    assert shift < 0.01
+
+
+def test_a_server_that_ended(browser: Any, server: ExploreServer) -> None:
+    """The page says so instead of showing controls that do nothing."""
+    page = browser.new_page()
+    page.route("**/api/setup", lambda route: route.abort())
+    page.goto(server.url)
+    expect(page.get_by_role("alert")).to_have_text("The server does not answer. Is `inline explore` still running?")
+    expect(page.locator("main")).to_be_hidden()
+    page.close()
+
+
 def test_another_page_cannot_use_it(browser: Any, server: ExploreServer) -> None:
     """Browsers let any page send a form to this server. Such a request is refused."""
     elsewhere = "http://elsewhere.test/"

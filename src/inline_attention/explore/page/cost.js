@@ -33,6 +33,7 @@ async function load() {
     ({ sizes, counts: rows } = answer);
     byId("cost-machine").textContent = `This machine: ${answer.machine}.`;
     byId("cost-measure").disabled = false;
+    byId("cost-results").hidden = false;
     say("");
     draw();
   } catch (error) {
@@ -70,7 +71,7 @@ function drawTable() {
 
 const WIDTH = 560;
 const HEIGHT = 400;
-const MARGIN = { left: 66, right: 104, top: 34, bottom: 56 };
+const MARGIN = { left: 66, right: 104, top: 46, bottom: 62 };
 
 function drawChart() {
   const { title, get } = METRICS[metric()];
@@ -95,9 +96,9 @@ function drawChart() {
     chart.append(svg("text", { x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" }, `${Number(tick.toPrecision(1))}`));
   }
   for (const size of sizes) {
-    chart.append(svg("text", { x: x(size), y: HEIGHT - MARGIN.bottom + 24, "text-anchor": "middle" }, `${size}`));
+    chart.append(svg("text", { x: x(size), y: HEIGHT - MARGIN.bottom + 30, "text-anchor": "middle" }, `${size}`));
   }
-  chart.append(svg("text", { x: 2, y: MARGIN.top - 14 }, title));
+  chart.append(svg("text", { x: 2, y: MARGIN.top - 28 }, title));
   chart.append(svg("text", { x: (MARGIN.left + WIDTH - MARGIN.right) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, "side of the image in pixels"));
   const labels = [];
   for (const kind of KINDS) {
@@ -114,7 +115,7 @@ function drawChart() {
   // Names beside the ends of lines, pushed apart where lines end together.
   labels.sort((p, q) => p.at - q.at);
   labels.forEach((label, i) => {
-    if (i > 0) label.at = Math.max(label.at, labels[i - 1].at + 20);
+    if (i > 0) label.at = Math.max(label.at, labels[i - 1].at + 22);
     chart.append(svg("text", { class: label.kind, x: label.x, y: label.at }, titleOf(label.kind)));
   });
 }

@@ -114,8 +114,7 @@ function makePanel({ title, name, model = null, head = null }) {
   node.append(canvas);
   const guesses = html("ol", { class: "guesses", "aria-label": `Prediction, ${name}` });
   if (model) {
-    const source = model.weights ?? html("span", { class: "badge" }, "random weights");
-    node.append(guesses, facts, html("p", {}, `${describe(model)} · `, source));
+    node.append(guesses, facts, html("p", {}, ...describe(model)));
   } else {
     node.append(facts);
   }
@@ -141,7 +140,13 @@ function makePanel({ title, name, model = null, head = null }) {
   return panel;
 }
 
-const describe = ({ name, kind }) => (name.startsWith(kind) ? name : `${name}, ${kind} attention`);
+/** The file of the weights, which may break before its suffix, after the model unless the file is named like it. */
+function describe({ name, kind, weights }) {
+  const source = weights?.split(/(?=\.)/).flatMap((part) => [html("wbr"), part]);
+  if (weights?.startsWith(`${name}.`)) return source;
+  const model = name.startsWith(kind) ? name : `${name}, ${kind} attention`;
+  return [`${model} · `, ...(source ?? [html("span", { class: "badge" }, "random weights")])];
+}
 
 /** Of the finest map: arrow keys then reach every token of every model. */
 function queryGrid() {
@@ -315,6 +320,7 @@ function draw(panel, range) {
     return;
   }
   panel.facts.classList.toggle("error", Boolean(panel.error));
+  panel.facts.role = panel.error ? "alert" : null;
   if (panel.error) {
     panel.facts.textContent = panel.error;
     return;

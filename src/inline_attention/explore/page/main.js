@@ -32,7 +32,10 @@ for (const [i, tab] of tabs.entries()) {
 startCost(byId("tab-cost"));
 const setup = ask("/api/setup");
 setup.then(
-  ({ plane }) => startPlane(plane),
+  ({ plane }) => {
+    startPlane(plane);
+    document.querySelector("main").hidden = false; // only now: nothing moves while the page fills
+  },
   (error) => {
     byId("failure").textContent = error.message;
     byId("failure").hidden = false;

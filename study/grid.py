@@ -243,6 +243,13 @@ class Run:
     def tokens(self) -> int:
         return DATASETS[self.dataset].tokens(self.patch)
 
+    @property
+    def model(self) -> str:
+        """A name that all runs of the same model have: seeds, lengths and rates do not change what is compiled."""
+        ours = ROWS[self.row]
+        first = next(name for name, row in ROWS.items() if (row.model, row.kwargs) == (ours.model, ours.kwargs))
+        return f"{self.dataset}-p{self.patch}-{first}"
+
     def overrides(self) -> list[str]:
         """Settings that differ from the recipe, as key=value"""
         row, dataset = ROWS[self.row], DATASETS[self.dataset]

@@ -189,10 +189,9 @@ GAINS = {
     "inline_larger_start": replace(MAIN["inline"], title="InLine with residual, learned gain from 8",
                                    kwargs={**MAIN["inline"].kwargs, "gain": LARGER_START}),
 }  # fmt: skip
-# The published augmentation and clipping. Policies and erasing work on single images, so workers augment.
+# The published augmentation and clipping. RandAugment and erasing work on whole batches, on the GPU like the rest.
 PUBLISHED_SETTINGS = {
-    "data.augment_on_device": False, "data.workers": 2, "data.auto_augment": "rand-m9-mstd0.5-inc1",
-    "data.random_erase": 0.25, "optim.clip_norm": 5.0,
+    "data.auto_augment": "rand-m9-mstd0.5-inc1", "data.random_erase": 0.25, "optim.clip_norm": 5.0,
 }  # fmt: skip
 PUBLISHED = {
     f"{name}_published": replace(
@@ -242,6 +241,13 @@ class Run:
     @property
     def tokens(self) -> int:
         return DATASETS[self.dataset].tokens(self.patch)
+
+    @property
+    def model(self) -> str:
+        """A name that all runs of the same model have: seeds, lengths and rates do not change what is compiled."""
+        ours = ROWS[self.row]
+        first = next(name for name, row in ROWS.items() if (row.model, row.kwargs) == (ours.model, ours.kwargs))
+        return f"{self.dataset}-p{self.patch}-{first}"
 
     def overrides(self) -> list[str]:
         """Settings that differ from the recipe, as key=value"""

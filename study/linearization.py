@@ -6,7 +6,6 @@ run is finished when its accuracy is written. A stopped run continues in the nex
 
 import json
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -26,8 +25,9 @@ from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.tasks.classification.evaluation import evaluate
 from inline_attention.tasks.linearization.stages import DISTILL, MATCH, STUDENT
 from inline_attention.training.files import write_atomically
-from inline_attention.training.report import SUMMARY
+from inline_attention.training.report import METRICS, SUMMARY
 from study import grid
+from study.compiling import CompileCache
 from study.expansion import TEACHER
 from study.grid import SEEDS, command_line
 from study.measures import weights_file
@@ -198,7 +198,7 @@ def make_runs(
     needed = {"tiny_imagenet", *(run.transfer for run in runs)}
     if missing := sorted(needed - paths.keys()):
         raise ValueError(f"no data for {', '.join(missing)}: give --data {missing[0]}=FOLDER (several: with commas)")
-    start, judging = time.monotonic(), threading.Lock()
+    start, judging, cache = time.monotonic(), threading.Lock(), CompileCache(out)
     done: dict[str, Future[bool]] = {}
 
     def make(run: Run | TeacherRun, number: int) -> bool:
@@ -216,13 +216,13 @@ def make_runs(
         arguments = run.arguments(paths, out, extra=extra)
         log(f"[{number}/{len(runs)}] {command_line(arguments)}")
         folder.mkdir(parents=True, exist_ok=True)
-        begun = time.monotonic()
         with open(folder / LOG, "ab") as file:
-            process = subprocess.run([sys.executable, "-m", "inline_attention", *arguments], stdout=file, stderr=file)
-        if process.returncode:
+            stage, words = run.weights(out).parents[1], [sys.executable, "-m", "inline_attention", *arguments]
+            failed, seconds = cache.run(words, model=f"{run.row}-{stage.name}", metrics=stage / METRICS, log=file)
+        if failed:
             log(f"{run.name} failed: see {folder / LOG}")
             return False
-        result: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1), "jobs": jobs}  # start and all
+        result: dict[str, Any] = {"seconds": round(seconds, 1), "jobs": jobs}  # start and all
         result["training_seconds"] = training_seconds(folder)
         with judging:
             result["top1"] = judge(run.weights(out), paths["tiny_imagenet"], run.img_size, device=device)
@@ -236,6 +236,7 @@ def make_runs(
                 done[run.name] = pool.submit(make, run, number)
             failed = [name for name, future in done.items() if not future.result()]
         except BaseException:  # such as Ctrl-C, which reaches the running ones too: they save
+            cache.closed = True
             pool.shutdown(cancel_futures=True)
             raise
     if left := sum(not (out / run.name / ACCURACY).exists() for run in runs) - len(failed):

@@ -50,7 +50,7 @@ def expected_seconds(run: Run, finished: Sequence[RunResult]) -> float | None:
     """The training time of a run while JOBS run at a time, by finished runs of such models on the same data.
 
     Runs of the same row are preferred, then those of the most similar length. None without such runs, because the cost
-    of its settings, such as augmentation by workers, is then not known.
+    of its settings, such as other augmentation, is then not known.
     """
     ours = _cost_settings(run)
     known = [r for r in finished if (r.run.dataset, r.run.patch) == (run.dataset, run.patch)]

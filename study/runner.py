@@ -24,6 +24,7 @@ from inline_attention.training.lock import FileLock
 from inline_attention.training.report import METRICS, SUMMARY
 from inline_attention.training.run_folder import LOCK
 from inline_attention.training.signals import STOP_SIGNALS
+from study.compiling import CompileCache, written
 from study.grid import DATASETS, RECIPE, Run, command_line, parse_name
 
 SESSIONS = "sessions.jsonl"  # one line for each call: start, duration, jobs, finished runs
@@ -108,7 +109,7 @@ class GridRunner:
         self.out, self.paths, self.jobs, self.settings = out, paths, jobs, tuple(settings)
         self.retry, self.whole_runs, self.estimate = retry, whole_runs, estimate
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self.log, self.show = log, show
+        self.log, self.show, self.cache = log, show, CompileCache(out)
         self.running: list[_Job] = []
         self.pending: list[Run] = []
         self.outcome = Outcome()
@@ -176,8 +177,9 @@ class GridRunner:
             if not self.running:
                 break
             for job in self.running:
-                if job.under_way is None and _written(self.out / job.run.name) > job.records:
+                if job.under_way is None and written(self.out / job.run.name / METRICS) > job.records:
                     job.under_way = time.monotonic() - job.started
+                    self.cache.add(job.run.model)
             time.sleep(POLL_SECONDS)
         if self.outcome.elsewhere:
             self.log(f"another process is training {', '.join(self.outcome.elsewhere)}: skipped")
@@ -185,14 +187,17 @@ class GridRunner:
             self.log(f"{too_long} runs are left, but none can finish in time")
 
     def _start_next(self) -> bool:
-        """Start the first run that no other process is training.
+        """Start the first run that no other process is training and whose model no run is compiling.
 
         With `whole_runs`, skip runs that are expected to take too long. Runs that another call has finished are removed
         from the pending ones.
         """
         left = self._seconds_left() if self.whole_runs else None
         self.outcome.elsewhere = []
+        compiling = {job.run.model for job in self.running if job.under_way is None}
         for run in list(self.pending):
+            if run.model in compiling and not self.cache.has(run.model):
+                continue
             expected = None if left is None else self.expected_seconds(run)
             if left is not None and expected is not None and expected > left - STOP_SECONDS:
                 continue
@@ -238,8 +243,9 @@ class GridRunner:
         process = subprocess.Popen(
             [sys.executable, "-m", "inline_attention", *run.arguments(*where, extra=self.settings, recipe=RECIPE)],
             stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            env=self.cache.environment(),
         )  # fmt: skip
-        self.running.append(_Job(run, process, log, claim, time.monotonic(), records=_written(folder)))
+        self.running.append(_Job(run, process, log, claim, time.monotonic(), records=written(folder / METRICS)))
 
     def _ended(self) -> list[_Job]:
         return [job for job in self.running if job.process.poll() is not None]
@@ -335,13 +341,6 @@ def _epoch(folder: Path) -> float | None:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         return float(json.loads((folder / METRICS).read_text().splitlines()[-1])["epoch"])
     return None
-
-
-def _written(folder: Path) -> float:
-    """The time of the last change of a run's metrics. 0: never."""
-    with contextlib.suppress(OSError):
-        return (folder / METRICS).stat().st_mtime
-    return 0.0
 
 
 def dataset_paths(text: str | None) -> dict[str, str]:

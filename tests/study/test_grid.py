@@ -2,6 +2,7 @@
 
 import pytest
 
+from inline_attention.data.batch_augment import BatchAugment
 from inline_attention.tasks.classification.config import TrainConfig
 from study.grid import (
     BACKBONES,
@@ -51,7 +52,7 @@ def test_every_run_is_a_valid_command_and_has_its_own_name() -> None:
     for run in runs:
         config = run.config()
         assert config.schedule.epochs == run.epochs
-        assert config.data.augment_on_device == (not run.row.endswith("_published"))
+        assert config.data.augment_on_device
         assert config.run.compile == (run.dataset != "digits")
         assert parse_name(run.name) == run
 
@@ -115,6 +116,7 @@ def test_published_rows_have_the_published_augmentation() -> None:
         assert (config.data.auto_augment, config.data.random_erase, config.optim.clip_norm) == (
             published.data.auto_augment, published.data.random_erase, 5.0,
         )  # fmt: skip
+        BatchAugment(config.data, num_samples=1, seed=0)  # whole batches can be augmented like this
 
 
 def test_variants_and_main_rows_have_lengths_of_the_pilot() -> None:

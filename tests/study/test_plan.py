@@ -41,7 +41,7 @@ def test_nothing_is_guessed_of_other_data_and_other_costs(tmp_path: Path) -> Non
     known = collect(tmp_path).runs
     for run in (
         Run("imagenette", "inline", 30, 0, 4),
-        Run("tiny_imagenet", "inline_published", 300, 0, 4),  # workers augment
+        Run("tiny_imagenet", "inline_published", 300, 0, 4),  # other augmentation
         Run("tiny_imagenet", "swin_window2", 20, 0, 4),
         Run("tiny_imagenet", "softmax_pvt_tiny", 40, 0, 4),
     ):

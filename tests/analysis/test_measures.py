@@ -3,19 +3,23 @@
 import os
 import subprocess
 import sys
-from itertools import product
+from collections.abc import Callable, Iterator
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.legend import Legend
 from PIL import Image
 from small import create_small, image
 from torch import Tensor, nn
 
 from inline_attention import create_model, inline_attention, linear_attention
 from inline_attention.analysis import (
+    analysis_class,
+    analysis_names,
     attention_maps,
     capture,
     measure_confusion,
@@ -492,6 +496,41 @@ def test_every_model_has_a_panel_of_locality() -> None:
     for axes in shown:
         values = [line.get_ydata() for line in axes.lines]
         np.testing.assert_array_equal(values, [result.share, result.chance, result.uniform])
+
+
+def texts(figure: Any) -> Iterator[Any]:
+    """What is written in a figure, without ticks that the limits of an axis hide."""
+    yield from figure.texts
+    for legend in figure.findobj(Legend):
+        yield from legend.get_texts()
+    for axes in figure.axes:
+        yield from (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts)
+        for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
+            low, high = sorted(axis.get_view_interval())
+            ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=False)
+            yield from (label for place, label in ticks if low <= place <= high)
+
+
+@pytest.mark.parametrize("name", analysis_names())
+def test_figures_are_legible(name: str) -> None:
+    """Where a page shows them 800 pixels wide: text has 8 pixels or more, none overlaps another, none is cut off."""
+    measure: dict[str, Callable[[Any], Any]] = {
+        "confusion": lambda model: measure_confusion(model, [image()]),
+        "locality": lambda model: measure_locality(model, [image()]),
+        "maps": lambda model: [attention_maps(model, one, picture=np.zeros((32, 32))) for one in image()],
+        "masking": lambda model: measure_masking(model, [(image(), None)], sides=(1, 3)),
+        "rank": lambda model: measure_rank(model, [image()]),
+    }
+    models = {f"{kind}_deit_study": deit(kind) for kind in KINDS} if name in measure else {"plane": None}
+    results = {label: measure[name](model) if model else measure_injectivity() for label, model in models.items()}
+    figure: Any = analysis_class(name)().draw(results)
+    figure.canvas.draw()
+    written = [text for text in texts(figure) if text.get_text().strip()]
+    assert min(text.get_fontsize() * 800 / (72 * figure.get_figwidth()) for text in written) > 8
+    boxes = [(text.get_text(), text.get_window_extent()) for text in written if text.get_rotation() in (0, 90)]
+    assert [label for label, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1] == []
+    pairs = [(a, b) for (a, one), (b, other) in combinations(boxes, 2) if one.padded(-1).overlaps(other.padded(-1))]
+    assert pairs == []
 
 
 def test_divergence_is_counted_and_not_hidden() -> None:

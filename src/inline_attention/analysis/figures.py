@@ -2,7 +2,7 @@
 
 import itertools
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,21 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'inline-attention[train]'") from error
 
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860", "#da8bc3", "#8c8c8c")
+WIDTH = 9.0  # inches: text of 8 points and more stays legible where a page shows the figure 800 pixels wide
+# Okabe and Ito's colours, which colour-blind people tell apart. Markers tell lines apart in print too.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c8c8c")
+MARKERS = "os^Dv<>P"
+
+
+def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of each model, the same in every figure of a run."""
+    pairs = itertools.cycle(zip(COLOURS, MARKERS, strict=True))
+    return {label: dict(color=colour, marker=marker) for label, (colour, marker) in zip(labels, pairs, strict=False)}
 
 
 def save(figure: Figure, path: Path) -> None:
     """PNG, and SVG beside it."""
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    figure.savefig(path.with_suffix(".png"), dpi=150, pil_kwargs={"optimize": True})
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
@@ -36,6 +45,12 @@ def add_caption(figure: Figure, text: str) -> None:
     columns = int(16 * figure.get_figwidth())
     lines = itertools.chain.from_iterable(textwrap.wrap(line, columns) for line in text.splitlines())
     figure.supxlabel("\n".join(lines), fontsize=8, color="0.35")
+
+
+def add_legend(figure: Figure, axes: Any) -> None:
+    """One legend above all panels, of what is drawn in one of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 3), fontsize=9, frameon=False)
 
 
 def with_grid(figure: Figure, *, axis: Any = "both") -> Figure:

@@ -105,7 +105,7 @@ def html_report(
             f'<section id="{found.name}"><h2>{found.name.capitalize()}</h2>',
             f"<p>{html.escape(found.definition)}</p>",
             f'<p class="warning">{html.escape(found.warning)}.</p>' if found.warning else "",
-            f'<img alt="{found.name}" src="data:image/png;base64,{picture}">',
+            f'<img alt="{found.name}, with its numbers in the table below" src="data:image/png;base64,{picture}">',
             _table(found.summaries),
         ]
         parameters = {key: value for key, value in found.parameters.items() if value is not None}

@@ -308,36 +308,39 @@ class Confusion(LayerAnalysis):
         """Confused pairs by threshold, by image and by layer."""
         from inline_attention.analysis import figures
 
-        figure = figures.new_figure(15, 4.4)
-        over_thresholds, histogram, by_layer = figure.subplots(1, 3)
+        figure = figures.new_figure(figures.WIDTH, 7)
+        (over_thresholds, key), (histogram, by_layer) = figure.subplots(2, 2)
         first = next(iter(results.values()))
         most = max(int(result.count_by_image().max()) for result in results.values())
         edges = histogram_edges(most)
         labels = ["0", *(f"{a}–{b - 1}" if b > a + 1 else str(a) for a, b in itertools.pairwise(edges[1:]))]
         width = 0.8 / len(results)
+        styles = figures.styles(results)
         for i, (label, result) in enumerate(results.items()):
-            colour = figures.COLOURS[i % len(figures.COLOURS)]
-            for rho, style, counts in zip(result.rhos, itertools.cycle("-:"), result.per_million.T, strict=False):
+            style = styles[label]
+            for rho, line, counts in zip(result.rhos, itertools.cycle("-:"), result.per_million.T, strict=False):
                 name = f"{label}, ρ = {rho:g}"
-                over_thresholds.plot(result.taus, counts, marker="o", linestyle=style, color=colour, label=name)
+                over_thresholds.plot(result.taus, counts, linestyle=line, **style, label=name)
             shares = np.histogram(result.count_by_image(), bins=edges)[0] / len(result.by_image)
             place = np.arange(len(shares)) + (i - (len(results) - 1) / 2) * width
-            histogram.bar(place, 100 * shares, width, color=colour, label=label)
+            histogram.bar(place, 100 * shares, width, color=style["color"])
             share = 1e6 * result.share_by_layer(result.tau, result.rho)
-            by_layer.plot(range(1, len(share) + 1), share, marker="o", color=colour, label=label)
+            by_layer.plot(range(1, len(share) + 1), share, **style)
         over_thresholds.set_xscale("log")
         over_thresholds.set_xticks(first.taus, [f"{tau:g}" for tau in first.taus])
         over_thresholds.minorticks_off()
         for axes in (over_thresholds, by_layer):
             axes.set_yscale("symlog", linthresh=1)
             axes.set_ylim(bottom=-0.1)
-        over_thresholds.set(title="At every threshold", xlabel="τ", ylabel="confused pairs in a million")
-        over_thresholds.legend(fontsize=7)
+        over_thresholds.set(
+            title="At every threshold", xlabel="τ (median distances)", ylabel="confused pairs in a million"
+        )
+        key.axis("off")
+        key.legend(*over_thresholds.get_legend_handles_labels(), loc="center", frameon=False)
         at = f"τ = {first.tau:g}, ρ = {first.rho:g}"
         histogram.set_xticks(range(len(labels)), labels, rotation=45, ha="right", fontsize=8)
         histogram.set(title=f"By image, {at}", xlabel="confused pairs, all layers and heads", ylabel="% of images")
         by_layer.set(title=f"By layer, {at}", xlabel="layer", ylabel="confused pairs in a million")
-        by_layer.legend(fontsize=8)
         figures.add_caption(
             figure,
             "A pair of queries is confused if its rows are closer than τ times the median distance of two rows, "

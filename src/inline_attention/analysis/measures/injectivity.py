@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KINDS = ("softmax", "linear", "inline")
 EQUAL_TOLERANCE = 1e-6
 PLANE = "plane"  # label of the result, since there is no model
-QUERY_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
+QUERY_COLOUR = "#8b2fb8"
 TITLES = {"softmax": "softmax", "linear": "linear", "inline": "InLine"}
 
 # The coordinates were not published. These are read off the published figure and made collinear.
@@ -168,18 +168,20 @@ class Injectivity(Analysis):
         from inline_attention.analysis import figures
 
         result = results[PLANE]
-        figure = figures.new_figure(13, 3.6 * len(result.panels) + 0.4)
+        figure = figures.new_figure(figures.WIDTH, 2.7 * len(result.panels) + 0.8)
         axes = figure.subplots(len(result.panels), 4, squeeze=False, width_ratios=(1.15, 1, 1, 1))
         for line, panel in zip(axes, result.panels, strict=True):
             _draw_plane(line[0], panel)
             for place, (kind, rows) in zip(line[1:], panel.rows.items(), strict=True):
                 _draw_rows(place, kind, rows)
+        points = {"k": result.panels[0].keys} | {f"q for {panel.feature_map}": panel.queries for panel in result.panels}
         weight, bias = result.parameters["affine_weight"], result.parameters["affine_bias"]
         figures.add_caption(
             figure,
-            f"Softmax compares q and k as they are, linear and InLine attention φ(q) and φ(k); s = d^-½. "
-            f"A = {list(map(list, weight))}, b = {list(bias)}.\n"
-            f"Equal: no entry of two rows differs by {result.tolerance:g} or more.",
+            f"Softmax compares q and k as they are, linear and InLine attention φ(q) and φ(k); scale $d^{{-1/2}}$. "
+            f"A = {list(map(list, weight))}, b = {list(bias)}. "
+            f"Equal: no entry of two rows differs by {result.tolerance:g} or more.\n"
+            + "\n".join(f"{name}: " + ", ".join(f"({x:.2f}, {y:.2f})" for x, y in at) for name, at in points.items()),
         )
         return figure
 
@@ -189,17 +191,15 @@ def _draw_plane(axes: Any, panel: Panel) -> None:
         axes.annotate("", (x, y), (0, 0), arrowprops=dict(arrowstyle="->", color="0.6"))
         axes.annotate(f"k{i}", (x, y), xytext=(4, 1), textcoords="offset points", color="0.35")
     for i, (x, y) in enumerate(panel.queries):
-        colour = QUERY_COLOURS[i % len(QUERY_COLOURS)]
-        axes.plot(x, y, "o", color=colour, markersize=6)
-        axes.annotate(f"q{i + 1}", (x, y), xytext=(6, -4), textcoords="offset points", color=colour)
+        axes.plot(x, y, "o", color=QUERY_COLOUR, markersize=6)
+        axes.annotate(f"q{i + 1}", (x, y), xytext=(6, -4), textcoords="offset points", color=QUERY_COLOUR)
     axes.plot(*panel.queries.T, color="0.3", linewidth=0.8, linestyle=":")
     points = np.concatenate([panel.queries, panel.keys, [[0, 0]]])
-    (left, bottom), (right, top) = points.min(0) - 0.1, points.max(0) + 0.25
-    axes.set(xlim=(left, right), ylim=(bottom, top), title=f"φ(x) = {panel.feature_map}")
+    (left, bottom), (right, top) = points.min(0) - 0.1, points.max(0) + 0.4  # room for names
+    axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="first dimension", ylabel="second dimension")
+    axes.set_title(f"φ(x) = {panel.feature_map}", fontsize=10)
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    queries, keys = ("   ".join(f"({x:.2f}, {y:.2f})" for x, y in vectors) for vectors in (panel.queries, panel.keys))
-    axes.set_xlabel(f"q: {queries}\nk: {keys}", fontsize=7)
 
 
 def _draw_rows(axes: Any, kind: str, rows: Rows) -> None:
@@ -208,13 +208,11 @@ def _draw_rows(axes: Any, kind: str, rows: Rows) -> None:
     axes.imshow(weights, cmap="Blues", vmin=0, vmax=darkest)
     for i, j in np.ndindex(*weights.shape):
         colour = "white" if weights[i, j] > 0.6 * darkest else "black"
-        axes.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center", fontsize=10, color=colour)
+        axes.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center", fontsize=9, color=colour)
     axes.set_xticks(range(weights.shape[1]), [f"k{j + 1}" for j in range(weights.shape[1])])
     axes.set_yticks(range(weights.shape[0]), [f"q{i + 1}" for i in range(weights.shape[0])])
-    for i, label in enumerate(axes.get_yticklabels()):
-        label.set_color(QUERY_COLOURS[i % 4])
     if rows.verdict == "all equal":
-        detail = f"rows differ by at most {rows.largest_difference:.0e}"
+        detail = f"differ by at most {rows.largest_difference:.0e}"
     else:
-        detail = f"rows differ by at least {rows.smallest_difference:.2g}"
-    axes.set_title(f"{TITLES.get(kind, kind)}: {rows.verdict}\n({detail})", fontsize=10)
+        detail = f"differ by at least {rows.smallest_difference:.2g}"
+    axes.set_title(f"{TITLES.get(kind, kind)}: {rows.verdict}\n{detail}", fontsize=9)

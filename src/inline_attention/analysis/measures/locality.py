@@ -179,27 +179,28 @@ class Locality(LayerAnalysis):
         """Attention to the neighbourhood by layer, with chance: a panel for each model, on one scale."""
         from inline_attention.analysis import figures
 
-        columns = min(len(results), 4)
+        columns = min(len(results), 3)
         rows = -(-len(results) // columns)
-        figure = figures.new_figure(max(6.0, 3.6 * columns), 3.2 * rows + 0.9)
+        figure = figures.new_figure(max(6.0, figures.WIDTH / 3 * columns), 2.7 * rows + 1.2)
         panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-        for i, (axes, (label, result)) in enumerate(zip(panels, results.items(), strict=False)):
-            colour, place = figures.COLOURS[i % len(figures.COLOURS)], range(1, len(result.layers) + 1)
-            axes.plot(place, result.share, marker="o", color=colour)
-            axes.plot(place, result.chance, linestyle=":", color="0.25", linewidth=1.5)
-            axes.plot(place, result.uniform, linestyle="-.", color="0.25", linewidth=0.8)
+        styles, side = figures.styles(results), next(iter(results.values())).side
+        for axes, (label, result) in zip(panels, results.items(), strict=False):
+            style, place = styles[label], range(1, len(result.layers) + 1)
+            axes.plot(place, result.share, **style)
+            axes.plot(place, result.chance, linestyle=":", color="0.25", linewidth=1.5, label=f"chance, {side**2}/N")
+            axes.plot(place, result.uniform, "-.", color="0.25", linewidth=0.8, label="weights of 1/N")
             low, high = (np.array([f(heads) for heads in result.by_head]) for f in (np.min, np.max))
-            axes.fill_between(place, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.set(title=label, xlabel="layer")
+            axes.fill_between(place, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            axes.set(xlabel="layer")
+            axes.set_title(label, fontsize=10)
         for axes in panels[len(results) :]:
             axes.set_visible(False)
-        side = next(iter(results.values())).side
-        figure.suptitle(f"Attention to the {side}×{side} neighbourhood of the query")
-        figure.supylabel("sum of weights")
+        figures.add_legend(figure, panels[0])
+        figure.supylabel(f"attention to the {side}×{side} (sum of weights)", fontsize=10)
         figures.add_caption(
             figure,
-            f"Mean over queries and heads; bands: heads from lowest to highest; dotted: chance, {side**2}/N; "
-            "dash-dotted: weights of 1/N, lower at borders. Without local terms. "
+            "Mean over queries and heads; bands: heads from lowest to highest. Without local terms. "
+            "Weights of 1/N give less than chance, because queries at the border have fewer neighbours. "
             + figures.images_and_divergence(results),
         )
         return figures.with_grid(figure)

@@ -1,6 +1,7 @@
 """Figures 3 and 4 of the paper: the attention of one query on the token map, layer by layer."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +14,7 @@ from inline_attention.analysis.hooks import capture
 from inline_attention.analysis.report import NOT_IN_JSON
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import Figure
 
 CENTRE = (0.5, 0.5)
 
@@ -118,7 +119,7 @@ class Maps(LayerAnalysis):
         ]
         rows = max(map(len, by_image))
         columns = 1 + max(len(line.maps) for lines in by_image for line in lines)
-        figure = figures.new_figure(1.65 * columns * count, max(2.8, 1.5 * rows + 0.8))
+        figure = figures.new_figure(max(4.0, columns * count), max(2.8, 1.3 * rows + 0.8))
         for part, lines in zip(figure.subfigures(1, count, squeeze=False)[0], by_image, strict=True):
             for row, line in enumerate(lines):
                 first, *places = (
@@ -127,13 +128,13 @@ class Maps(LayerAnalysis):
                 )
                 _draw_picture(first, line)
                 for place, (layer, weights) in zip(places, line.maps, strict=True):
-                    _draw_map(part, place, layer, weights.mean(0) if self.head is None else weights[self.head])
+                    _draw_map(place, layer, weights.mean(0) if self.head is None else weights[self.head])
         what = "mean of all heads" if self.head is None else f"head {self.head}"
         figures.add_caption(
             figure,
             f"Weights of the query (cross), {what}. Where some are negative: blue negative, white zero, red positive; "
-            "else from the smallest (white) to the largest (red). Every map has its own scale, beside it. Grey: "
-            "outside the query's window. Local terms: their taps averaged over channels.",
+            "else from the smallest (white) to the largest (red). Below: the range of each map, in %. "
+            "Grey: outside the query's window. Local terms: their taps averaged over channels.",
         )
         return figure
 
@@ -159,6 +160,13 @@ def _range(weights: np.ndarray) -> tuple[float, float, float]:
     return float(np.nanmin(weights)), float(np.nanmax(weights)), float(np.nansum(weights))
 
 
+def _range_text(weights: np.ndarray) -> str:
+    """The smallest and the largest weight in per cent, with two digits of the one further from zero"""
+    ends = 100 * np.nanmin(weights), 100 * np.nanmax(weights)
+    digits = max(0, 1 - math.floor(math.log10(max(*map(abs, ends), 1e-9))))
+    return " to ".join(f"{round(float(end), digits) + 0.0:.{digits}f}" for end in ends).replace("-", "−")  # no −0
+
+
 def _draw_picture(axes: Any, line: _Line) -> None:
     picture, query = line.result.picture, line.result.query
     assert picture is not None
@@ -169,7 +177,7 @@ def _draw_picture(axes: Any, line: _Line) -> None:
     axes.set_ylabel(line.label, fontsize=9)
 
 
-def _draw_map(figure: "SubFigure", axes: Any, layer: LayerMap, weights: np.ndarray) -> None:
+def _draw_map(axes: Any, layer: LayerMap, weights: np.ndarray) -> None:
     from matplotlib.patches import Rectangle
 
     axes.set_facecolor("0.85")
@@ -178,10 +186,8 @@ def _draw_map(figure: "SubFigure", axes: Any, layer: LayerMap, weights: np.ndarr
         colours: dict[str, Any] = dict(cmap="RdBu_r", vmin=-bound, vmax=bound)
     else:
         colours = dict(cmap="Reds")
-    picture = axes.imshow(weights, interpolation="nearest", **colours)
+    axes.imshow(weights, interpolation="nearest", **colours)
     y, x = (place * n / size for place, n, size in zip(layer.query, weights.shape, layer.grid, strict=True))
     axes.add_patch(Rectangle((int(x) - 0.5, int(y) - 0.5), 1, 1, fill=False, edgecolor="k", linewidth=1.2))
-    bar = figure.colorbar(picture, ax=axes, shrink=0.68)
-    bar.ax.locator_params(nbins=4)
-    bar.ax.tick_params(labelsize=6)
+    axes.set_xlabel(_range_text(weights), fontsize=8)
     axes.set_title(layer.name.removesuffix(".attn"), fontsize=9)

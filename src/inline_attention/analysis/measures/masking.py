@@ -254,22 +254,22 @@ class Masking(Analysis):
                 variants: tuple[str, ...] = ("zeroed", "kept") if what == "none" and _has_taps(result) else (terms,)
                 for variant in variants:
                     series.setdefault((label, variant), {})[masks.index((what, tokens))] = 100 * value
-        figure = figures.new_figure(max(9.0, 0.3 * len(masks) * len(series) + 3), 4.6)
+        figure = figures.new_figure(max(figures.WIDTH, 0.3 * len(masks) * len(series)), 4.4)
         axes = figure.subplots()
         width = 0.85 / len(series)
-        colours = {label: figures.COLOURS[i % len(figures.COLOURS)] for i, label in enumerate(results)}
+        styles = figures.styles(results)
         for i, ((label, variant), values) in enumerate(series.items()):
             places = [place + (i - (len(series) - 1) / 2) * width for place in values]
-            style: dict[str, Any] = dict(color=colours[label], edgecolor="white")
+            style: dict[str, Any] = dict(color=styles[label]["color"], edgecolor="white")
             if variant == "kept":
                 style.update(hatch="////", alpha=0.75)
             name = label if variant == "none" else f"{label}, taps {variant}"
             bars = axes.bar(places, list(values.values()), width, label=name, **style)
-            axes.bar_label(bars, fmt="%.0f", fontsize=7)
+            axes.bar_label(bars, fmt="%.0f", fontsize=8)
         axes.set_xticks(range(len(masks)), [what if what == "none" else f"{what} {tokens}" for what, tokens in masks])
         ylabel = "top-1 (%)" if labelled else "same prediction as unmasked (%)"
-        axes.set(title="Tokens masked for each query", ylabel=ylabel)
-        figure.legend(loc="outside right upper", fontsize=8)
+        axes.set(xlabel="tokens masked for each query", ylabel=ylabel)
+        figures.add_legend(figure, axes)
         images = ", ".join(map(str, sorted({result.images for result in results.values()})))
         figures.add_caption(
             figure,

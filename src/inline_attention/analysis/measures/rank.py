@@ -156,20 +156,21 @@ class Rank(LayerAnalysis):
         """Numerical and effective rank by layer."""
         from inline_attention.analysis import figures
 
-        figure = figures.new_figure(12, 4.2)
+        figure, styles = figures.new_figure(figures.WIDTH, 4), figures.styles(results)
         for axes, what in zip(figure.subplots(1, 2), ("numerical", "effective"), strict=True):
-            for i, (label, result) in enumerate(results.items()):
-                colour, place = figures.COLOURS[i % len(figures.COLOURS)], range(1, len(result.layers) + 1)
+            for label, result in results.items():
+                style, place = styles[label], range(1, len(result.layers) + 1)
+                colour = style["color"]
                 ranks: list[np.ndarray] = getattr(result, what)
-                axes.plot(place, result.means(ranks), marker="o", color=colour, label=label)
+                axes.plot(place, result.means(ranks), **style, label=label)
                 heads = [np.nanmean(layer, 0) for layer in ranks]
                 axes.fill_between(
                     place, [h.min() for h in heads], [h.max() for h in heads], color=colour, alpha=0.12, linewidth=0
                 )
                 if what == "numerical":
-                    axes.plot(place, result.tokens, linestyle=":", color=colour, linewidth=1.5)
+                    axes.plot(place, result.tokens, linestyle=":", color="0.25", linewidth=1.5)
             axes.set(title=f"{what.capitalize()} rank", xlabel="layer", ylabel="rank", ylim=(0, None))
-            axes.legend(fontsize=8)
+        figures.add_legend(figure, axes)
         figures.add_caption(
             figure,
             "Mean over images and heads; bands: heads from lowest to highest; dotted: N. Numerical: σ > N·ε·σ₁; "

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -50,14 +50,6 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Effect | None:
     """
     differences = {seed: a[seed] - b[seed] for seed in a if seed in b}
     return effect_of(differences) if differences else None
-
-
-def weakest(comparisons: Iterable[Mapping[int, float]]) -> Effect:
-    """The comparison with the lowest mean, for a claim that several must support: each has a value by seed.
-
-    Choosing the lowest value of each seed would be wrong: the lowest of two equal quantities is below zero on average.
-    """
-    return min(map(effect_of, comparisons), key=lambda effect: effect.mean)
 
 
 def bootstrap(by_image: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
 
 def _claim(claim: Claim) -> dict[str, Any]:
     effect = None if claim.effect is None else claim.effect._asdict()
-    return {**dataclasses.asdict(claim), "effect": effect, "reading": claim.reading}
+    parts = {name: part._asdict() for name, part in claim.parts.items()}
+    return {**dataclasses.asdict(claim), "effect": effect, "parts": parts, "reading": claim.reading}
 
 
 def remake(result: RunResult) -> str:
@@ -312,6 +314,7 @@ def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) ->
     main = results.main_setting
     values: dict[str, object] = {
         "comparison_table": comparison_table(claims),
+        "part_table": part_table([*claims, *explain(results)]),
         "analysis_table": analysis_table(results),
         "settings": "\n".join(_setting(results, s) for s in sorted(results.settings, key=lambda s: s != main)),
         "gap_table": gap_table(results),
@@ -369,6 +372,16 @@ def comparison_table(claims: Sequence[Claim]) -> str:
     """What each claim compares, and how its effect makes the verdict."""
     return _table(["claim", "what is compared", "verdict"],
                   [[c.claim, c.about, f"{c.verdict}. {c.reading}".rstrip()] for c in claims])  # fmt: skip
+
+
+def part_table(claims: Sequence[Claim]) -> str:
+    """Every comparison of the claims that rest on several. Empty without any."""
+    lines = [
+        [claim.claim, name, *_effect(replace(claim, effect=effect)), _verdict(claim)]
+        for claim in claims
+        for name, effect in claim.parts.items()
+    ]
+    return _table(["claim", "comparison", "effect", "95 % interval", "verdict on the claim"], lines) if lines else ""
 
 
 def explanation_table(explanations: Sequence[Claim]) -> str:

@@ -91,9 +91,44 @@ def test_injectivity_is_judged_at_equal_feature_maps(tmp_path: Path) -> None:
     write_runs(tmp_path, {**same, "inline_plain": [20.0] * 3, "inline_relu": ahead, "inline_relu_affine": ahead})
     found = claim(tmp_path, "injectivity")
     assert found.verdict == SUPPORTED
-    assert found.effect is not None
-    assert found.effect.mean == pytest.approx(1)
+    assert {name: effect.mean for name, effect in found.parts.items()} == {
+        "φ = ReLU": pytest.approx(1), "φ = ReLU(A·x + b)": pytest.approx(1),
+    }  # fmt: skip
     assert verdict(tmp_path, "injectivity_residual") == INCONCLUSIVE  # not trained
+
+
+# Differences of three seeds with the same spread: their interval is their mean ± 0.248.
+@pytest.mark.parametrize(
+    ("relu", "learned", "expected", "reading"),
+    [
+        (1.0, 0.3, SUPPORTED, "All of 2 intervals are above zero."),
+        (5.0, 0.2, INCONCLUSIVE, "Not all of 2 intervals are above zero."),  # their mean would be far above zero
+        (5.0, -0.3, CONTRADICTED, "The lowest interval is below zero."),
+    ],
+)
+def test_all_comparisons_of_a_claim_count(
+    tmp_path: Path, relu: float, learned: float, expected: str, reading: str
+) -> None:
+    def ahead(by: float) -> list[float]:
+        return [value + by + d for value, d in zip(LINEAR, (0.0, 0.1, -0.1), strict=True)]
+
+    rows = {"linear": LINEAR, "linear_relu_affine": LINEAR}
+    write_runs(tmp_path, {**rows, "inline_relu": ahead(relu), "inline_relu_affine": ahead(learned)})
+    found = claim(tmp_path, "injectivity")
+    assert (found.verdict, found.reading) == (expected, reading)
+    assert [effect.mean for effect in found.parts.values()] == [pytest.approx(relu), pytest.approx(learned)]
+    assert found.effect == found.parts["φ = ReLU(A·x + b)"]  # the lower
+
+
+def test_a_comparison_with_a_higher_mean_and_a_wide_interval_counts(tmp_path: Path) -> None:
+    """The lowest mean alone would be certain."""
+    write_runs(tmp_path, {"inline": [40.0, 40.2, 40.1], "mala": [39.0, 39.1, 39.2], "focused": [30.0, 39.0, 42.0]})
+    found = claim(tmp_path, "other_linear")
+    assert found.effect == found.parts["against MALA"]
+    assert found.effect is not None
+    assert found.effect.low is not None
+    assert found.effect.low > 0
+    assert found.verdict == INCONCLUSIVE
 
 
 def test_a_map_that_is_missing_decides_nothing(tmp_path: Path) -> None:
@@ -111,12 +146,13 @@ def test_a_command_has_the_settings_of_its_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("focused", "expected"), [(29.0, SUPPORTED), (31.0, CONTRADICTED)])
 def test_other_linear_attentions(tmp_path: Path, focused: float, expected: str) -> None:
-    """The best of them counts, wherever there are the most seeds."""
+    """Each of them counts, wherever there are the most seeds."""
     write_runs(tmp_path, {"inline": [30.0], **{row: [45.0] for row in BASELINES}}, epochs=20)
     write_runs(tmp_path, {"inline": [30.0, 30.1], "mala": [25.0, 25.1], "focused": [focused, focused + 0.1]}, epochs=40)
     found = claim(tmp_path, "other_linear")
     assert found.verdict == expected
-    assert found.where == "against Focused: 40 epochs, 2 seeds"
+    assert found.where == "40 epochs, 2 seeds"
+    assert found.parts.keys() == {"against MALA", "against Focused"}
 
 
 @pytest.mark.parametrize(("linear", "expected"), [(2.0, SUPPORTED), (27.0, CONTRADICTED)])
@@ -204,15 +240,24 @@ def test_an_explanation_is_not_measured_before_its_experiment(tmp_path: Path) ->
     assert {(c.effect, c.verdict) for c in explain(collect(tmp_path))} == {(None, INCONCLUSIVE)}
 
 
-@pytest.mark.parametrize(("quarter", "expected"), [(36.0, SUPPORTED), (40.0, CONTRADICTED)])
-def test_data_explain_the_gap_if_it_is_smaller_with_more(tmp_path: Path, quarter: float, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("quarter", "half", "expected"),
+    [(36.0, 36.0, SUPPORTED), (40.0, 36.0, CONTRADICTED), (36.0, 37.95, INCONCLUSIVE)],
+)
+def test_data_explain_the_gap_if_it_is_smaller_with_more(
+    tmp_path: Path, quarter: float, half: float, expected: str
+) -> None:
     """The gap is −1 with all images. Fewer images are seen more often, so the lengths differ."""
-    write_runs(tmp_path, {"inline": [40.0, 40.1], "linear_residual": [41.0, 41.2]}, epochs=40)
+    write_runs(tmp_path, {"inline": [40.0, 40.1], "linear_residual": [41.0, 41.12]}, epochs=40)
     few = {"inline_quarter_data": [quarter, quarter], "linear_residual_quarter_data": [39.0, 39.0]}
     write_runs(tmp_path, few, epochs=160)
-    found = explanation(tmp_path, "why_quarter_data")
+    assert explanation(tmp_path, "why_data").effect is None  # before the second comparison
+    write_runs(tmp_path, {"inline_half_data": [half] * 2, "linear_residual_half_data": [39.0, 39.0]}, epochs=80)
+    found = explanation(tmp_path, "why_data")
+    assert {part: effect.mean for part, effect in found.parts.items()} == {
+        "quarter": pytest.approx(-1.01 - (quarter - 39)), "half": pytest.approx(-1.01 - (half - 39)),
+    }  # fmt: skip
     assert found.effect is not None
-    assert found.effect.mean == pytest.approx(-1.05 - (quarter - 39))
     assert (found.verdict, found.effect.seeds) == (expected, 2)
 
 
@@ -285,6 +330,7 @@ def test_published_ratios_of_speed(tmp_path: Path, large: float, expected: str) 
     (tmp_path / "sweep.json").write_text(json.dumps({"kind": "model", "facts": facts, "results": results}))
     found = claim(tmp_path, "speed_math")
     assert found.verdict == expected
+    assert list(found.parts) == ["640 px", "1024 px"]
     # The size that falls short by most
     assert found.effect is not None
     assert found.effect.mean == pytest.approx(2.8 if expected == SUPPORTED else large)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from study.intervals import bootstrap, effect_of, paired, weakest
+from study.intervals import bootstrap, effect_of, paired
 
 
 def test_paired_differences_by_hand() -> None:
@@ -45,19 +45,3 @@ def test_bootstrap_of_a_mean() -> None:
     np.testing.assert_allclose((high - low) / 2, 1.96 * values.std(0) / 20, rtol=0.12)
     assert (low < values.mean(0)).all()
     assert (values.mean(0) < high).all()
-
-
-def test_the_weakest_of_equal_comparisons_is_rarely_below_zero() -> None:
-    """Two rivals that are level with us: the lowest value of each seed would be below zero three times as often."""
-    generator = np.random.default_rng(0)
-
-    def below_zero(by_seed: bool) -> int:
-        count = 0
-        for _ in range(1000):
-            ours, rivals = generator.normal(size=3), generator.normal(size=(2, 3))
-            differences = (ours - rivals).min(0, keepdims=True) if by_seed else ours - rivals
-            high = weakest(dict(enumerate(values)) for values in differences).high
-            count += high is not None and high < 0
-        return count
-
-    assert below_zero(by_seed=False) < 50 < below_zero(by_seed=True)

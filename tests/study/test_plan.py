@@ -1,18 +1,22 @@
 """What is finished, what is missing, and how long that takes."""
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
+from documented import commands
 from study_results import write_runs
 
-from study.__main__ import main
-from study.grid import MAIN, Run
+from study.__main__ import build_parser, main
+from study.grid import MAIN, Run, build_runs
 from study.plan import expected_seconds, finish_time, plan
-from study.results import collect
+from study.results import collect, read_report
 from study.runner import START_SECONDS
 
-RECORD = Path(__file__).parents[2] / "docs" / "results" / "study.json"
+ROOT = Path(__file__).parents[2]
+RECORD, README = ROOT / "docs" / "results" / "study.json", ROOT / "study" / "README.md"
 
 
 def test_finished_runs_are_not_missing(tmp_path: Path) -> None:
@@ -74,3 +78,35 @@ def test_recorded_runs_are_not_trained_again(tmp_path: Path, capsys: pytest.Capt
         if any(f"-e40-{row['row']}-s0" in line for line in everything)
     )
     assert len(left) == len(everything) - done
+
+
+def test_the_visits_make_all_that_is_missing() -> None:
+    lines = [
+        command.words[3:] for command in commands(README) if command.words[:4] == ("python", "-m", "study", "train")
+    ]
+    visits = [args for args in map(build_parser().parse_args, lines) if args.onto is not None]
+    assert {args.minutes for args in visits} == {9}
+    made = {run for args in visits for run in build_runs(args.groups, rows=args.rows)}
+    left = {run for group in plan(read_report(RECORD)) for run in group.left}
+    assert left
+    assert left <= made
+
+
+def test_what_comes_home_is_reported(tmp_path: Path) -> None:
+    """The commands of the page pack a visit without what is large."""
+    there, home = tmp_path / "there", tmp_path / "home"
+    write_runs(there / "runs" / "study", {"inline": [40.0], "linear": [39.0]}, epochs=120)
+    for folder in list((there / "runs" / "study").iterdir()):
+        (folder / "checkpoints" / "step-1").mkdir(parents=True)
+        for name in ("last.safetensors", "step-1/state.safetensors"):
+            (folder / "checkpoints" / name).write_bytes(b"weights")
+    (there / "runs" / "study" / ".compiled").mkdir()
+    records, weights = re.findall(r"^tar -cz?f .*\bruns\b.*$", README.read_text(), flags=re.MULTILINE)
+    for line in (records, weights):
+        subprocess.run(line, shell=True, check=True, cwd=there)
+    home.mkdir()
+    subprocess.run(["tar", "-xzf", there / "runs.tar.gz"], check=True, cwd=home)
+    assert collect(home / "runs" / "study").runs[0].top1 == 40.0
+    assert not [path for path in home.rglob("*") if path.name in ("checkpoints", ".compiled")]
+    subprocess.run(f"cat {there}/weights.tar.* | tar -xf -", shell=True, check=True, cwd=home)
+    assert {path.name for path in home.glob("runs/study/*/checkpoints/*")} == {"last.safetensors"}

@@ -19,6 +19,7 @@ from study.report import (
     leaderboard,
     missing_table,
     page,
+    part_table,
     shared_map_table,
     tables,
     to_json,
@@ -107,6 +108,15 @@ def test_a_longer_training_of_other_rows_is_not_in_the_first_table(tmp_path: Pat
     write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
     write_runs(tmp_path, {"focused": [50.0]}, epochs=120)
     assert "120 epochs" not in front(collect(tmp_path), [])
+
+
+def test_each_comparison_of_a_claim_is_shown(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [40.0, 40.2, 40.1], "mala": [39.0, 39.1, 39.2], "focused": [30.0, 39.0, 42.0]})
+    lines = part_table(judge(collect(tmp_path))).splitlines()[2:]
+    assert [line.split(" | ")[1:4:2] for line in lines] == [
+        ["against Focused", "−12.24 to +18.44"], ["against MALA", "+0.75 to +1.25"],
+    ]  # fmt: skip
+    assert all(line.endswith("| inconclusive |") for line in lines)
 
 
 def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:

@@ -198,6 +198,19 @@ def test_features_only(name: str) -> None:
     assert [y.shape for y in chosen(image(65, 91))] == [maps[1].shape]
 
 
+@every_distinct_model
+def test_hooks_see_the_features(name: str) -> None:
+    """On the modules that `feature_info` names. Class activation maps are made from such hooks."""
+    model = create_small(name)
+    seen: list[torch.Tensor] = []
+    for info in model.feature_info:
+        model.get_submodule(info["module"]).register_forward_hook(lambda module, args, output: seen.append(output))
+    features = model.forward_intermediates(image(65, 91), intermediates_only=True)
+    for found, expected in zip(seen, features, strict=True):
+        tokens = found[:, 1:] if "deit" in name else found.flatten(1, 2)
+        assert torch.equal(tokens.mT, expected.flatten(2))
+
+
 def test_features_of_a_pyramid_with_two_stages() -> None:
     options = dict(depths=(1, 1), num_heads=(2, 4), attention="II", embed_dim=16, img_size=64)
     model = timm.create_model("inline_swin_tiny", features_only=True, **options)

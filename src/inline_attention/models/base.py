@@ -1,6 +1,5 @@
 """The base classes of all families: timm's contract, and the methods that the rest of the library needs."""
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,7 +102,19 @@ def check_image(x: Tensor, in_chans: int) -> None:
 torch.fx.wrap("check_image")  # torch.fx records a call: it cannot branch on shapes
 
 
-class VisionModel(nn.Module):
+class RunsBlocks(nn.Module):
+    """A module that runs blocks, with gradient checkpointing if `set_grad_checkpointing` of the model asks for it."""
+
+    grad_checkpointing: bool = False
+
+    def run_block(self, block: nn.Module, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        args = (x, grid) if padding is None else (x, grid, padding)
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(block, *args)
+        return block(*args)
+
+
+class VisionModel(RunsBlocks):
     """The base of every family.
 
     A family is a subclass in a file of its own. It sets the attributes declared here and implements the methods that
@@ -126,7 +137,6 @@ class VisionModel(nn.Module):
     norm: nn.Module
     head_drop: nn.Module
     head: nn.Module
-    grad_checkpointing: bool = False
     config: dict[str, Any]  # the constructor's arguments, set by the registry
 
     def __init__(self, num_features: int, *, img_size: int | Sequence[int], in_chans: int, global_pool: str) -> None:
@@ -202,13 +212,9 @@ class VisionModel(nn.Module):
         return to_pair(cfg["input_size"][1:]) if cfg else self.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    def run_block(self, block: nn.Module, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        args = (x, grid) if padding is None else (x, grid, padding)
-        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(block, *args)
-        return block(*args)
+        for module in self.modules():
+            if isinstance(module, RunsBlocks):
+                module.grad_checkpointing = enable
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -300,7 +306,7 @@ def resize_input(model: nn.Module, img_size: int | Sequence[int]) -> None:
         model.set_input_size(to_pair(img_size))  # type: ignore[operator]  # timm's contract
 
 
-class Stage(nn.Module):
+class Stage(RunsBlocks):
     """A downsampling and the blocks after it. Subclasses may add something in between."""
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -314,6 +320,16 @@ class Stage(nn.Module):
         `sizes` (B, 2) are the sizes of padded images on this stage's map.
         """
         return self.downsample(x)
+
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """As `embed`, and through the blocks. Beyond the border of padded images the map is zero."""
+        x = self.embed(x, sizes)
+        grid = (x.shape[1], x.shape[2])
+        tokens = x.flatten(1, 2)
+        padding = None if sizes is None else own_tokens(sizes, grid)
+        for block in self.blocks:
+            tokens = self.run_block(block, tokens, grid, padding)
+        return zero_padding(tokens.unflatten(1, grid), sizes, channels="last")
 
 
 class PyramidModel(VisionModel):
@@ -356,28 +372,14 @@ class PyramidModel(VisionModel):
     def parts(self) -> Iterator[Part]:
         yield "stem", [self.patch_embed], self.patch_embed
         for i, stage in enumerate(self.stages):
-            yield f"stage {i + 1}", [stage], functools.partial(self.forward_stage, i)
+            yield f"stage {i + 1}", [stage], stage
         yield "head", [self.norm, self.head], lambda x: self.forward_head(self.norm(x))
-
-    def forward_stage(self, index: int, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """The map of the previous stage → that of this one. Beyond the border of padded images (`sizes`) it is zero."""
-        stage = self.stages[index]
-        assert isinstance(stage, Stage)
-        if sizes is not None:
-            sizes = sizes_on_map(sizes, 4 * 2**index)
-        x = stage.embed(x, sizes)
-        grid = (x.shape[1], x.shape[2])
-        tokens = x.flatten(1, 2)
-        padding = None if sizes is None else own_tokens(sizes, grid)
-        for block in stage.blocks:
-            tokens = self.run_block(block, tokens, grid, padding)
-        return zero_padding(tokens.unflatten(1, grid), sizes, channels="last")
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) → normed features (B, ceil(H/32), ceil(W/32), C)"""
         x = self.embed_images(x, None)
-        for index in range(len(self.stages)):
-            x = self.forward_stage(index, x)
+        for stage in self.stages:
+            x = stage(x)
         return self.norm(x)
 
     def forward_intermediates(
@@ -401,8 +403,8 @@ class PyramidModel(VisionModel):
         take, last = feature_take_indices(len(self.stages), indices)
         x = self.embed_images(x, sizes)
         maps = []
-        for index in range(last + 1 if stop_early else len(self.stages)):
-            x = self.forward_stage(index, x, sizes)
+        for index, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
+            x = stage(x, None if sizes is None else sizes_on_map(sizes, 4 * 2**index))
             if index in take:
                 taken = self.norm(x) if norm and index == len(self.feature_info) - 1 else x
                 maps.append(taken.permute(0, 3, 1, 2) if output_fmt == "NCHW" else taken)

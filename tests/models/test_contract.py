@@ -240,6 +240,9 @@ def test_intermediates_belong_to_the_features(name: str) -> None:
         early = model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)
         first = model.forward_intermediates(x, [0], intermediates_only=True)
         assert torch.equal(early[0], first[0])
+        last, _ = model.forward_intermediates(x, [0], stop_early=True)
+        if isinstance(model, PyramidModel):  # the final norm has the channels of the last stage
+            assert torch.equal(last.permute(0, 3, 1, 2), first[0])
     with pytest.raises(ValueError, match="output_fmt='CHW'; expected 'NCHW' or"):
         model.forward_intermediates(x, output_fmt="CHW")
 

@@ -394,9 +394,10 @@ class PyramidModel(VisionModel):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Returns the maps of chosen stages (all, the last n, or by index) and, by default, the final features.
 
-        `norm` applies the final norm to the last stage's map, the only one it fits. `sizes` (B, 2) are the true heights
-        and widths of images that were padded at the bottom and right. The top left part of each map then equals the map
-        of the image alone.
+        The final norm fits the last stage's map alone. `norm` applies it to that map, and with `stop_early` the final
+        features are those of the last stage that ran, without it if that is another one. `sizes` (B, 2) are the true
+        heights and widths of images that were padded at the bottom and right. The top left part of each map then equals
+        the map of the image alone.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NHWC'")
@@ -405,12 +406,13 @@ class PyramidModel(VisionModel):
         maps = []
         for index, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
             x = stage(x, None if sizes is None else sizes_on_map(sizes, 4 * 2**index))
+            fits = index == len(self.feature_info) - 1
             if index in take:
-                taken = self.norm(x) if norm and index == len(self.feature_info) - 1 else x
+                taken = self.norm(x) if norm and fits else x
                 maps.append(taken.permute(0, 3, 1, 2) if output_fmt == "NCHW" else taken)
         if intermediates_only:
             return maps
-        return self.norm(x), maps
+        return self.norm(x) if fits else x, maps
 
     def pool(self, x: Tensor) -> Tensor:
         return x.mean((1, 2)) if self.global_pool == "avg" else x

@@ -415,6 +415,13 @@ def test_set_input_size(name: str) -> None:
         model.set_input_size((3, 96, 160))
 
 
+@pytest.mark.parametrize("name", [*ONE_PER_FAMILY, "softmax_swin_tiny"])
+def test_resized_parameters_stay_frozen(name: str) -> None:
+    model = create_small(name, attention="focused" if name == "inline_cswin_tiny" else None).requires_grad_(False)
+    model.set_input_size((96, 160))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 @every_distinct_model
 @pytest.mark.parametrize("in_chans", [1, 4])
 def test_input_channels(name: str, in_chans: int) -> None:

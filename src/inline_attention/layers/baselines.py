@@ -17,7 +17,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, token_count, without_autocast, zero_absent
 
 from .attention import Attention
-from .embed import resize_map
+from .embed import resize_map, with_value
 from .local import LocalTerm
 from .registry import register_attention
 from .tokens import scores, through_state
@@ -221,8 +221,7 @@ class FocusedAttention(Attention):
         return True
 
     def set_grid(self, grid: Grid) -> None:
-        resized = resize_map(self.position_map.detach(), grid, mode="bicubic")
-        self.position_map = nn.Parameter(resized.clone())
+        self.position_map = with_value(self.position_map, resize_map(self.position_map, grid, mode="bicubic"))
 
     def focus(self, x: Tensor) -> Tensor:
         """(B, N, C) → the same"""

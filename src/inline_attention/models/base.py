@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers import Block
 from inline_attention.layers.embed import resize_map
-from inline_attention.layers.local import ParameterPair
 from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
-from inline_attention.layers.queries import AffineMap, HeadGain
 from inline_attention.ops import Grid
 
 StateDict = dict[str, Tensor]
@@ -149,7 +147,7 @@ class VisionModel(RunsBlocks):
         self.num_features = self.head_hidden_size = num_features
 
     def init_weights(self) -> None:
-        """Draws linear layers from a truncated normal of std 0.02, with zero biases. The others keep their defaults."""
+        """Draws linear layers from a truncated normal of std 0.02, with zero biases. Others have their own defaults."""
         if next(self.parameters()).is_meta:
             return  # there is nothing to draw, and on the meta device a truncated normal is slow Python
         for module in self.modules():
@@ -157,8 +155,8 @@ class VisionModel(RunsBlocks):
                 trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, ParameterPair, AffineMap, HeadGain)):
-                module.reset_parameters()
+            elif callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
         for name, parameter in self.named_parameters():
             if name.rpartition(".")[2] in ("pos_embed", "cls_token", "relative_position_bias_table"):
                 trunc_normal_(parameter, std=0.02)

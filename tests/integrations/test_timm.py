@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inline_attention import InLineAttention, LinearAttention, SoftmaxAttention, create_model
 from inline_attention.analysis import capture
 from inline_attention.integrations.timm import partial, register
-from inline_attention.layers import ATTENTIONS, FocusedAttention, token_grid
+from inline_attention.layers import ATTENTIONS, FocusedAttention
 
 SIZE = dict(embed_dim=24, depth=2, num_heads=2, num_classes=5)
 
@@ -114,10 +114,17 @@ def test_prefix_tokens_that_are_added_later() -> None:
     assert [block.attn.num_prefix_tokens for block in model.blocks] == [2, 2]
 
 
-def test_nothing_is_left_in_pytorch() -> None:
-    build(attn_layer=InLineAttention)
-    assert token_grid._handle is None
-    assert not nn.modules.module._global_module_registration_hooks
+def test_beside_another_global_hook() -> None:
+    """PyTorch calls both for each module that gets a child: ours first, because the first attention is built before."""
+    calls: list[str] = []
+    InLineAttention(24, 2, norm_layer=nn.LayerNorm)
+    handle = nn.modules.module.register_module_module_registration_hook(lambda parent, name, child: calls.append(name))
+    try:
+        model = build(attn_layer=InLineAttention)
+    finally:
+        handle.remove()
+    assert "blocks" in calls
+    assert model.blocks[0].attn.model_grid.grid is None  # it is connected, and not called yet
 
 
 def test_training_with_checkpoints() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small import FAMILIES, create_small, image
+from small import FAMILIES, create_small, image, shrunk
 from torch import Tensor
 from window_oracle import members
 
+import inline_attention
 from inline_attention import InLineAttention, SoftmaxAttention
 from inline_attention.layers import ATTENTIONS, Attention
 from inline_attention.layers.registry import LETTERS
@@ -48,6 +49,19 @@ def test_by_letter(family: str, letter: str, kind: str) -> None:
     name = f"inline_{family}_tiny"
     model = create_small(name, attention=letter * (1 if family == "deit" else 4))
     assert torch.equal(model(image()), create_small(name, attention=kind)(image()))
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_weights_drawn_after_the_meta_device(kind: str) -> None:
+    """`to_empty` leaves any value in memory; `init_weights` replaces all of them."""
+    with torch.device("meta"):
+        model = inline_attention.create_model("inline_deit_tiny", **shrunk("inline_deit_tiny", attention=kind))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    model.init_weights()
+    assert not [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
 
 
 @every_family

@@ -198,6 +198,19 @@ def test_features_only(name: str) -> None:
     assert [y.shape for y in chosen(image(65, 91))] == [maps[1].shape]
 
 
+@every_distinct_model
+def test_hooks_see_the_features(name: str) -> None:
+    """On the modules that `feature_info` names. Class activation maps are made from such hooks."""
+    model = create_small(name)
+    seen: list[torch.Tensor] = []
+    for info in model.feature_info:
+        model.get_submodule(info["module"]).register_forward_hook(lambda module, args, output: seen.append(output))
+    features = model.forward_intermediates(image(65, 91), intermediates_only=True)
+    for found, expected in zip(seen, features, strict=True):
+        tokens = found[:, 1:] if "deit" in name else found.flatten(1, 2)
+        assert torch.equal(tokens.mT, expected.flatten(2))
+
+
 def test_features_of_a_pyramid_with_two_stages() -> None:
     options = dict(depths=(1, 1), num_heads=(2, 4), attention="II", embed_dim=16, img_size=64)
     model = timm.create_model("inline_swin_tiny", features_only=True, **options)
@@ -227,6 +240,9 @@ def test_intermediates_belong_to_the_features(name: str) -> None:
         early = model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)
         first = model.forward_intermediates(x, [0], intermediates_only=True)
         assert torch.equal(early[0], first[0])
+        last, _ = model.forward_intermediates(x, [0], stop_early=True)
+        if isinstance(model, PyramidModel):  # the final norm has the channels of the last stage
+            assert torch.equal(last.permute(0, 3, 1, 2), first[0])
     with pytest.raises(ValueError, match="output_fmt='CHW'; expected 'NCHW' or"):
         model.forward_intermediates(x, output_fmt="CHW")
 
@@ -397,6 +413,13 @@ def test_set_input_size(name: str) -> None:
         }
     with pytest.raises(ValueError, match=r"img_size=\(3, 96, 160\); expected"):
         model.set_input_size((3, 96, 160))
+
+
+@pytest.mark.parametrize("name", [*ONE_PER_FAMILY, "softmax_swin_tiny"])
+def test_resized_parameters_stay_frozen(name: str) -> None:
+    model = create_small(name, attention="focused" if name == "inline_cswin_tiny" else None).requires_grad_(False)
+    model.set_input_size((96, 160))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @every_distinct_model

@@ -260,6 +260,17 @@ def test_pretrained_weights_belong_to_their_address(hub, server):
     assert not (hub / "inline_deit_tiny.pth").exists()
 
 
+def test_pretrained_weights_in_a_folder_of_the_users(hub, server, tmp_path):
+    buffer = io.BytesIO()
+    torch.save(create_model("inline_deit_tiny", depth=1).state_dict(), buffer)
+    server.body = buffer.getvalue()
+    options = dict(depth=1, pretrained=True, pretrained_cfg_overlay=dict(url=server.url), cache_dir=tmp_path / "mine")
+    for _ in range(2):
+        create_model("inline_deit_tiny", **options)
+    assert len(list((tmp_path / "mine").iterdir())) == len(server.requests) == 1
+    assert not hub.exists()
+
+
 def test_configuration_keeps_no_copy_of_the_weights(hub, server):
     buffer = io.BytesIO()
     torch.save(create_model("inline_deit_tiny", depth=1).state_dict(), buffer)

@@ -17,7 +17,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import accumulation_dtype, token_count, without_autocast, zero_absent
 
 from .attention import Attention
-from .embed import resize_map
+from .embed import resize_map, with_value
 from .local import LocalTerm
 from .registry import register_attention
 from .tokens import scores, through_state
@@ -209,20 +209,25 @@ class FocusedAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         if grid is None:
             raise ValueError("focused attention learns positions: pass grid=(height, width) of the token map")
-        self.position_map = nn.Parameter(torch.zeros(1, *grid, dim, **self.factory))
+        self.position_map = nn.Parameter(torch.empty(1, *grid, dim, **self.factory))
         self.prefix_position = None
         if self.num_prefix_tokens:
-            self.prefix_position = nn.Parameter(torch.zeros(1, self.num_prefix_tokens, dim, **self.factory))
-        self.feature_scale = nn.Parameter(torch.zeros(dim, **self.factory))
+            self.prefix_position = nn.Parameter(torch.empty(1, self.num_prefix_tokens, dim, **self.factory))
+        self.feature_scale = nn.Parameter(torch.empty(dim, **self.factory))
         self.conv = MapConv(self.head_dim, **self.factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.position_map, self.prefix_position, self.feature_scale):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
 
     @property
     def uses_grid(self) -> bool:
         return True
 
     def set_grid(self, grid: Grid) -> None:
-        resized = resize_map(self.position_map.detach(), grid, mode="bicubic")
-        self.position_map = nn.Parameter(resized.clone())
+        self.position_map = with_value(self.position_map, resize_map(self.position_map, grid, mode="bicubic"))
 
     def focus(self, x: Tensor) -> Tensor:
         """(B, N, C) → the same"""

@@ -18,6 +18,11 @@ def resize_map(x: Tensor, size: Grid, *, mode: str) -> Tensor:
     return F.interpolate(x.permute(0, 3, 1, 2), size=size, mode=mode, align_corners=False).permute(0, 2, 3, 1)
 
 
+def with_value(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter that holds a copy of the value, and is trained or frozen as the given one is."""
+    return nn.Parameter(value.detach().clone(), requires_grad=parameter.requires_grad)
+
+
 class PatchConv2d(nn.Conv2d):
     """A convolution whose stride is its kernel, computed as a matrix product, for which GPUs have faster kernels.
 

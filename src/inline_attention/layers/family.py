@@ -120,8 +120,12 @@ class PolaFormerAttention(Attention):
                 f"polaformer splits the values of a head into halves: {self.head_dim} channels, from dim={dim} and "
                 f"num_heads={num_heads}, are odd; choose num_heads so that heads are even"
             )
-        self.power = nn.Parameter(torch.zeros(dim, **self.factory))
+        self.power = nn.Parameter(torch.empty(dim, **self.factory))
         self.gate = nn.Linear(dim, dim, **self.factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.power)
 
     def attend(
         self, projections: Sequence[Tensor], *, grid: Grid, token_mask: Tensor | None, local_weight: Tensor | None

@@ -4,6 +4,7 @@ timm's blocks pass tokens (B, N, C) and no size, and N does not determine it. Th
 call. So a hook there remembers it, and the attentions of the model read it.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import torch
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from inline_attention.ops import Grid
 
@@ -147,24 +147,27 @@ def find_grid(attention: Any, x: Tensor) -> Grid | list[Grid]:
 
 
 _waiting: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_handle: RemovableHandle | None = None
 
 
 def wait_for_model(attention: Any) -> None:
     """Gives `attention.model_grid` its value once the attention becomes a part of a timm model.
 
     timm gives an attention no reference to its model. So a global hook, which PyTorch calls when a module gets a child,
-    finds the model. It is registered only while an attention waits.
+    finds the model. It is registered once: a hook that removes itself breaks PyTorch's loop over the others.
     """
-    global _handle
     _waiting.add(attention)
-    if _handle is None:
-        _handle = register_module_module_registration_hook(_connect)
+    _register_hook()
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_module_module_registration_hook(_connect)
 
 
 def _connect(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Called by PyTorch before `child` becomes a part of `parent`."""
-    global _handle
+    if not _waiting:
+        return
     embeds: Any = getattr(parent, "embeds", None) or getattr(parent, "patch_embed", None)
     if child is None or not hasattr(embeds, "dynamic_feat_size") or not hasattr(parent, "num_prefix_tokens"):
         return
@@ -181,6 +184,3 @@ def _connect(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         for module in found:
             module.model_grid = grid
     _waiting.difference_update(found)
-    if found and not _waiting and _handle is not None:
-        _handle.remove()
-        _handle = None

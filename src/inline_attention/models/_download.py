@@ -32,13 +32,16 @@ _SCHEMES = ("http", "https")
 _logger = logging.getLogger(__name__)
 
 
-def local_path(source: str | os.PathLike[str]) -> Path:
-    """The local path of a path or URL. An http(s) URL is downloaded first, unless it is in the cache."""
+def local_path(source: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None = None) -> Path:
+    """The local path of a path or URL. An http(s) URL is downloaded first, unless it is in the cache.
+
+    `folder` is the cache, as of `download`.
+    """
     text = os.fspath(source)
     url = urlsplit(text)
     if url.scheme in _SCHEMES:
         name, sha256 = _cache_entry(text)
-        return download(text, filename=name, sha256=sha256)
+        return download(text, filename=name, folder=folder, sha256=sha256)
     return Path(urllib.request.url2pathname(url.path) if url.scheme == "file" else text).expanduser()
 
 
@@ -55,8 +58,15 @@ def _cache_entry(url: str) -> tuple[str, str]:
     return f"{file.stem or 'weights'}-{hashlib.sha256(url.encode()).hexdigest()[:16]}{file.suffix}", ""
 
 
-def download(url: str, *, filename: str, sha256: str = "", progress: bool = True) -> Path:
-    """Downloads weights into the folder `checkpoints` of torch.hub's cache, unless they are there already.
+def download(
+    url: str,
+    *,
+    filename: str,
+    folder: str | os.PathLike[str] | None = None,
+    sha256: str = "",
+    progress: bool = True,
+) -> Path:
+    """Downloads weights into a folder, unless they are there already.
 
     A download is kept only if it is complete and can be read as weights. A cached file that cannot be read is replaced.
     torch.hub's own function keeps truncated files and has no time limit.
@@ -64,6 +74,7 @@ def download(url: str, *, filename: str, sha256: str = "", progress: bool = True
     Args:
         url: http or https; redirects to other schemes are refused.
         filename: the name in the cache; a link need not end in one.
+        folder: the cache. Default: `checkpoints` in torch.hub's.
         sha256: the expected digest. Without one, the digest of the download is logged.
         progress: show a progress bar on the standard error stream.
     """
@@ -71,7 +82,7 @@ def download(url: str, *, filename: str, sha256: str = "", progress: bool = True
         raise ValueError(f"filename={filename!r}; expected the name of a file, without folders")
     if urlsplit(url).scheme not in _SCHEMES:
         raise ValueError(f"url={url!r}; expected an address that begins with http:// or https://")
-    folder = Path(torch.hub.get_dir(), "checkpoints")
+    folder = Path(torch.hub.get_dir(), "checkpoints") if folder is None else Path(folder).expanduser()
     path = folder / filename
     if path.exists():
         try:

@@ -1,6 +1,5 @@
 """The base classes of all families: timm's contract, and the methods that the rest of the library needs."""
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 
 from inline_attention.layers import Block
 from inline_attention.layers.embed import resize_map
-from inline_attention.layers.local import ParameterPair
 from inline_attention.layers.padding import Padding, own_tokens, sizes_on_map, zero_padding
-from inline_attention.layers.queries import AffineMap, HeadGain
 from inline_attention.ops import Grid
 
 StateDict = dict[str, Tensor]
@@ -103,7 +100,19 @@ def check_image(x: Tensor, in_chans: int) -> None:
 torch.fx.wrap("check_image")  # torch.fx records a call: it cannot branch on shapes
 
 
-class VisionModel(nn.Module):
+class RunsBlocks(nn.Module):
+    """A module that runs blocks, with gradient checkpointing if `set_grad_checkpointing` of the model asks for it."""
+
+    grad_checkpointing: bool = False
+
+    def run_block(self, block: nn.Module, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
+        args = (x, grid) if padding is None else (x, grid, padding)
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(block, *args)
+        return block(*args)
+
+
+class VisionModel(RunsBlocks):
     """The base of every family.
 
     A family is a subclass in a file of its own. It sets the attributes declared here and implements the methods that
@@ -126,7 +135,6 @@ class VisionModel(nn.Module):
     norm: nn.Module
     head_drop: nn.Module
     head: nn.Module
-    grad_checkpointing: bool = False
     config: dict[str, Any]  # the constructor's arguments, set by the registry
 
     def __init__(self, num_features: int, *, img_size: int | Sequence[int], in_chans: int, global_pool: str) -> None:
@@ -139,7 +147,7 @@ class VisionModel(nn.Module):
         self.num_features = self.head_hidden_size = num_features
 
     def init_weights(self) -> None:
-        """Draws linear layers from a truncated normal of std 0.02, with zero biases. The others keep their defaults."""
+        """Draws linear layers from a truncated normal of std 0.02, with zero biases. Others have their own defaults."""
         if next(self.parameters()).is_meta:
             return  # there is nothing to draw, and on the meta device a truncated normal is slow Python
         for module in self.modules():
@@ -147,8 +155,8 @@ class VisionModel(nn.Module):
                 trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.LayerNorm, nn.Conv2d, ParameterPair, AffineMap, HeadGain)):
-                module.reset_parameters()
+            elif callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
         for name, parameter in self.named_parameters():
             if name.rpartition(".")[2] in ("pos_embed", "cls_token", "relative_position_bias_table"):
                 trunc_normal_(parameter, std=0.02)
@@ -202,13 +210,9 @@ class VisionModel(nn.Module):
         return to_pair(cfg["input_size"][1:]) if cfg else self.img_size
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    def run_block(self, block: nn.Module, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
-        args = (x, grid) if padding is None else (x, grid, padding)
-        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(block, *args)
-        return block(*args)
+        for module in self.modules():
+            if isinstance(module, RunsBlocks):
+                module.grad_checkpointing = enable
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -300,7 +304,7 @@ def resize_input(model: nn.Module, img_size: int | Sequence[int]) -> None:
         model.set_input_size(to_pair(img_size))  # type: ignore[operator]  # timm's contract
 
 
-class Stage(nn.Module):
+class Stage(RunsBlocks):
     """A downsampling and the blocks after it. Subclasses may add something in between."""
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -314,6 +318,16 @@ class Stage(nn.Module):
         `sizes` (B, 2) are the sizes of padded images on this stage's map.
         """
         return self.downsample(x)
+
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """As `embed`, and through the blocks. Beyond the border of padded images the map is zero."""
+        x = self.embed(x, sizes)
+        grid = (x.shape[1], x.shape[2])
+        tokens = x.flatten(1, 2)
+        padding = None if sizes is None else own_tokens(sizes, grid)
+        for block in self.blocks:
+            tokens = self.run_block(block, tokens, grid, padding)
+        return zero_padding(tokens.unflatten(1, grid), sizes, channels="last")
 
 
 class PyramidModel(VisionModel):
@@ -356,28 +370,14 @@ class PyramidModel(VisionModel):
     def parts(self) -> Iterator[Part]:
         yield "stem", [self.patch_embed], self.patch_embed
         for i, stage in enumerate(self.stages):
-            yield f"stage {i + 1}", [stage], functools.partial(self.forward_stage, i)
+            yield f"stage {i + 1}", [stage], stage
         yield "head", [self.norm, self.head], lambda x: self.forward_head(self.norm(x))
-
-    def forward_stage(self, index: int, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """The map of the previous stage → that of this one. Beyond the border of padded images (`sizes`) it is zero."""
-        stage = self.stages[index]
-        assert isinstance(stage, Stage)
-        if sizes is not None:
-            sizes = sizes_on_map(sizes, 4 * 2**index)
-        x = stage.embed(x, sizes)
-        grid = (x.shape[1], x.shape[2])
-        tokens = x.flatten(1, 2)
-        padding = None if sizes is None else own_tokens(sizes, grid)
-        for block in stage.blocks:
-            tokens = self.run_block(block, tokens, grid, padding)
-        return zero_padding(tokens.unflatten(1, grid), sizes, channels="last")
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) → normed features (B, ceil(H/32), ceil(W/32), C)"""
         x = self.embed_images(x, None)
-        for index in range(len(self.stages)):
-            x = self.forward_stage(index, x)
+        for stage in self.stages:
+            x = stage(x)
         return self.norm(x)
 
     def forward_intermediates(
@@ -392,23 +392,25 @@ class PyramidModel(VisionModel):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Returns the maps of chosen stages (all, the last n, or by index) and, by default, the final features.
 
-        `norm` applies the final norm to the last stage's map, the only one it fits. `sizes` (B, 2) are the true heights
-        and widths of images that were padded at the bottom and right. The top left part of each map then equals the map
-        of the image alone.
+        The final norm fits the last stage's map alone. `norm` applies it to that map, and with `stop_early` the final
+        features are those of the last stage that ran, without it if that is another one. `sizes` (B, 2) are the true
+        heights and widths of images that were padded at the bottom and right. The top left part of each map then equals
+        the map of the image alone.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt={output_fmt!r}; expected 'NCHW' or 'NHWC'")
         take, last = feature_take_indices(len(self.stages), indices)
         x = self.embed_images(x, sizes)
         maps = []
-        for index in range(last + 1 if stop_early else len(self.stages)):
-            x = self.forward_stage(index, x, sizes)
+        for index, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
+            x = stage(x, None if sizes is None else sizes_on_map(sizes, 4 * 2**index))
+            fits = index == len(self.feature_info) - 1
             if index in take:
-                taken = self.norm(x) if norm and index == len(self.feature_info) - 1 else x
+                taken = self.norm(x) if norm and fits else x
                 maps.append(taken.permute(0, 3, 1, 2) if output_fmt == "NCHW" else taken)
         if intermediates_only:
             return maps
-        return self.norm(x), maps
+        return self.norm(x) if fits else x, maps
 
     def pool(self, x: Tensor) -> Tensor:
         return x.mean((1, 2)) if self.global_pool == "avg" else x

@@ -13,7 +13,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from inline_attention.layers import Block, PatchEmbed
-from inline_attention.layers.embed import resize_map
+from inline_attention.layers.embed import resize_map, with_value
 from inline_attention.layers.padding import own_tokens, resize_map_for_each, sizes_on_map
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
 from inline_attention.ops import Grid
@@ -131,8 +131,7 @@ class DeiT(VisionModel):
         """Resizes the position embeddings once. Without this call they are resized at every other size."""
         self.img_size = to_pair(img_size)
         grid = ceil_grid(self.img_size, self.patch_size)
-        with torch.no_grad():
-            self.pos_embed = nn.Parameter(self._resized_pos_embed(self.pos_embed, self.grid, grid).clone())
+        self.pos_embed = with_value(self.pos_embed, self._resized_pos_embed(self.pos_embed, self.grid, grid))
         self.grid = grid
         for block in self.blocks:
             assert isinstance(block, Block)

@@ -15,7 +15,7 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, PatchEmbed, SoftmaxAttention
-from inline_attention.layers.embed import resize_map
+from inline_attention.layers.embed import resize_map, with_value
 from inline_attention.layers.padding import resize_map_for_each
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
 from inline_attention.layers.written_out import WrittenOut
@@ -202,8 +202,8 @@ class PVT(PyramidModel):
         super().set_input_size(img_size)
         for i, stage in enumerate(self.stages):
             assert isinstance(stage, PVTStage)
-            resized = resize_map(stage.pos_embed.detach(), self.stage_grid(i), mode="bilinear")
-            stage.pos_embed = nn.Parameter(resized.clone())
+            resized = resize_map(stage.pos_embed, self.stage_grid(i), mode="bilinear")
+            stage.pos_embed = with_value(stage.pos_embed, resized)
 
     def adapt_state_dict(self, state_dict: Mapping[str, Tensor], *, img_size: Grid | None = None) -> StateDict:
         source = self.source_size(img_size)

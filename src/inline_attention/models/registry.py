@@ -93,7 +93,7 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, kwargs: Mapping[str
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
     if pretrained and not (cfg.source or cfg.hf_hub_id or cfg.state_dict or overlay.get("file")):
         if cfg.url:
-            overlay["state_dict"] = read_checkpoint(local_path(str(cfg.url)))
+            overlay["state_dict"] = read_checkpoint(local_path(str(cfg.url), folder=kwargs.get("cache_dir")))
         elif isinstance(kwargs.get("pretrained_cfg"), str | None):  # otherwise the user's own configuration decides
             overlay["file"] = _shipped_file(variant)
     model: Any = build_model_with_cfg(

@@ -15,7 +15,7 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, PatchEmbed, SoftmaxAttention
-from inline_attention.layers.embed import resize_map
+from inline_attention.layers.embed import resize_map, with_value
 from inline_attention.layers.padding import Padding
 from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
 from inline_attention.layers.windows import (
@@ -62,8 +62,8 @@ class WindowSoftmaxAttention(SoftmaxAttention):
         self.relative_position_bias_table = nn.Parameter(torch.empty(offsets(window), num_heads))
 
     def set_window(self, window: Grid) -> None:
-        table = resize_table(self.relative_position_bias_table.detach(), self.window, window)
-        self.relative_position_bias_table = nn.Parameter(table.clone())
+        table = self.relative_position_bias_table
+        self.relative_position_bias_table = with_value(table, resize_table(table, self.window, window))
         self.window = window
 
     def position_bias(self, window: Grid) -> Tensor:

@@ -34,9 +34,11 @@ def test_from_how_many_tokens_on(faster: tuple[bool, ...], tokens: int | None, w
     assert words in describe_break_even(results(*faster))
 
 
-def test_a_size_that_failed_is_not_faster() -> None:
-    failed = BreakEvenResult(40, 1, 1, 8, softmax=1.0, linear=None, error="out of memory")
-    assert break_even([*results(True, True), failed]) is None
+def test_a_size_that_failed_says_nothing() -> None:
+    failed = BreakEvenResult(40, 1, 1, 8, softmax=None, linear=1.0, error="out of memory")
+    assert break_even([*results(False, True), failed]) == 20
+    assert describe_break_even([*results(True, False), failed]).startswith("softmax is faster up to 20 tokens")
+    assert describe_break_even([failed]) == "no size could be timed"
 
 
 def test_what_is_timed_is_the_tangent_of_softmax() -> None:

@@ -169,11 +169,12 @@ def test_free_attention_replaces_all_attention(name: str) -> None:
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
 
 
-def test_free_attention_that_cannot_be_is_an_error_of_its_own() -> None:
-    setting = bench.Setting("inline_pvt_tiny", 32, 1, training=False)
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "pvt_v2_b1"])
+def test_free_attention_that_cannot_be_is_an_error_of_its_own(name: str) -> None:
+    setting = bench.Setting(name, 32, 1, training=False)
     free, peer = bench.run_setting(setting, contenders=["free", "peer"], **OPTIONS)
     assert free.error is not None
-    assert "no attention with one qkv projection" in free.error
+    assert "pvt_v2_b1 has no attention with one qkv projection" in free.error
     assert peer.timing is not None
 
 

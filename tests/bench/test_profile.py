@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from inline_attention.bench import model as bench
 from inline_attention.bench import profile
 from inline_attention.cli import main
+from inline_attention.ops import kernels
 from inline_attention.ops.backends import HAS_TRITON
 
 CPU = torch.device("cpu")
@@ -43,15 +45,15 @@ def test_kinds(kernel: str, kind: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the kernels need Triton to be imported")
-@pytest.mark.parametrize("module", ["forward", "backward", "local_weight"])
-def test_our_kernels_are_attention(module: str) -> None:
-    kernels = [
-        name
-        for name in vars(importlib.import_module(f"inline_attention.ops.kernels.{module}"))
+def test_our_kernels_have_a_kind() -> None:
+    kinds = {
+        (module.name, profile.kind_of(name))
+        for module in pkgutil.iter_modules(kernels.__path__)
+        for name in vars(importlib.import_module(f"{kernels.__name__}.{module.name}"))
         if name.endswith("_kernel")
-    ]
-    assert kernels
-    assert {profile.kind_of(name) for name in kernels} == {"attention"}
+    }
+    attention = ("forward", "backward", "short", "anchor", "local_weight")
+    assert kinds == {(module, "attention") for module in attention} | {("perceptron", "perceptron")}
 
 
 @pytest.fixture

@@ -109,6 +109,14 @@ def test_linear_attention_is_its_matrix_form(feature_map: str) -> None:
     )
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, 5.0])
+def test_linear_attention_does_not_depend_on_the_scale(scale: float) -> None:
+    q, k, v = (x.abs() for x in qkv())
+    assert torch.equal(linear_attention(q, k, v, scale=scale), linear_attention(q, k, v))
+    matrix = attention_matrix(q, k, kind="linear", scale=scale)
+    assert torch.equal(matrix, attention_matrix(q, k, kind="linear"))
+
+
 def test_softmax_matrix_is_pytorchs_attention() -> None:
     q, k, v = qkv(queries=7)
     mask = some_mask()

@@ -24,7 +24,7 @@ from kernel_cases import (
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from inline_attention.layers import InLineAttention
+from inline_attention.layers import InLineAttention, LocalWeight
 from inline_attention.ops import (
     fused,
     gpu,
@@ -224,6 +224,14 @@ def test_a_local_source_is_checked():
     qkv = torch.randn(2, 16, 3, 2, 16, device=DEVICE)
     with pytest.raises(ValueError, match=r"tokens of shape \(2, 15, 32\); expected \(B, N, heads·e\) = \(2, 16, 32\)"):
         linear_attention_projected(qkv, local_weight=layer.local.source(x[:, 1:]), grid=(4, 4))
+    source = layer.local.source(x)
+    for change, message in [
+        (dict(b1=source.b1[:1]), r"b1 has shape \(1, 16\); expected \(2, 16\)"),
+        (dict(w2=source.w2[:1]), r"w2 has shape \(1, 144, 16\); expected \(2, 144, 16\)"),
+        (LocalWeight(32, 4).source(x)._asdict(), r"w1 of the LocalSource has shape \(4, 8, 8\); .* = \(2, 16\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            linear_attention_projected(qkv, local_weight=source._replace(**change), grid=(4, 4))
 
 
 def test_only_measured_wins_are_chosen(monkeypatch):

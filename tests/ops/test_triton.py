@@ -564,6 +564,12 @@ def test_large_maps(monkeypatch):
     assert make_tiles(plan_of((7, 18)), columns=8, local=True).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
+    grids, launch = {}, gpu.launch
+    monkeypatch.setattr(
+        gpu, "launch", lambda kernel, grid: grids.update({kernel.__name__: grid}) or launch(kernel, grid)
+    )
+    check(*make_inputs(1, (7, 19), 1, 2, 16, torch.float32, masked=True), kind=TANGENT)
+    assert grids["scores_kernel"][1] == 2
 
 
 def test_tiles_of_a_packed_batch():

@@ -74,10 +74,15 @@ def time_sizes(
     return results
 
 
+def measured(results: Sequence[BreakEvenResult]) -> list[BreakEvenResult]:
+    """Those at which both were timed. A size at which one failed says nothing of which is faster."""
+    return [result for result in results if result.error is None]
+
+
 def break_even(results: Sequence[BreakEvenResult]) -> int | None:
     """The fewest tokens at which the linear form is faster, and at all larger sizes too. None: not at the largest."""
     found = None
-    for result in sorted(results, key=lambda result: -result.tokens):
+    for result in sorted(measured(results), key=lambda result: -result.tokens):
         if not result.is_faster:
             break
         found = result.tokens
@@ -97,9 +102,11 @@ def break_even_table(results: Sequence[dict]) -> str:
 
 
 def describe_break_even(results: Sequence[BreakEvenResult]) -> str:
-    found, largest = break_even(results), max(result.tokens for result in results)
+    found, tried = break_even(results), [result.tokens for result in measured(results)]
+    if not tried:
+        return "no size could be timed"
     if found is None:
-        return f"softmax is faster up to {largest:,} tokens, the most that were tried"
-    if found == min(result.tokens for result in results):
+        return f"softmax is faster up to {max(tried):,} tokens, the most that were tried"
+    if found == min(tried):
         return f"the linear form is faster from {found:,} tokens on, the fewest that were tried"
     return f"the linear form is faster from {found:,} tokens on"

@@ -259,7 +259,7 @@ def build_free(name: str, img_size: Size) -> nn.Module:
             if isinstance(getattr(child, "qkv", None), nn.Linear):
                 setattr(module, child_name, FreeAttention(child))
     if not any(isinstance(module, FreeAttention) for module in model.modules()):
-        raise ValueError(f"{COUNTERPARTS[name]} has no attention with one qkv projection to replace")
+        raise ValueError(f"{counterpart(name)} has no attention with one qkv projection to replace")
     return model
 
 

@@ -28,7 +28,7 @@ from inline_attention.training.files import write_atomically
 from inline_attention.training.loop import choose_precision
 from inline_attention.training.report import read_records
 
-from .break_even import break_even, time_sizes
+from .break_even import break_even, measured, time_sizes
 from .model import Candidate, compare, default_modes, in_precision, inference_step
 from .record import describe_run
 from .timing import Effort, Timing, allocated_bytes
@@ -237,7 +237,10 @@ def compare_tokens(
     for (heads, head_dim), names in of_size.items():
         log(f"timing: attention with {heads} heads of {head_dim} channels")
         effort = Effort.choose(quick=True)
-        timed = time_sizes(heads, head_dim, device=device, dtype=dtype, effort=effort, anchors=anchors)
+        timed = measured(time_sizes(heads, head_dim, device=device, dtype=dtype, effort=effort, anchors=anchors))
+        if not timed:
+            log("no size could be timed")
+            continue
         tokens, tried = break_even(timed), max(one.tokens for one in timed)
         below = [name for name in names if keys[name] < (tried if tokens is None else tokens)]
         found.append(BreakEven(heads, head_dim, tokens, tried, below))

@@ -257,9 +257,7 @@ class OpResult:
     timing: Timing | None
     floor_seconds: float
     peak_bytes: int | None
-    captured: (
-        bool  # in a CUDA graph: the time is that of the kernels alone; otherwise it includes calling and launching them
-    )
+    captured: bool  # in a CUDA graph; otherwise the time includes calling the kernels and launching them
     error: str | None = None
 
 

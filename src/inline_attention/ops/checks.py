@@ -25,6 +25,16 @@ def check_shape(name: str, x: Tensor, expected: tuple[int, ...], *, w1: Tensor) 
         raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}, as w1 is {shape_of(w1)}")
 
 
+def check_local_parameters(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
+    """Raises if they are not those of a perceptron that makes nine taps of each channel."""
+    if w1.ndim != 3 or w1.shape[1] != w1.shape[2]:
+        raise ValueError(f"w1 has shape {shape_of(w1)}; expected (heads, d, d)")
+    heads, d, _ = w1.shape
+    check_shape("b1", b1, (heads, d), w1=w1)
+    check_shape("w2", w2, (heads, TAPS * d, d), w1=w1)
+    check_shape("b2", b2, (heads, TAPS * d), w1=w1)
+
+
 def check_rows(name: str, x: Tensor, *, layout: str) -> None:
     if x.ndim != layout.count(",") + 1:
         raise ValueError(f"{name} has shape {shape_of(x)}; expected {layout}")
@@ -186,6 +196,12 @@ def check_local(
             raise ValueError(
                 f"the LocalSource has tokens of shape {shape}; expected (B, N, heads·e) = {expected}, "
                 "and images that are not packed"
+            )
+        check_local_parameters(*local_weight[1:])
+        if local_weight.w1.shape[:2] != v.shape[2:]:
+            raise ValueError(
+                f"w1 of the LocalSource has shape {shape_of(local_weight.w1)}; expected (heads, e, e) for values of "
+                f"(heads, e) = {shape_of(v)[2:]}"
             )
         return
     check_local_weight(local_weight, v, images=len(lengths) if packed else v.shape[0])

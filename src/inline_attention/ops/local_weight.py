@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from . import backends
 from .backends import Backend, fused_local_weight
-from .checks import check_shape, shape_of
+from .checks import check_local_parameters, shape_of
 from .local import TAPS
 
 
@@ -29,12 +29,8 @@ def make_local_weight(
     Returns:
         (B, heads, d, 9), the `local_weight` of `inline_attention`, in the dtype that a linear layer would return.
     """
-    if w1.ndim != 3 or w1.shape[1] != w1.shape[2]:
-        raise ValueError(f"w1 has shape {shape_of(w1)}; expected (heads, d, d)")
+    check_local_parameters(w1, b1, w2, b2)
     heads, d, _ = w1.shape
-    check_shape("b1", b1, (heads, d), w1=w1)
-    check_shape("w2", w2, (heads, TAPS * d, d), w1=w1)
-    check_shape("b2", b2, (heads, TAPS * d), w1=w1)
     if token_mean.ndim != 2 or token_mean.shape[1] != heads * d:
         raise ValueError(f"the mean token has shape {shape_of(token_mean)}; expected (B, {heads * d})")
     if backends.choose(backend, token_mean, why_not=lambda: fused_local_weight.why_not(token_mean, d)) == "triton":

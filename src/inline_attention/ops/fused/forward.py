@@ -20,23 +20,24 @@ from .arguments import (
     saved,
     strides_of,
 )
-from .plan import Plan, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
+from .plan import Plan, Tiles, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
 
 
 def score_tokens(
     k: Tensor, tensors: Tensors, options: Options, plan: Plan, scores: Tensor, lse: Tensor, save: bool
 ) -> None:
     """Writes the score of every token, if the backward needs it, and log Σ exp."""
-    tiles = triton.cdiv(plan.tokens, config.CONFIG.score_tokens)
-    parts = torch.empty((plan.batch, plan.heads, tiles), dtype=lse.dtype, device=k.device)
+    step = config.CONFIG.score_tokens
+    tiles = Tiles(triton.cdiv(plan.tokens, step), 1, step, step)
+    parts = torch.empty((plan.batch, plan.heads, tiles.number), dtype=lse.dtype, device=k.device)
     mask = as_bytes(tensors.token_mask)
-    gpu.launch(anchor.scores_kernel, (plan.programs, tiles))(
+    gpu.launch(anchor.scores_kernel, tiles.grid(plan))(
         k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads,
         *strides_of(False, k),
-        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.score_tokens,
-        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, SAVE=save,
+        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=step,
+        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, SAVE=save, WIDE=tiles.wide(()),
     )  # fmt: skip
-    gpu.launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles, BN=128, num_warps=1)
+    gpu.launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles.number, BN=128, num_warps=1)
 
 
 def run_forward(

@@ -16,6 +16,8 @@ from .blocks import (
     log_of_sum,
     present,
     store_of_heads,
+    tile_index,
+    tokens_of_part,
 )
 
 
@@ -23,7 +25,7 @@ from .blocks import (
 def scores_kernel(
     p_k, p_a, p_mask, p_score, p_part, N, scale, blocks, heads, stride_kb, stride_k,
     D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_MASK: tl.constexpr, SAVE: tl.constexpr,
+    HAS_MASK: tl.constexpr, SAVE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The score of every token, and log Σ exp of each tile. Grid (B·blocks, tiles of BN tokens)
 
@@ -31,6 +33,10 @@ def scores_kernel(
     """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
+    i_t = tile_index(WIDE)
+    tiles = tl.cdiv(N, BN)
+    if i_t >= tiles:  # the last layer of a wide grid has more programs
+        return
     o_c, m_c = channels(h, heads, D, HEADS, BC)
     p_k += i_b * stride_kb + h * D
     if SAVE:
@@ -39,13 +45,12 @@ def scores_kernel(
         p_mask += i_b * N
     b_anchor = load_offset(p_a, i_b, h, heads, o_c, m_c, D, True) * tl.cast(scale, tl.float32)
     b_origin = load_origin(p_k, p_mask, o_c, m_c, HAS_MASK, PRECISION)
-    t = tl.program_id(1) * BN
+    t = i_t * BN
     b_lse = log_of_scores(
         p_k, p_mask, p_score, stride_k, t, tl.minimum(t + BN, N), N, o_c, m_c, b_anchor, b_origin,
         D, HEADS, BN, BC, PRECISION, HAS_MASK, SAVE,
     )  # fmt: skip
-    tiles = tl.num_programs(1)
-    store_of_heads(p_part + (i_b * heads + h) * tiles + tl.program_id(1), b_lse, tiles, o_c, m_c, D, HEADS)
+    store_of_heads(p_part + (i_b * heads + h) * tiles + i_t, b_lse, tiles, o_c, m_c, D, HEADS)
 
 
 @triton.jit(do_not_specialize=("tiles",))
@@ -76,16 +81,13 @@ def weighted_sum_kernel(
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
     parts = tl.num_programs(1)
-    o_c = tl.arange(0, BC)
-    m_c = (o_c < HEADS * D) & (h * D + o_c < heads * D)
+    o_c, m_c = channels(h, heads, D, HEADS, BC)
     p_k += i_b * stride_kb + h * D
     p_x += (i_b * heads + h) * N
     if HAS_MASK:
         p_mask += i_b * N
     b_origin = load_origin(p_k, p_mask, o_c, m_c, HAS_MASK, PRECISION)
-    length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
-    t_begin = tl.minimum(tl.program_id(1) * length, N)
-    t_end = tl.minimum(t_begin + length, N)
+    t_begin, t_end = tokens_of_part(tl.program_id(1), parts, N, BN)
     o_t = tl.arange(0, BN)
     b_sum = tl.zeros([BN, BC], tl.float32)
     for t in range(t_begin, t_end, BN):

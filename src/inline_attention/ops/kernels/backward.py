@@ -19,6 +19,7 @@ from .blocks import (
     tile_index,
     tile_tokens,
     tokens_of,
+    tokens_of_part,
 )
 from .forward import EPS
 from .local import add_local, store_local_grad, sum_local_grad
@@ -161,9 +162,7 @@ def grad_state_kernel(
         b_v_mean = tl.load(p_means + heads * DK + h * DV + o_v, mask=m_v, other=0.0)
         eps = tl.div_rn(EPS, tokens_of(p_count, i_b, N, HAS_MASK))
     p_part += (i * parts + i_p) * (BK * BV + BK + 10 * BV)
-    length = tl.cdiv(tl.cdiv(Nq, parts), BN) * BN
-    t_begin = tl.minimum(i_p * length, Nq)
-    t_end = tl.minimum(t_begin + length, Nq)
+    t_begin, t_end = tokens_of_part(i_p, parts, Nq, BN)
     b_ds, b_q_sum, b_g_sum = sum_queries(
         p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t_begin, t_end, Nq, o_k, m_k, o_v, m_v,
         b_st, b_k_full, b_v_mean, b_offset, eps,

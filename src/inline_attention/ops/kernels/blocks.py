@@ -48,6 +48,14 @@ def locate(p_seq, i_b, N, H, W, PACKED: tl.constexpr):
 
 
 @triton.jit
+def tokens_of_part(i_p, parts, N, BN: tl.constexpr):
+    """First token of a part, and the one after its last. Parts are of whole steps; the last ones may have no token."""
+    length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
+    t_begin = tl.minimum(i_p * length, N)
+    return t_begin, tl.minimum(t_begin + length, N)
+
+
+@triton.jit
 def channels(h, heads, D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr):
     """Offsets of a block's channels from head h on, and which of them exist: (BC,)"""
     o_c = tl.arange(0, BC)

@@ -32,6 +32,7 @@ from .blocks import (
     tile_index,
     tile_tokens,
     tokens_of,
+    tokens_of_part,
 )
 from .local import add_local
 
@@ -253,9 +254,7 @@ def state_kernel(
         b_anchor = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, ANCHORED) * tl.cast(scale, tl.float32)
         b_origin = load_origin(p_k, p_mask, o_k, m_k, HAS_MASK, PRECISION)
         b_lse = load_of_heads(p_lse + i_b * heads + h, o_k, m_k, DK, HEADS)
-    length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
-    t_begin = tl.minimum(i_p * length, N)
-    t_end = tl.minimum(t_begin + length, N)
+    t_begin, t_end = tokens_of_part(i_p, parts, N, BN)
 
     b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
     b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)

@@ -23,7 +23,14 @@ from inline_attention.layers.drop import SampledDepth
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import Checkpoints, Progress, newest_checkpoint, read_manifest, restore
 from inline_attention.training.config import LoopConfig
-from inline_attention.training.distributed import Ranks, StopAgreement, gradient_sync, join_ranks, parallelize
+from inline_attention.training.distributed import (
+    Ranks,
+    StopAgreement,
+    gradient_sync,
+    join_ranks,
+    parallelize,
+    share_statistics,
+)
 from inline_attention.training.ema import WeightAverage
 from inline_attention.training.lock import FileLock
 from inline_attention.training.meters import DeviceMeter
@@ -269,6 +276,7 @@ class Trainer:
         return done % every_epochs == 0 or done == self.total_epochs
 
     def evaluate(self) -> Evaluation:
+        share_statistics(self.model, self.ranks)
         return self.task.evaluate(self.model, device=self.ranks.device, amp_dtype=self.amp_dtype)
 
     def evaluate_epoch(self) -> Evaluation:

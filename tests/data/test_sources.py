@@ -165,11 +165,14 @@ def test_a_pipe_is_an_unreadable_image(make_folder: MakeFolder) -> None:
     root = make_folder(val={"cat": 3})
     os.mkfifo(root / "val" / "cat" / "a.png")
     (root / "val" / "cat" / "b.png").symlink_to(root / "nowhere.png")
-    loader = open_eval_data(config(root, max_broken=2))
+    (root / "val" / "cat" / "c.png").symlink_to("c.png")
+    (root / "val" / "loop").symlink_to("loop")  # a link to itself is no class
+    loader = open_eval_data(config(root, max_broken=3))
     assert sum(len(batch.images) for batch in loader) == 3
     assert {Path(image.path).name: image.reason for image in loader.skipped} == {
         "a.png": "not a regular file",
         "b.png": "No such file or directory",
+        "c.png": "Too many levels of symbolic links",
     }
 
 

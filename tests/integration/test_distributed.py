@@ -51,6 +51,22 @@ def test_every_image_is_evaluated_once(runs: Path, name: str) -> None:
     assert record["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_all_ranks_evaluate_the_statistics_that_are_saved(strategy: str, tmp_path: Path) -> None:
+    """Batch norm of timm's models takes its statistics from the images of one rank."""
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    small = ("model.name=test_resnet", "data.img_size=32", "data.batch_size=8", "data.workers=0", "schedule.epochs=1")
+    more = ("optim.lr=3e-2", "schedule.warmup_epochs=0", "log.tensorboard=false", f"run.strategy={strategy}")
+    common = [f"--data={_runs.images()}", "--device=cpu"]
+    command = ["train", "inline_deit_tiny", *small, *more, *common, f"--output={output}"]
+    assert _runs.run_ranks(command, 2, log=log) == [0, 0], log.read_text()
+    weights = f"--weights={output / 'checkpoints' / 'last.safetensors'}"
+    evaluated = tmp_path / "eval.json"
+    assert _runs.inline(["eval", weights, "--workers=0", f"--json={evaluated}", *common], log=log) == 0, log.read_text()
+    (record,) = _runs.metrics(output, "eval")
+    assert record["val_loss"] == pytest.approx(json.loads(evaluated.read_text())["loss"], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_an_evaluated_average_leaves_sharded_training_alone(tmp_path: Path) -> None:
     """The second epoch starts from the weights, not from their average, which was swapped in for the evaluation."""

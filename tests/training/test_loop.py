@@ -34,7 +34,7 @@ from inline_attention.training.report import Reporter
 from inline_attention.training.run_folder import claim_folder
 from inline_attention.training.run_folder import plan_run as plan_any_run
 from inline_attention.training.signals import StopRequest
-from inline_attention.training.task import Evaluation
+from inline_attention.training.task import Evaluation, Task
 
 plan_run = functools.partial(plan_any_run, task=Classification)
 CALM = ("data.augment=false", "data.mixup=0", "data.cutmix=0", "data.batch_size=32", "log.every_steps=1")
@@ -48,6 +48,7 @@ def run(
     pictures: bool = False,
     device: str = "cpu",
     deterministic: bool = True,
+    task: type[Task] = Classification,
 ) -> Outcome:
     flags = {
         "data": {"path": _runs.images() if data is None else data},
@@ -55,7 +56,7 @@ def run(
         "deterministic": deterministic,
     }
     overrides = (*_runs.TINY, *CALM, *overrides)
-    plan = plan_run("inline_deit_tiny", overrides=overrides, flags=flags, output=str(output), resume=resume)
+    plan = plan_run("inline_deit_tiny", overrides=overrides, flags=flags, output=str(output), resume=resume, task=task)
     with _runs.without_pictures() if not pictures else contextlib.nullcontext():
         return train(plan)
 
@@ -299,10 +300,10 @@ def test_cuda_graphs_where_an_update_needs_nothing_of_the_last(
 
 def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> None:
     wild = ("optim.lr=1e30", "schedule.warmup_epochs=0", "optim.clip_norm=null", "schedule.epochs=1")
-    message = r"not finite in update 1: .* there is no checkpoint yet .* Try a lower optim.lr, optim.clip_norm=1"
+    message = r"not finite in update 2: .* there is no checkpoint yet .* Try a lower optim.lr, optim.clip_norm=1"
     with pytest.raises(NonFiniteLoss, match=message):
         run(tmp_path / "stop", *wild, "log.every_steps=4")
-    with pytest.raises(NonFiniteLoss, match=r"the last good checkpoint is that of update 1 in .*checkpoints"):
+    with pytest.raises(NonFiniteLoss, match=r"update 2: .* last good checkpoint is that of update 1 in .*checkpoints"):
         run(tmp_path / "saved", *wild, "checkpoint.every_steps=1")
     assert [p.name for p in sorted((tmp_path / "saved" / "checkpoints").glob("step*"))] == ["step-00000001"]
     outcome = run(tmp_path / "skip", *wild, "run.on_nan=skip")
@@ -310,6 +311,21 @@ def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> 
     assert all(value.isfinite().all() for value in _runs.weights(tmp_path / "skip").values())
     # NaN is no JSON.
     assert "NaN" not in (tmp_path / "skip" / "metrics.jsonl").read_text()
+
+
+class NoGradient(Classification):
+    """A finite loss whose gradient is NaN."""
+
+    def losses(self, forward: Any, batch: Any, *, epoch: int, step: int) -> dict[str, torch.Tensor]:
+        (loss,) = super().losses(forward, batch, epoch=epoch, step=step).values()
+        return {"class": loss + (loss - loss).sqrt()}
+
+
+def test_an_fp16_run_without_finite_gradients_stops(tmp_path: Path) -> None:
+    """The scaler takes them for overflows, and lowers its scale for ever."""
+    settings = ("run.precision=fp16", "log.every_steps=100", "log.eval_epochs=100", "schedule.epochs=8")
+    with pytest.raises(NonFiniteLoss, match="not finite in update 30:"):
+        run(tmp_path, *settings, task=NoGradient)
 
 
 class KeptData(Classification):

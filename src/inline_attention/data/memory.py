@@ -84,7 +84,7 @@ class PixelStore:
             workers=workers,
             persistent_workers=False,
         )
-        self.samples = np.asarray(samples)  # ascending
+        self.samples = np.asarray(samples, dtype=np.int64)  # ascending; a rank may have none
         self.readable = np.zeros(len(samples), dtype=bool)
         self.skipped: list[SkippedImage] = []
         shape = (len(samples), config.in_chans, *config.size)

@@ -1,11 +1,12 @@
 """Prefetchers transfer the next batch to the device, and finish it there, while the model trains on the current one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from inline_attention.data.collate import CollatedT, RawBatch
@@ -65,19 +66,36 @@ class Prefetcher(ABC, Generic[CollatedT, BatchT]):
             yield ready[0]
 
 
+class Normalise:
+    """Pixels (B, C, H, W) in 0 … 255 → float32, contiguous, on their device. Mean and std are of pixels in 0 … 1."""
+
+    def __init__(
+        self, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN, std: Sequence[float] = IMAGENET_DEFAULT_STD
+    ) -> None:
+        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) * 255 for values in (mean, std))
+
+    def to(self, device: torch.device) -> None:
+        """In advance, this keeps the first batch from waiting for the device."""
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        self.to(pixels.device)
+        return pixels.contiguous().sub(self._mean).div_(self._std)
+
+
 class ImagePrefetcher(Prefetcher[RawBatch, Batch]):
     """Transfers bytes rather than floats, then normalises and erases."""
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
-        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) * 255 for values in config.statistics)
+        self._normalise = Normalise(*config.statistics)
 
     def to(self, device: torch.device) -> None:
         super().to(device)
-        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        self._normalise.to(device)
 
     def finish(self, raw: RawBatch) -> Batch:
-        images = raw.images.to(self.device, non_blocking=True).sub(self._mean).div_(self._std)  # float32 from here on
+        images = self._normalise(raw.images.to(self.device, non_blocking=True))
         if raw.boxes is not None and raw.noise is not None:
             boxes, noise = (t.to(self.device, non_blocking=True) for t in (raw.boxes, raw.noise))
             images = erase_(images, boxes, noise)

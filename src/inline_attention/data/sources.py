@@ -48,6 +48,14 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """False for a link to itself, for which `entry.is_dir` raises an error."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
     """The files with these extensions at any depth below a folder, sorted by folder and name. Hidden ones are left out.
 
@@ -67,9 +75,9 @@ def find_files(folder: str | Path, extensions: Iterable[str]) -> list[str]:
         visited.add((status.st_dev, status.st_ino))
         with os.scandir(current) as entries:
             ordered = sorted((e for e in entries if not is_hidden(e.name)), key=lambda entry: entry.name)
-        files = [entry.name for entry in ordered if entry.name.lower().endswith(endings) and not entry.is_dir()]
+        files = [entry.name for entry in ordered if entry.name.lower().endswith(endings) and not is_folder(entry)]
         found.append((current, files))
-        waiting.extend(entry.path for entry in reversed(ordered) if entry.is_dir())
+        waiting.extend(entry.path for entry in reversed(ordered) if is_folder(entry))
     return [os.path.join(parent, name) for parent, names in sorted(found) for name in names]
 
 
@@ -142,7 +150,7 @@ class FolderSource(PathSource):
 
     def __init__(self, folder: Path) -> None:
         names = sorted(
-            (entry.name for entry in os.scandir(folder) if entry.is_dir() and not is_hidden(entry.name)),
+            (entry.name for entry in os.scandir(folder) if is_folder(entry) and not is_hidden(entry.name)),
             key=natural_key,
         )
         self.class_names = [utf8_name(name) for name in names]

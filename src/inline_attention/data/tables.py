@@ -26,6 +26,7 @@ from inline_attention.data.sources import (
     FolderSource,
     PathSource,
     find_files,
+    is_folder,
     is_hidden,
     list_some,
     utf8_name,
@@ -131,7 +132,7 @@ def open_table(config: DataConfig) -> ImageTable | None:
         return None
     if (root / LABELS).is_file():
         return read_table(root / LABELS, root)
-    if sum(entry.is_dir() and not is_hidden(entry.name) for entry in os.scandir(root)) < 2:
+    if sum(is_folder(entry) and not is_hidden(entry.name) for entry in os.scandir(root)) < 2:
         raise ValueError(
             f"no classes in {config.path!r}: looked for the splits {config.train_split!r} and {config.val_split!r} "
             f"(folders, .zip or .tar), for {LABELS}, and for two or more folders, each with the images of a class"

@@ -188,6 +188,15 @@ def parallelize(
     return model
 
 
+def share_statistics(model: nn.Module, ranks: Ranks) -> None:
+    """Give the batch norms of every rank the statistics of rank 0, which are those that weights files contain."""
+    if ranks.world_size > 1:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                for statistic in module.buffers():
+                    dist.broadcast(statistic, src=0)
+
+
 def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 

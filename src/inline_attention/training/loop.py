@@ -23,7 +23,14 @@ from inline_attention.layers.drop import SampledDepth
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import Checkpoints, Progress, newest_checkpoint, read_manifest, restore
 from inline_attention.training.config import LoopConfig
-from inline_attention.training.distributed import Ranks, StopAgreement, gradient_sync, join_ranks, parallelize
+from inline_attention.training.distributed import (
+    Ranks,
+    StopAgreement,
+    gradient_sync,
+    join_ranks,
+    parallelize,
+    share_statistics,
+)
 from inline_attention.training.ema import WeightAverage
 from inline_attention.training.lock import FileLock
 from inline_attention.training.meters import DeviceMeter
@@ -32,6 +39,8 @@ from inline_attention.training.report import SUMMARY, Reporter, memory_bytes
 from inline_attention.training.run_folder import CHECKPOINTS, LOCK, Plan, check_plan, claim_folder
 from inline_attention.training.signals import StopRequest, stop_on_signals
 from inline_attention.training.task import Evaluation, TrainingBatch, check_same_task
+
+MIN_SCALE = 1e-4  # of the fp16 scaler. It reaches this after thirty non-finite gradients
 
 
 @dataclass(frozen=True)
@@ -237,8 +246,10 @@ class Trainer:
         norm = self.optimizer.step(self.rate(progress.position))
         if self.average is not None:
             self.average.update(progress.updates)
-        # The fp16 scaler raises its scale until gradients overflow, so with a scaler only the loss shows divergence.
-        checked = norm if self.optimizer.scaler is None else total
+        # The fp16 scaler raises its scale until gradients overflow. Unless its scale is tiny, only a non-finite loss
+        # shows divergence.
+        scaler = self.optimizer.scaler
+        checked = norm if scaler is None or scaler.get_scale() < MIN_SCALE else total
         self.meter.add(total, norm, bad=~checked.isfinite(), parts=parts)
 
     def rate(self, position: int) -> float:
@@ -269,6 +280,7 @@ class Trainer:
         return done % every_epochs == 0 or done == self.total_epochs
 
     def evaluate(self) -> Evaluation:
+        share_statistics(self.model, self.ranks)
         return self.task.evaluate(self.model, device=self.ranks.device, amp_dtype=self.amp_dtype)
 
     def evaluate_epoch(self) -> Evaluation:
@@ -335,11 +347,11 @@ class Trainer:
             show=self.progress.step < self.steps_in_epoch or not self.is_due(self.config.log.eval_epochs),
         )
         if reading.first_bad is not None and self.config.run.on_nan == "stop":
-            step = self.clock_updates + reading.first_bad
-            self.stop_for_nan(step)
+            self.stop_for_nan(self.clock_updates + reading.first_bad + 1)
         self.start_clock()
 
     def stop_for_nan(self, update: int) -> None:
+        """update: counted from 1, as checkpoints are."""
         saved = self.checkpoints.saved_updates
         good = "there is no checkpoint yet" if saved is None else f"the last good checkpoint is that of update {saved}"
         lower = "optim.clip_norm=1" if self.config.optim.clip_norm is None else "a longer schedule.warmup_epochs"

@@ -82,7 +82,7 @@ def test_boxes_are_cut_at_the_border_and_empty_ones_not_learnt(
     tmp_path: Path, content: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     polygon = [[0, 0, 9, 0, 9, 9]]
-    boxes = [[-5, 60, 10, 10], [10, 10, 0, 5], [200, 10, 5, 5]]
+    boxes = [[-5, 60, 10, 10], [10, 10, 0, 5], [200, 10, 5, 5], [50, 10, 1e-6, 5]]  # 50 + 1e-6 is 50 in float32
     content["annotations"] = [
         {"image_id": 0, "category_id": 3, "bbox": box, "segmentation": polygon} for box in boxes
     ] + [{"image_id": 0, "category_id": 3, "bbox": [1, 1, 5, 5], "segmentation": [[1, 1, 4, 4]]}]
@@ -90,9 +90,9 @@ def test_boxes_are_cut_at_the_border_and_empty_ones_not_learnt(
         image = read(tmp_path, content).images[0]
     (instance,) = image.objects
     assert instance.box == (0, 60, 5, 64)
-    assert "3 objects with an empty box or mask are not used in training" in caplog.text
-    assert [instance.empty for instance in image.instances] == [False, True, True, True]
-    assert decode_masks(image, image.instances).any((1, 2)).tolist() == [True, True, True, False]
+    assert "4 objects with an empty box or mask are not used in training" in caplog.text
+    assert [instance.empty for instance in image.instances] == [False, True, True, True, True]
+    assert decode_masks(image, image.instances).any((1, 2)).tolist() == [True, True, True, True, False]
 
 
 def annotation(**changes: Any) -> dict[str, Any]:

@@ -130,6 +130,14 @@ def test_batch_norm_alone_is_torchs() -> None:
     assert torch.equal(ours.eval()(x), theirs.eval()(x))
 
 
+def test_batch_norm_of_a_single_pixel_keeps_its_statistics_finite() -> None:
+    """The coarsest map of one image that is smaller than the crop"""
+    norm, present = BatchNorm(3), torch.zeros(1, 1, 2, 2, dtype=torch.bool)
+    present[0, 0, 0, 0] = True
+    assert norm(torch.randn(1, 3, 2, 2), present).isfinite().all()
+    assert torch.equal(norm.running_var, torch.full((3,), 0.9))
+
+
 @pytest.mark.parametrize(
     ("side", "window", "stride", "expected"),
     [

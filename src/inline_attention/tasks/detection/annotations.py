@@ -16,6 +16,8 @@ _logger = logging.getLogger(__name__)
 
 # Far above any real image. Training compares every object with each of the 300,000 anchors of an image.
 MAX_OBJECTS = 10_000
+# Side of a box in pixels. Thinner boxes can lose their area to the rounding of float32, and their loss is infinite.
+THINNEST = 0.01
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1
 # Polygons x0, y0, x1, y1, … or run lengths as in a COCO file. Arrays of float32 take a sixth of the memory of lists.
@@ -63,9 +65,9 @@ class AnnotatedData:
 
 
 def box_inside(x0: float, y0: float, x1: float, y1: float, size: Size) -> Box | None:
-    """The part of a box inside an image of this (height, width). None: there is none"""
+    """The part of a box inside an image of this (height, width). None: there is none, or it is thinner than THINNEST"""
     x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(size[1]), x1), min(float(size[0]), y1)
-    return (x0, y0, x1, y1) if x1 > x0 and y1 > y0 else None
+    return (x0, y0, x1, y1) if min(x1 - x0, y1 - y0) >= THINNEST else None
 
 
 def warn_of_empty(data: AnnotatedData, split: str) -> None:

@@ -20,12 +20,11 @@ from inline_attention.data.collate import UnnormalisedBatch
 from inline_attention.data.dataset import read_each, read_or_replace
 from inline_attention.data.decode import read_image
 from inline_attention.data.loaders import EvalLoader, TrainLoader
-from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.prefetcher import Normalise, Prefetcher
 from inline_attention.data.sampler import EqualBatchSampler, SampleKey, epoch_order, fit_batch_size
 from inline_attention.data.seeding import derive_seed
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.tasks.dense.data import eval_batches, open_train_loader
-from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.detection.annotations import (
     AnnotatedData,
     AnnotatedImage,

@@ -13,12 +13,11 @@ from torch.utils.data import Dataset
 from inline_attention.data.collate import UnnormalisedBatch
 from inline_attention.data.dataset import read_each, read_or_replace
 from inline_attention.data.loaders import EvalLoader, TrainLoader
-from inline_attention.data.prefetcher import Prefetcher
+from inline_attention.data.prefetcher import Normalise, Prefetcher
 from inline_attention.data.sampler import SampleKey, TrainBatchSampler
 from inline_attention.data.seeding import derive_seed, restored_generators, seed_generators
 from inline_attention.data.skipped import SkippedImage, SkippedImages
 from inline_attention.tasks.dense.data import eval_batches, open_train_loader
-from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.sources import IGNORED, MaskSource, Pair, open_split
 from inline_attention.tasks.segmentation.transforms import TrainTransform, target_size

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inline_attention.data.prefetcher import Normalise
 from inline_attention.layers.mode import evaluation_mode
-from inline_attention.tasks.dense.images import Normalise
 from inline_attention.tasks.evaluation import check_readable, over_ranks
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.data import EvalImages

@@ -36,6 +36,6 @@ class BatchNorm(nn.BatchNorm2d):
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), self.momentum)
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)

@@ -1,6 +1,6 @@
 """What one place of a photograph attends to, in every layer, with softmax and with InLine attention.
 
-python examples/attention_maps.py photo.jpg --query 0.4 0.5     # from the top and from the left
+python examples/attention_maps.py photo.jpg --query 0.4 0.5    # shares of the height and the width
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python examples/detect_boxes.py --data FOLDER --image photo.jpg    # FOLDER in YOLO's or COCO's layout
 
-The default is a small model from a random start: pieces of one photograph with a piece of the other one pasted on. With
-data of your own, start from weights (model.weights=FILE) and leave the sizes to the recipe. Needs pycocotools.
+The default is a small model from a random start, on pieces of one photograph with a piece of the other one pasted on.
+For a model that is worth using, empty SETTINGS: the recipe then downloads weights (or model.weights=FILE) and chooses
+the sizes from your images. Needs pycocotools.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Fine-tune weights of the package on a folder of images, and run the result with ONNX Runtime.
 
-python examples/finetune_and_export.py --data FOLDER     # FOLDER/train/CLASS/…, FOLDER/val/CLASS/…
+python examples/finetune_and_export.py --data FOLDER    # FOLDER/train/CLASS/…, FOLDER/val/CLASS/…
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Find similar images: features of a model of the package, and the nearest neighbours by their cosine.
 
-python examples/retrieval.py --data FOLDER --query photo.jpg     # all images below FOLDER
+python examples/retrieval.py --data FOLDER --query photo.jpg    # all images below FOLDER
 """
 
 import argparse

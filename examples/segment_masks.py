@@ -2,8 +2,8 @@
 
     python examples/segment_masks.py --data FOLDER --image photo.jpg    # FOLDER/images/SPLIT, masks/SPLIT, classes.txt
 
-The default is a small model from a random start, on 24 crops of one photograph. With data of your own, start from
-weights (model.weights=FILE) and take larger crops (data.crop=512).
+The default is a small model from a random start, on 24 crops of one photograph. For a model that is worth using, empty
+SETTINGS and take the recipe "finetune": it downloads weights (or model.weights=FILE) and chooses the sizes.
 """
 
 import argparse

@@ -98,9 +98,7 @@ class _Found(NamedTuple):
         if tokens is None and self.source is not None:
             tokens = self.source.num_tokens
         head_dim = self.adapter.heads(self.module)[1]
-        return Layer(
-            self.name, type(self.module).__name__, action, tokens, head_dim, has_bias=self.adapter.has_bias
-        )
+        return Layer(self.name, type(self.module).__name__, action, tokens, head_dim, has_bias=self.adapter.has_bias)
 
 
 def linearize(
@@ -266,8 +264,9 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
             "Name such modules in keep_softmax to leave them as they are, or register a class for them"
         )
     if not any(isinstance(item, _Found) for item in attentions.values()):
-        known = ", ".join(sorted({cls.__name__ for cls in REGISTRY}))
-        raise ValueError(f"{type(model).__name__} has no softmax attention that is known; known are {known}")
+        others = {name: item.action for name, item in attentions.items() if item is not None}
+        more = f". {_listed(model, others)}" if others else ""
+        raise ValueError(f"{type(model).__name__} has no softmax attention that is known{more}")
     for name in kept:
         item = attentions[name]
         if isinstance(item, _Found):

@@ -21,9 +21,9 @@ from timm.models import (
     nextvit,
     tiny_vit,
     twins,
+    visformer,
     vision_transformer,
     vision_transformer_relpos,
-    visformer,
     volo,
 )
 from torch import Tensor

@@ -104,26 +104,8 @@ TIMM = [
 # One model for each further class of timm, with few blocks.
 SQUARE, SIZES = [(64, 64)], [(64, 64), (64, 96)]
 MORE = [
-    of_timm(
-        "maxvit_tiny_tf_224",
-        SQUARE,
-        4,
-        img_size=64,
-        depths=(1, 1),
-        embed_dim=(32, 32),
-        block_type=("M", "M"),
-        stem_width=8,
-    ),
-    of_timm(
-        "coatnet_rmlp_0_rw_224",
-        SQUARE,
-        1,
-        img_size=64,
-        depths=(1, 1),
-        embed_dim=(32, 32),
-        block_type=("C", "T"),
-        stem_width=8,
-    ),
+    of_timm("maxvit_tiny_tf_224", SQUARE, 8, img_size=64, depths=[1] * 4, embed_dim=[32] * 4, stem_width=8),
+    of_timm("coatnet_rmlp_0_rw_224", SQUARE, img_size=64, depths=[1] * 4, embed_dim=[32] * 4, stem_width=8),
     of_timm("vit_relpos_small_patch16_224", [(48, 48)], img_size=48, depth=2, embed_dim=24, num_heads=2),
     of_timm("beit_base_patch16_224", [(48, 48)], img_size=48, depth=2, embed_dim=24, num_heads=2),
     of_timm("vit_base_patch16_xp_224", [(48, 48)], img_size=48, depth=2, embed_dim=24, num_heads=2),

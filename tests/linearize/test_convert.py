@@ -348,12 +348,11 @@ def test_a_mask_over_keys_is_kept_and_others_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("beit_base_patch16_224", r"blocks\.0\.attn and 11 more \(timm\.models\.beit\.Attention\): this module"),
+        ("cait_xxs24_224", r"blocks\.0\.attn and 23 more \(timm\.models\.cait\.TalkingHeadAttn\): this module"),
         ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\.DiffAttention\)"),
         ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\.DiffParallelScalingBlock\)"),
-        ("swinv2_tiny_window8_256", "WindowAttention"),
+        ("mvitv2_tiny", "MultiScaleAttention"),
         ("xcit_nano_12_p16_224", r"\.XCA\).*; cls_attn_blocks\.0\.attn and 1 more \(timm\.models\.cait\.ClassAttn\)"),
-        ("vit_base_patch16_xp_224", r"blocks\.0 .*\.ParallelScalingBlock\)"),
         ("resnet18", "has no softmax attention that is known"),
     ],
 )

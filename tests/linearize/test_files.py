@@ -23,9 +23,7 @@ OF_NAME = {case.name: case for case in CASES}
 )
 def test_load_model_builds_what_was_saved(case: Case, tmp_path: Path) -> None:
     model, images = case.model.float(), case.images().float()
-    # The image size is found without it.
-    arguments = {key: value for key, value in (case.arguments or {}).items() if key != "img_size"}
-    linearize(model, anchors=2, arguments=arguments, keep_softmax=[0] if case.converted > 1 else None)
+    linearize(model, anchors=2, arguments=case.arguments, keep_softmax=[0] if case.converted > 1 else None)
     calibrate(model, images)
     for name, parameter in model.named_parameters():
         if "local" in name:

@@ -264,7 +264,7 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
             "Name such modules in keep_softmax to leave them as they are, or register a class for them"
         )
     if not any(isinstance(item, _Found) for item in attentions.values()):
-        others = {name: item.action for name, item in attentions.items() if item is not None}
+        others = {name: item.action for name, item in attentions.items() if isinstance(item, Layer)}
         more = f". {_listed(model, others)}" if others else ""
         raise ValueError(f"{type(model).__name__} has no softmax attention that is known{more}")
     for name in kept:

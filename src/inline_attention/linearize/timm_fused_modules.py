@@ -58,11 +58,10 @@ class FusedAttention(LinearizedAttention):
         return None
 
     def converted(self: Any) -> None:
-        self.softmax_fused, self.fused_attn = self.fused_attn, True
+        vars(self).update(softmax_fused=self.fused_attn, fused_attn=True)  # timm declares it final
 
     def restored(self: Any) -> None:
-        self.fused_attn = self.softmax_fused
-        del self.softmax_fused
+        vars(self).update(fused_attn=vars(self).pop("softmax_fused"))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         grid = self.token_map(*args)
@@ -71,7 +70,7 @@ class FusedAttention(LinearizedAttention):
             return self.attend_heads(q, k, v, grid, **options)
 
         with _Answered(answer):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the class that is converted
+            return super().forward(*args, **kwargs)
 
     def attend_heads(
         self,
@@ -251,7 +250,7 @@ class LinearizedMaskUnitAttention(NoMap, FusedAttention, hiera.MaskUnitAttention
     """The attention of Hiera, of mask units or of all tokens. Queries may be pooled."""
 
     @classmethod
-    def heads(cls, module: Any) -> tuple[int, int]:
+    def heads(cls, module: Any) -> tuple[int, int]:  # type: ignore[override]  # timm's is a number
         return module.heads, module.head_dim
 
     @classmethod

@@ -199,7 +199,7 @@ class CosineAttention(SwinAttention):
 class LinearizedWindowAttentionV2(CosineAttention, swin_transformer_v2.WindowAttention):
     """The windows of Swin v2."""
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def project(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         bias = None if self.q_bias is None else torch.cat((self.q_bias, self.k_bias, self.v_bias))
         return self.cosines(F.linear(x, self.qkv.weight, bias))
 
@@ -234,7 +234,7 @@ class LinearizedGlobalWindowAttention(LinearizedAttention, gcvit.WindowAttention
         return module.window_size[0] * module.window_size[1]
 
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
-        projections = (self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)),)
+        projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)),)
         if self.use_global and q_global is not None:
             q = q_global.repeat(x.shape[0] // q_global.shape[0], 1, 1, 1)
             projections = (q.view(*x.shape[:2], 1, self.num_heads, self.head_dim), *projections)
@@ -290,7 +290,7 @@ class LinearizedLevitDownsample(LevitAttention, levit.AttentionDownsample):
     def has_map(cls, module: nn.Module) -> bool:
         return False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         q = self.project(self.q, x, self.key_dim)
         k, v = self.project(self.kv, x, self.key_dim, self.val_dim)
         height, width = (-(-side // self.stride) for side in self.resolution)

@@ -9,7 +9,7 @@ import timm.layers
 import torch
 import torchvision
 from small import create_small
-from timm.models import fastvit, gcvit, metaformer, nest, nextvit, volo
+from timm.models import fastvit, gcvit, metaformer, nest, nextvit, shvit, volo
 from torch import Tensor, nn
 
 
@@ -172,6 +172,7 @@ MORE = [
         1,
     ),
     Case("Next-ViT", lambda: OneLayer(nextvit.EfficientAttention(16, head_dim=8, sr_ratio=2), rows=True), SIZES, 1),
+    Case("SHViT", lambda: OneLayer(shvit.SHSA(16, 4, 8, norm_layer=nn.BatchNorm2d, act_layer=nn.ReLU)), SIZES, 1),
     of_class(nest.Nest, SQUARE, img_size=64, embed_dims=(16, 32), num_heads=(1, 2), depths=(1, 1), num_levels=2),
     of_class(gcvit.GlobalContextVit, SQUARE, img_size=64, embed_dim=16, depths=(2,), num_heads=(2,), window_size=(4,)),
     of_class(
@@ -196,6 +197,16 @@ MORE = [
         outlook_attention=(True, False),
     ),
 ]
+if hasattr(timm.models, "iformer"):  # timm 1.0.30
+    from timm.models import cpubone, iformer, lowformer
+
+    MORE += [
+        Case("iFormer", lambda: OneLayer(iformer.SHMA(16)), SIZES, 1),
+        Case("iFormer, windows", lambda: OneLayer(iformer.SHMA(16, window_size=3)), SIZES, 1),
+        Case("LowFormer", lambda: OneLayer(lowformer.ConvAttention(16, att_stride=2)), SIZES, 1),
+        of_timm("gemma4_vit_167m", [(96, 96)], depth=2, embed_dim=24, num_heads=2, head_dim=12),
+        Case("CPUBone", lambda: OneLayer(cpubone.ConvAttention(16, att_stride=2)), SIZES, 1),
+    ]
 OTHERS = [
     Case("torchvision vit", torchvision_vit, [(48, 48)], 2),
     own("deit", 3),
@@ -230,18 +241,22 @@ def of_queries(m: Any) -> Iterator[Tensor | None]:
         yield m.qk.weight[: m.qk.out_features // 2]
     elif isinstance(m, timm.layers.MultiQueryAttention2d):
         yield m.query.proj.weight
+    elif hasattr(m, "pwise"):  # LowFormer and CPUBone: q, k and v of each head side by side
+        yield m.pwise.weight.unflatten(0, (m.num_heads, -1))[:, : m.head_dim]
     elif not hasattr(m, "proj"):
         return
     elif (qkv := getattr(m, "qkv", None)) is not None:
         last = getattr(qkv, "bn", qkv)
-        size = getattr(m, "key_dim", None) or (m.dim_head if getattr(m, "head_first", False) else None)
+        sizes = (getattr(m, name, None) for name in ("key_dim", "qk_dim", "dim_head"))
+        size = next(filter(None, sizes), None) if getattr(m, "head_first", True) else None
         if size is not None:  # q, k and v of each head side by side
-            yield from (p.unflatten(0, (m.num_heads, -1))[:, :size] for p in (last.weight, last.bias))
+            heads = getattr(m, "num_heads", 1)
+            yield from (p.unflatten(0, (heads, -1))[:, :size] for p in (last.weight, last.bias))
         else:
             width = len(qkv.weight) // (2 if getattr(m, "use_global", False) else 3)
             yield from (qkv.weight[:width], None if qkv.bias is None else qkv.bias[:width], getattr(m, "q_bias", None))
     elif (q := getattr(m, "q", None) or getattr(m, "q_proj", None)) is not None:
-        last = q.ln.bn if isinstance(q, nn.Sequential) else q
+        last = getattr(getattr(q, "ln", q), "bn", q)
         yield from (last.weight, last.bias)
 
 

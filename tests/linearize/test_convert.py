@@ -85,7 +85,7 @@ def test_gradients_reach_the_old_and_the_new_parameters(case: Case) -> None:
 
 
 # Only the kinds of calls: with prefix tokens, and with fewer keys than queries. Swin and CSwin take minutes.
-with_anchors = [(case, 1) for case in CASES]
+with_anchors = [(case, 1) for case in CASES if "gemma4" not in case.name]  # timm's code branches on its padding
 with_anchors += [(case, 2) for case in CASES if case.name in ("vit_small_patch14_reg4_dinov2", "pvt_v2_b0")]
 of_every_kind_with_anchors = pytest.mark.parametrize(
     ("case", "anchors"), with_anchors, ids=[f"{case.name}-{anchors}" for case, anchors in with_anchors]

@@ -1,5 +1,7 @@
 """Softmax attention of a trained model turned into a linear one: known modules, conversion, calibration, report."""
 
+from contextlib import suppress
+
 from inline_attention.layers.token_grid import GridSource
 
 from . import (  # noqa: F401 (they register themselves)
@@ -12,6 +14,9 @@ from . import (  # noqa: F401 (they register themselves)
 from .calibration import Costs, LayerCost, calibrate, layer_costs
 from .convert import Layer, Linearization, Report, linearize, restore
 from .modules import FORMS, LinearizedAttention, register
+
+with suppress(ImportError):  # an older timm
+    from . import timm_recent_modules  # noqa: F401
 
 __all__ = [
     "FORMS",

@@ -19,6 +19,7 @@ from timm.models import (
     mobilevit,
     nextvit,
     pvt_v2,
+    shvit,
     swiftformer,
     swin_transformer,
     swin_transformer_v2,
@@ -304,6 +305,25 @@ class LinearizedEfficientFormerAttention(LevitSelfAttention, efficientformer.Att
     @classmethod
     def has_map(cls, module: nn.Module) -> bool:
         return False  # it does not know the size
+
+
+@register(shvit.SHSA)
+class LinearizedPartialAttention(LinearizedAttention, shvit.SHSA):
+    """The attention of SHViT: one head, of some of the channels."""
+
+    gets_grid = True
+
+    @classmethod
+    def heads(cls, module: Any) -> tuple[int, int]:
+        return 1, module.pdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        attending, others = x.tensor_split([self.pdim], dim=1)
+        rows = self.qkv(self.pre_norm(attending)).flatten(2).mT[:, :, None, None]  # (B, N, 1, 1, C)
+        q, k, v = rows.split([self.qk_dim, self.qk_dim, self.pdim], dim=-1)
+        grid = (x.shape[2], x.shape[3])
+        out = self.attend_linearly(q, k, v, scale=self.scale, grid=grid).flatten(2).mT.unflatten(2, grid)
+        return self.proj(torch.cat([out, others], dim=1))
 
 
 @register(tnt.Attention)

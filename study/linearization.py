@@ -35,7 +35,7 @@ from study.measures import weights_file
 CARRIED = -1  # in the place of epochs: no training at all. With 0 epochs, the layers are matched
 EPOCHS = (CARRIED, 0, 1, 5, 10, 20, 40)
 VARIANT_EPOCHS = (CARRIED, 0, 20)
-FIRST_EPOCHS = (5, 20)  # of the main rows, which are trained with all seeds before the others
+FIRST_EPOCHS = (5, 20)  # of the recipes and the main rows, which are trained with all seeds before the others
 LOG, ACCURACY, RESULTS, PICTURE = "log.txt", "accuracy.json", "linearization.json", "linearization.png"
 # Pixels stay on the GPU and are augmented there, as in study.yaml.
 SHARED = ("data.in_memory=true", "data.augment_on_device=true", "run.compile=true", "log.tensorboard=false")
@@ -59,10 +59,15 @@ TEACHERS = {"swin": grid.Run("tiny_imagenet", "softmax_swin_tiny", grid.MAIN_EPO
 INLINE, LINEAR, PLAIN = "model.attention=inline", "model.attention=linear", "model.local_residual=false"
 # k-means and all anchors of all layers in one graph take minutes to compile.
 MANY, UNCOMPILED = "model.anchors={}", "run.compile=false"
+UNMATCHED, HIGH_RATE = "match.steps=0", "optim.lr=4e-3"
+RECIPES = ("tangent", "unmatched", "high_rate", "unmatched_high_rate")
 MAIN = ("tangent", "inline")
 STUDENTS = {
     "tangent": Student("tangent with residual", epochs=EPOCHS, seeds=SEEDS),
     "inline": Student("InLine with residual", (INLINE,), epochs=EPOCHS, seeds=SEEDS),
+    "unmatched": Student("tangent, not matched", (UNMATCHED,), FIRST_EPOCHS, SEEDS),
+    "high_rate": Student("tangent, twice the rate", (HIGH_RATE,), FIRST_EPOCHS, SEEDS),
+    "unmatched_high_rate": Student("tangent, not matched, twice the rate", (UNMATCHED, HIGH_RATE), FIRST_EPOCHS, SEEDS),
     "tangent_4": Student("tangent, 4 anchors, with residual", (MANY.format(4), UNCOMPILED)),
     "tangent_16": Student("tangent, 16 anchors, with residual", (MANY.format(16), UNCOMPILED)),
     "tangent_plain": Student("tangent without residual", (PLAIN,)),
@@ -123,7 +128,7 @@ class Run:
         teacher = [TEACHER] if self.teacher is None else ["--weights", str(self.teacher.weights(out))]
         where = ["--data", path, "--output", str(out / self.name), "--resume", "auto"]
         length = ["--epochs", str(max(0, self.epochs)), "--seed", str(self.seed), "--no-report"]
-        settings = [*SHARED, *student.settings, *extra, *(["match.steps=0"] if self.epochs == CARRIED else [])]
+        settings = [*SHARED, *student.settings, *extra, *([UNMATCHED] if self.epochs == CARRIED else [])]
         return ["linearize", *teacher, *where, *length, *settings]
 
 
@@ -151,9 +156,9 @@ class TeacherRun:
 
 
 def build_runs(rows: Sequence[str] | None = None) -> list[Run | TeacherRun]:
-    """First FIRST_EPOCHS of the main rows, then all rows without training, the first seed of all rows, and the rest.
+    """First the recipes, then FIRST_EPOCHS of the main rows, all rows without training, the first seed of all rows.
 
-    A teacher comes right before its first student.
+    The rest comes last. A teacher comes right before its first student.
     """
     if unknown := sorted(set(rows or ()) - set(STUDENTS)):
         raise ValueError(f"there is no student {', '.join(unknown)}; expected some of {', '.join(STUDENTS)}")
@@ -168,13 +173,15 @@ def build_runs(rows: Sequence[str] | None = None) -> list[Run | TeacherRun]:
 
 
 def _urgency(run: Run) -> tuple[int, ...]:
+    if run.row in RECIPES and run.epochs in FIRST_EPOCHS:
+        return 0, run.epochs, run.seed
     if run.row in MAIN and run.epochs in FIRST_EPOCHS:
-        return 0, run.seed, run.epochs
+        return 1, run.seed, run.epochs
     if run.teacher is not None:
-        return 3, run.epochs
+        return 4, run.epochs
     if run.seed == SEEDS[0]:
-        return (1, run.epochs) if run.epochs <= 0 or run.row not in MAIN else (2, run.epochs)
-    return 4, run.seed, run.epochs
+        return (2, run.epochs) if run.epochs <= 0 or run.row not in MAIN else (3, run.epochs)
+    return 5, run.seed, run.epochs
 
 
 def make_runs(

@@ -50,7 +50,7 @@ def test_weights_are_the_same_objects_under_the_same_names(case: Case) -> None:
     assert len(report.linear()) == case.converted
     after = dict(model.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
-    assert all(".attn.local.fc" in name or ".self_attention.local.fc" in name for name in after.keys() - before.keys())
+    assert all(".local.fc" in f".{name}" for name in after.keys() - before.keys())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
 
 
@@ -85,7 +85,7 @@ def test_gradients_reach_the_old_and_the_new_parameters(case: Case) -> None:
 
 
 # Only the kinds of calls: with prefix tokens, and with fewer keys than queries. Swin and CSwin take minutes.
-with_anchors = [(case, 1) for case in CASES]
+with_anchors = [(case, 1) for case in CASES if "gemma4" not in case.name]  # timm's code branches on its padding
 with_anchors += [(case, 2) for case in CASES if case.name in ("vit_small_patch14_reg4_dinov2", "pvt_v2_b0")]
 of_every_kind_with_anchors = pytest.mark.parametrize(
     ("case", "anchors"), with_anchors, ids=[f"{case.name}-{anchors}" for case, anchors in with_anchors]
@@ -348,12 +348,11 @@ def test_a_mask_over_keys_is_kept_and_others_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("beit_base_patch16_224", r"blocks\.0\.attn and 11 more \(timm\.models\.beit\.Attention\): this module"),
+        ("cait_xxs24_224", r"blocks\.0\.attn and 23 more \(timm\.models\.cait\.TalkingHeadAttn\): this module"),
         ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\.DiffAttention\)"),
         ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\.DiffParallelScalingBlock\)"),
-        ("swinv2_tiny_window8_256", "WindowAttention"),
+        ("mvitv2_tiny", "MultiScaleAttention"),
         ("xcit_nano_12_p16_224", r"\.XCA\).*; cls_attn_blocks\.0\.attn and 1 more \(timm\.models\.cait\.ClassAttn\)"),
-        ("vit_base_patch16_xp_224", r"blocks\.0 .*\.ParallelScalingBlock\)"),
         ("resnet18", "has no softmax attention that is known"),
     ],
 )

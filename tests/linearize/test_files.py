@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
-from linearize_cases import CASES, TIMM, Case
+from linearize_cases import CASES, MORE, TIMM, Case
 from safetensors.torch import save_file
 
 import inline_attention
@@ -18,12 +17,13 @@ OF_NAME = {case.name: case for case in CASES}
 
 
 @pytest.mark.parametrize(
-    "case", [*TIMM, OF_NAME["softmax_deit_tiny"], OF_NAME["softmax_swin_tiny"]], ids=lambda c: c.name
+    "case",
+    [*TIMM, *(c for c in MORE if c.arguments), OF_NAME["softmax_deit_tiny"], OF_NAME["softmax_swin_tiny"]],
+    ids=lambda c: c.name,
 )
 def test_load_model_builds_what_was_saved(case: Case, tmp_path: Path) -> None:
-    model, arguments = case.model.float(), ARGUMENTS.get(case.name)
-    images = case.images().float()
-    linearize(model, anchors=2, arguments=arguments, keep_softmax=[0])
+    model, images = case.model.float(), case.images().float()
+    linearize(model, anchors=2, arguments=case.arguments, keep_softmax=[0] if case.converted > 1 else None)
     calibrate(model, images)
     for name, parameter in model.named_parameters():
         if "local" in name:
@@ -35,15 +35,6 @@ def test_load_model_builds_what_was_saved(case: Case, tmp_path: Path) -> None:
         for size in range(len(case.sizes)):
             images = case.images(size).float()
             assert torch.equal(loaded(images), model(images))
-
-
-SMALL_VIT: dict[str, Any] = dict(depth=2, embed_dim=24, num_heads=2)
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    **{case.name: SMALL_VIT for case in TIMM},
-    "vit with norms": dict(SMALL_VIT, qk_norm=True, scale_attn_norm=True),
-    "swin_tiny_patch4_window7_224": dict(embed_dim=16, depths=(2, 2), num_heads=(1, 2)),
-    "pvt_v2_b0": dict(depths=(1, 1, 1, 1), embed_dims=(8, 16, 20, 16), num_heads=(1, 2, 5, 2)),
-}
 
 
 def test_a_model_whose_arguments_are_not_known_is_saved_with_a_warning(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from study.linearization import (
     EPOCHS,
     FIRST_EPOCHS,
     MAIN,
+    RECIPES,
     STUDENTS,
     Run,
     TeacherRun,
@@ -37,9 +38,9 @@ def test_every_command_can_be_planned() -> None:
         config = plan_linearization(overrides=overrides, flags=_flags(args, model)).config
         assert config.distill.enabled == (run.epochs > 0)
         assert run.epochs in (CARRIED, 0, config.schedule.epochs)
-        assert bool(config.match.steps) == (run.epochs != CARRIED)
+        assert bool(config.match.steps) == (run.epochs != CARRIED and "unmatched" not in run.row)
         assert config.seed == run.seed
-        assert config.optim.lr == 2e-3
+        assert config.optim.lr == (4e-3 if "high_rate" in run.row else 2e-3)
 
 
 def test_the_runs() -> None:
@@ -48,8 +49,11 @@ def test_the_runs() -> None:
     assert len({run.name for run in made}) == len(made)
     assert {run.seed for run in runs if run.row == "tangent"} == {0, 1, 2}
     assert {run.epochs for run in runs if run.row == "inline"} == set(EPOCHS)
-    first = {(row, epochs, seed) for row in MAIN for epochs in FIRST_EPOCHS for seed in SEEDS}
-    assert {(run.row, run.epochs, run.seed) for run in runs[: len(first)]} == first
+    order = [(run.row, run.epochs, run.seed) for run in runs]
+    for rows in (RECIPES, set(MAIN) - set(RECIPES)):
+        first = {(row, epochs, seed) for row in rows for epochs in FIRST_EPOCHS for seed in SEEDS}
+        assert set(order[: len(first)]) == first
+        del order[: len(first)]
     teacher = made.index(TeacherRun("swin"))
     assert made[teacher + 1].row.startswith("swin_")
     assert not any(run.row.startswith("swin_") for run in made[:teacher])

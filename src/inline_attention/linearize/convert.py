@@ -34,11 +34,14 @@ class Layer:
     head_dim: int | None = None
     is_linear: bool = False
     anchors: int = 1  # expansions that are computed; each has the cost of one
+    has_bias: bool = False  # a position bias, whose product with v is one of the two of softmax
 
     @property
     def saves_products(self) -> bool:
         """Whether the linear form needs fewer products than softmax, as far as the sizes are known."""
-        return self.tokens is None or self.head_dim is None or self.tokens > self.anchors * self.head_dim
+        if self.tokens is None or self.head_dim is None:
+            return True
+        return self.tokens > (1 + self.has_bias) * self.anchors * self.head_dim
 
 
 @dataclass
@@ -94,7 +97,8 @@ class _Found(NamedTuple):
         tokens = self.adapter.num_tokens(self.module)
         if tokens is None and self.source is not None:
             tokens = self.source.num_tokens
-        return Layer(self.name, type(self.module).__name__, action, tokens, self.adapter.heads(self.module)[1])
+        head_dim = self.adapter.heads(self.module)[1]
+        return Layer(self.name, type(self.module).__name__, action, tokens, head_dim, has_bias=self.adapter.has_bias)
 
 
 def linearize(
@@ -260,8 +264,9 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
             "Name such modules in keep_softmax to leave them as they are, or register a class for them"
         )
     if not any(isinstance(item, _Found) for item in attentions.values()):
-        known = ", ".join(sorted({cls.__name__ for cls in REGISTRY}))
-        raise ValueError(f"{type(model).__name__} has no softmax attention that is known; known are {known}")
+        others = {name: item.action for name, item in attentions.items() if isinstance(item, Layer)}
+        more = f". {_listed(model, others)}" if others else ""
+        raise ValueError(f"{type(model).__name__} has no softmax attention that is known{more}")
     for name in kept:
         item = attentions[name]
         if isinstance(item, _Found):

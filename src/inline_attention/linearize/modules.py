@@ -128,6 +128,7 @@ class LinearizedAttention(nn.Module):
     observer: "Callable[[LinearizedAttention, Call], Tensor] | None"
 
     gets_grid: ClassVar[bool] = False  # True: `forward` gets the grid; False: the patch embedding has it
+    has_bias: ClassVar[bool] = False  # whether a bias (heads, N, N) is added to the logits
 
     # About a module that is not yet converted.
 

@@ -117,6 +117,8 @@ class LinearizedMappedStripeAttention(StripeAttention, cswin.MappedStripeAttenti
 class WindowAttention(OwnAttention):
     """Windows. Their bias of relative positions is kept to first order."""
 
+    has_bias = True
+
     @classmethod
     def num_tokens(cls, module: Any) -> int:
         return module.window[0] * module.window[1]

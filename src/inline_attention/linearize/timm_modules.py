@@ -1,29 +1,70 @@
-"""The attention modules of timm: vision transformers with and without rotary positions, Swin, PVT-v2."""
+"""The attention modules of timm that compute softmax in several ways, and those that are left alone."""
 
+import math
 from typing import Any
 
 import timm.layers
 import torch
-from timm.layers import apply_rot_embed_cat
-from timm.models import eva, pvt_v2, swin_transformer
+from timm.layers import apply_rot_embed_cat, lambda_layer
+from timm.models import (
+    cait,
+    coat,
+    crossvit,
+    davit,
+    edgenext,
+    efficientformer,
+    eva,
+    gcvit,
+    levit,
+    mobilevit,
+    nextvit,
+    pvt_v2,
+    shvit,
+    swiftformer,
+    swin_transformer,
+    swin_transformer_v2,
+    swin_transformer_v2_cr,
+    tnt,
+    volo,
+    xcit,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers.token_grid import GridSource, find_patches, token_mask_of
+from inline_attention.ops import Grid
 
 from .modules import LEFT_ALONE, LinearizedAttention, number_regions, register
 
-LEFT_ALONE.update(
-    dict.fromkeys(
-        (
-            timm.layers.AttentionPoolLatent,
-            timm.layers.AttentionPoolPrr,
-            timm.layers.AttentionPool2d,
-            timm.layers.RotAttentionPool2d,
-        ),
-        "softmax, left alone: it pools",
-    )
-)
+_LEFT_ALONE: dict[str, tuple[type[nn.Module], ...]] = {
+    "softmax, left alone: it pools": (
+        timm.layers.AttentionPoolLatent,
+        timm.layers.AttentionPoolPrr,
+        timm.layers.AttentionPool2d,
+        timm.layers.RotAttentionPool2d,
+    ),
+    "softmax, left alone: only the class token attends": (
+        cait.ClassAttn,
+        crossvit.CrossAttention,
+        volo.ClassAttention,
+    ),
+    "left alone: it is between channels": (
+        davit.ChannelAttention,
+        davit.ChannelAttentionV2,
+        edgenext.CrossCovarianceAttn,
+        timm.layers.SelectiveKernel,
+        timm.layers.SplitAttn,
+        xcit.XCA,
+    ),
+    "left alone: it is linear": (
+        coat.FactorAttnConvRelPosEnc,
+        mobilevit.LinearSelfAttention,
+        swiftformer.EfficientAdditiveAttention,
+        lambda_layer.LambdaLayer,
+    ),
+    "left alone: it is local": (nextvit.ConvAttention, volo.OutlookAttention),
+}
+LEFT_ALONE.update({module: why for why, modules in _LEFT_ALONE.items() for module in modules})
 
 
 class TimmAttention(LinearizedAttention):
@@ -104,11 +145,10 @@ class LinearizedEvaAttention(RotaryAttention, eva.EvaAttention):
     """The attention of EVA, EVA-02 and DINOv3."""
 
 
-@register(swin_transformer.WindowAttention)
-class LinearizedWindowAttention(LinearizedAttention, swin_transformer.WindowAttention):
+class SwinAttention(LinearizedAttention):
     """Swin's windows. The bias of relative positions is kept to first order, regions of shifted windows exactly."""
 
-    gets_grid = True
+    gets_grid = has_bias = True
 
     @classmethod
     def heads(cls, module: Any) -> tuple[int, int]:
@@ -116,17 +156,188 @@ class LinearizedWindowAttention(LinearizedAttention, swin_transformer.WindowAtte
 
     @classmethod
     def num_tokens(cls, module: Any) -> int:
-        return module.window_area
+        return module.window_size[0] * module.window_size[1]
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def project(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+        """x (B, N, C) → q, k and v (B, N, heads, d), or one tensor (B, N, 3, heads, d)"""
+        return (self.qkv(x).unflatten(-1, (3, self.num_heads, -1)),)
+
+    def position_bias(self) -> Tensor:
+        """(heads, N, N)"""
+        raise NotImplementedError
+
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         out = self.attend_linearly(
-            self.qkv(x).unflatten(-1, (3, self.num_heads, -1)),
-            scale=self.scale,
+            *self.project(x),
+            scale=getattr(self, "scale", 1.0),
             x=x,
             grid=self.window_size,
-            bias=self._get_rel_pos_bias()[0],
+            bias=self.position_bias(),
             regions=None if mask is None else number_regions(mask == 0).repeat(x.shape[0] // mask.shape[0], 1),
         )
+        return self.proj_drop(self.proj(out.flatten(2)))
+
+
+@register(swin_transformer.WindowAttention)
+class LinearizedWindowAttention(SwinAttention, swin_transformer.WindowAttention):
+    """The windows of Swin."""
+
+    def position_bias(self) -> Tensor:
+        return self._get_rel_pos_bias()[0]
+
+
+class CosineAttention(SwinAttention):
+    """Logits are cosines times a learned factor of each head. It becomes a factor of q, which the expansion keeps."""
+
+    def cosines(self: Any, qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        factor = self.logit_scale.clamp(max=math.log(100)).exp().view(-1, 1)
+        q, k = factor * F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        return tuple(rows.to(v.dtype).unsqueeze(2) for rows in (q, k, v))
+
+
+@register(swin_transformer_v2.WindowAttention)
+class LinearizedWindowAttentionV2(CosineAttention, swin_transformer_v2.WindowAttention):
+    """The windows of Swin v2."""
+
+    def project(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+        bias = None if self.q_bias is None else torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        return self.cosines(F.linear(x, self.qkv.weight, bias))
+
+    def position_bias(self) -> Tensor:
+        table = self.cpb_mlp(self.relative_coords_table).flatten(0, 2)
+        return 16 * table[self.relative_position_index].sigmoid().permute(2, 0, 1)
+
+
+@register(swin_transformer_v2_cr.WindowMultiHeadAttention)
+class LinearizedWindowAttentionCR(CosineAttention, swin_transformer_v2_cr.WindowMultiHeadAttention):
+    """The windows of timm's other Swin v2."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.cosines(self.qkv(x))
+
+    def position_bias(self) -> Tensor:
+        return self._relative_positional_encodings()[0]
+
+
+@register(gcvit.WindowAttentionGlobal)
+class LinearizedGlobalWindowAttention(LinearizedAttention, gcvit.WindowAttentionGlobal):
+    """GCViT's windows. Their queries are their own, or those of the whole image, which all windows share."""
+
+    gets_grid = has_bias = True
+
+    @classmethod
+    def has_map(cls, module: Any) -> bool:
+        return not module.use_global
+
+    @classmethod
+    def num_tokens(cls, module: Any) -> int:
+        return module.window_size[0] * module.window_size[1]
+
+    def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
+        projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)),)
+        if self.use_global and q_global is not None:
+            q = q_global.repeat(x.shape[0] // q_global.shape[0], 1, 1, 1)
+            projections = (q.view(*x.shape[:2], 1, self.num_heads, self.head_dim), *projections)
+        bias = self.rel_pos.get_bias()[0]
+        out = self.attend_linearly(*projections, scale=self.scale, x=x, grid=self.window_size, bias=bias)
+        return self.proj_drop(self.proj(out.flatten(2)))
+
+
+class LevitAttention(LinearizedAttention):
+    """Keys and values of different size, and a bias of relative positions. Maps are (B, C, height, width) or rows."""
+
+    gets_grid = has_bias = True
+
+    @classmethod
+    def heads(cls, module: Any) -> tuple[int, int]:
+        return module.num_heads, module.val_dim
+
+    @classmethod
+    def num_tokens(cls, module: Any) -> int:
+        return module.attention_bias_idxs.shape[1]
+
+    def project(self: Any, layer: nn.Module, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """x → one tensor (B, N, 1, heads, size) for each size"""
+        out = layer(x)
+        rows = out.flatten(2).mT if out.ndim == 4 else out
+        return rows.unflatten(-1, (1, self.num_heads, sum(sizes))).split(sizes, dim=-1)
+
+    def attend(self: Any, x: Tensor, *projections: Tensor, grid: Grid | None = None) -> Tensor:
+        bias = self.get_attention_biases(x.device)
+        out = self.attend_linearly(*projections, scale=self.scale, grid=grid, bias=bias).flatten(2)
+        if x.ndim == 4:
+            assert grid is not None
+            out = out.mT.unflatten(2, grid)
+        return self.proj(out)
+
+
+class LevitSelfAttention(LevitAttention):
+    def forward(self: Any, x: Tensor) -> Tensor:
+        projections = self.project(self.qkv, x, self.key_dim, self.key_dim, self.val_dim)
+        return self.attend(x, *projections, grid=getattr(self, "resolution", None))
+
+
+@register(levit.Attention)
+class LinearizedLevitAttention(LevitSelfAttention, levit.Attention):
+    """The attention of LeViT."""
+
+
+@register(levit.AttentionDownsample)
+class LinearizedLevitDownsample(LevitAttention, levit.AttentionDownsample):
+    """The attention between LeViT's stages. There are fewer queries than keys, and no local residual."""
+
+    @classmethod
+    def has_map(cls, module: nn.Module) -> bool:
+        return False
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q = self.project(self.q, x, self.key_dim)
+        k, v = self.project(self.kv, x, self.key_dim, self.val_dim)
+        height, width = (-(-side // self.stride) for side in self.resolution)
+        return self.attend(x, *q, k, v, grid=(height, width))
+
+
+@register(efficientformer.Attention)
+class LinearizedEfficientFormerAttention(LevitSelfAttention, efficientformer.Attention):
+    """The attention of EfficientFormer's last blocks."""
+
+    @classmethod
+    def has_map(cls, module: nn.Module) -> bool:
+        return False  # it does not know the size
+
+
+@register(shvit.SHSA)
+class LinearizedPartialAttention(LinearizedAttention, shvit.SHSA):
+    """The attention of SHViT: one head, of some of the channels."""
+
+    gets_grid = True
+
+    @classmethod
+    def heads(cls, module: Any) -> tuple[int, int]:
+        return 1, module.pdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        attending, others = x.tensor_split([self.pdim], dim=1)
+        rows = self.qkv(self.pre_norm(attending)).flatten(2).mT[:, :, None, None]  # (B, N, 1, 1, C)
+        q, k, v = rows.split([self.qk_dim, self.qk_dim, self.pdim], dim=-1)
+        grid = (x.shape[2], x.shape[3])
+        out = self.attend_linearly(q, k, v, scale=self.scale, grid=grid).flatten(2).mT.unflatten(2, grid)
+        return self.proj(torch.cat([out, others], dim=1))
+
+
+@register(tnt.Attention)
+class LinearizedTntAttention(LinearizedAttention, tnt.Attention):
+    """The attention of TNT: of the pixels of a patch, and of the patches."""
+
+    @classmethod
+    def has_map(cls, module: nn.Module) -> bool:
+        return False  # it does not know which of the two it is
+
+    def forward(self, x: Tensor) -> Tensor:
+        qk = self.qk(x).unflatten(-1, (2, self.num_heads, self.head_dim))
+        v = self.v(x).unflatten(-1, (1, self.num_heads, -1))
+        out = self.attend_linearly(qk, v, scale=self.scale)
         return self.proj_drop(self.proj(out.flatten(2)))
 
 

@@ -347,6 +347,8 @@ def test_uploads(open_page: Callable[..., Any], tmp_path: Path) -> None:
         expect(status).to_contain_text(message)
         expect(status).to_have_class(re.compile("error"))
     assert map_painted(page, "softmax") == mine  # what was there stays
+    page.get_by_label("Flower").click()
+    expect(status).to_be_empty()
 
 
 def test_two_visitors(open_page: Callable[..., Any], tmp_path: Path) -> None:

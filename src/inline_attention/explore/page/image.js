@@ -178,6 +178,7 @@ async function usePicture(picture) {
   }
   photo = image;
   state.picture = picture;
+  say(""); // an error of an earlier one
   for (const button of byId("image-samples").children) {
     button.setAttribute("aria-pressed", button.dataset.picture === picture);
   }

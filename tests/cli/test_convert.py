@@ -61,10 +61,12 @@ def test_choice_of_weights_and_model(official_file, deit, tmp_path):
 
 def test_own_file_keeps_its_configuration(tmp_path):
     model = create_model("inline_deit_tiny", depth=2, img_size=(32, 48), num_classes=3, in_chans=1)
-    source = save_weights(model, tmp_path / "a.safetensors")
+    about = {"class_names": '["a", "b", "c"]', "preprocessing": '{"mean": [0.5], "std": [0.5]}', "multi_label": "true"}
+    source = save_weights(model, tmp_path / "a.safetensors", metadata=about)
     assert main(["convert", str(source), str(tmp_path / "b.safetensors")]) == 0
     first, second = read_metadata(source), read_metadata(tmp_path / "b.safetensors")
-    assert first["config"] == second["config"]
+    for key in ("config", *about):
+        assert first[key] == second[key]
 
 
 def test_nothing_is_overwritten_unless_forced(official_file, tmp_path, capsys):

@@ -408,6 +408,10 @@ def test_missing_file_and_folder(tmp_path):
         load_weights(small(), tmp_path / "nowhere.pth")
     with pytest.raises(ValueError, match="is a folder"):
         load_weights(small(), tmp_path)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    best = save_weights(small(), tmp_path / "run/checkpoints/best.safetensors")
+    with pytest.raises(ValueError, match=f"run is a folder, .* such as {best}"):
+        load_model(tmp_path / "run")
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.999])

@@ -135,8 +135,10 @@ def _is_safetensors(path: Path) -> bool:
     """True for safetensors, False for torch.save. Any other file is an error that names its type."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    if path.is_dir():
-        raise WeightsError("is a folder, not a file of weights")
+    if path.is_dir():  # perhaps that of a run
+        inside = [*sorted(path.glob("*.safetensors")), *sorted(path.glob("checkpoints/*.safetensors"))]
+        hint = f"; give one in it, such as {inside[0]}" if inside else ""
+        raise WeightsError(f"is a folder, not a file of weights{hint}")
     if not path.is_file():
         raise WeightsError("is not a regular file")
     with path.open("rb") as file:

@@ -52,6 +52,9 @@ def convert(
             f"{architecture(model)} is a model of timm, not one of this library; `inline models` lists those"
         )
     metadata = {"converted_from": path.name, "ema": str(checkpoint.is_ema).lower()}
+    if schema.read_description(checkpoint.info) is not None:  # a file of this library
+        kept = (schema.CLASS_NAMES, schema.PREPROCESSING, schema.MULTI_LABEL)
+        metadata |= {key: checkpoint.info[key] for key in kept if key in checkpoint.info}
     return Conversion(checkpoint, model, save_weights(model, target, metadata=metadata))
 
 

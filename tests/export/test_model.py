@@ -1,8 +1,10 @@
 """Files that run without this library, with any number of images of any size."""
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +54,14 @@ def test_fixed_size(format: Format, tmp_path: Path) -> None:
     assert exported.covers == ("any batch and size, as the model itself" if format == "hf" else "1 × 3 × 48 × 65")
     assert [check.shape for check in exported.checks] == [(1, 3, 48, 65)]
     assert exported.checks[0].passed
+    if format != "hf":  # the folder holds a model of any size
+        assert json.loads(exported.about["input_size"]) == [3, 48, 65]
+
+
+def test_several_labels_without_names(tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(format="hf", multi_label=True)
+    assert export_model(create_shallow("inline_deit_tiny"), tmp_path, **options).about["multi_label"] == "true"
+    assert json.loads((tmp_path / "config.json").read_text())["problem_type"] == "multi_label_classification"
 
 
 def test_one_number_is_a_square(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from small import FAMILIES, create_shallow, create_small, image
+from small import FAMILIES, create_shallow, create_small, image, shrunk
 
 import inline_attention
 from inline_attention.cli import export as cli_export
 from inline_attention.export import FORMATS, Check, Format, export_model
 from inline_attention.export.model import ROUTES
 from inline_attention.export.onnx_files import ONNX
+from inline_attention.models import DeiT
 
 ALL = [f"{kind}_{family}_tiny" for kind in ("inline", "softmax") for family in FAMILIES]
 
@@ -120,6 +121,8 @@ def test_errors(tmp_path: Path) -> None:
         export_model(model, tmp_path / "m", img_size=(0, 5))
     with pytest.raises(ValueError, match=r"in torch\.bfloat16; .*: call model\.float\(\)"):
         export_model(create_small("inline_swin_tiny").bfloat16(), tmp_path / "m")
+    with pytest.raises(ValueError, match=r"the DeiT has no pretrained_cfg, .*: build it with create_model"):
+        export_model(DeiT(**shrunk("inline_deit_tiny")).eval(), tmp_path / "m")
     with pytest.raises(ValueError, match="on the meta device"):
         export_model(create_small("inline_swin_tiny").to("meta"), tmp_path / "m")
     with pytest.raises(ValueError, match=r"call model\.eval"):

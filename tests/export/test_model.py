@@ -1,18 +1,21 @@
 """Files that run without this library, with any number of images of any size."""
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from small import FAMILIES, create_shallow, create_small, image
+from small import FAMILIES, create_shallow, create_small, image, shrunk
 
 import inline_attention
 from inline_attention.cli import export as cli_export
 from inline_attention.export import FORMATS, Check, Format, export_model
 from inline_attention.export.model import ROUTES
 from inline_attention.export.onnx_files import ONNX
+from inline_attention.models import DeiT
 
 ALL = [f"{kind}_{family}_tiny" for kind in ("inline", "softmax") for family in FAMILIES]
 
@@ -52,6 +55,14 @@ def test_fixed_size(format: Format, tmp_path: Path) -> None:
     assert exported.covers == ("any batch and size, as the model itself" if format == "hf" else "1 × 3 × 48 × 65")
     assert [check.shape for check in exported.checks] == [(1, 3, 48, 65)]
     assert exported.checks[0].passed
+    if format != "hf":  # the folder holds a model of any size
+        assert json.loads(exported.about["input_size"]) == [3, 48, 65]
+
+
+def test_several_labels_without_names(tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(format="hf", multi_label=True)
+    assert export_model(create_shallow("inline_deit_tiny"), tmp_path, **options).about["multi_label"] == "true"
+    assert json.loads((tmp_path / "config.json").read_text())["problem_type"] == "multi_label_classification"
 
 
 def test_one_number_is_a_square(tmp_path: Path) -> None:
@@ -110,6 +121,8 @@ def test_errors(tmp_path: Path) -> None:
         export_model(model, tmp_path / "m", img_size=(0, 5))
     with pytest.raises(ValueError, match=r"in torch\.bfloat16; .*: call model\.float\(\)"):
         export_model(create_small("inline_swin_tiny").bfloat16(), tmp_path / "m")
+    with pytest.raises(ValueError, match=r"the DeiT has no pretrained_cfg, .*: build it with create_model"):
+        export_model(DeiT(**shrunk("inline_deit_tiny")).eval(), tmp_path / "m")
     with pytest.raises(ValueError, match="on the meta device"):
         export_model(create_small("inline_swin_tiny").to("meta"), tmp_path / "m")
     with pytest.raises(ValueError, match=r"call model\.eval"):

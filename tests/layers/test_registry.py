@@ -47,6 +47,7 @@ def test_parse_attention(spec: Any, expected: list[list[str]], short: str) -> No
     ("spec", "message"),
     [
         (3, "attention=3: expected a name"),
+        ([["inline"], "I", "I", "I"], r"attention=\[\['inline'\], .*: expected a name"),
         ("III", "names 3 stages but the model has 4"),
         ("IIIX", "'X' is unknown; expected a letter"),
         ("inlin", "names 5 stages but the model has 4"),

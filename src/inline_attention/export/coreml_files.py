@@ -50,7 +50,7 @@ class _OnPixels(nn.Module):
 
 def _is_classifier(request: Request) -> bool:
     """Core ML's classifiers name one class for each image. Others give logits."""
-    return request.about.get("multi_label") == "false"
+    return "class_names" in request.about and request.about["multi_label"] == "false"
 
 
 def _coremltools() -> Any:

@@ -25,9 +25,9 @@ def describe(
         raise ValueError(f"there are {len(class_names)} class names for the {model.num_classes} classes of the model")
     prepared = image_preparation(model, preprocessing)
     about = {"library": f"inline_attention {__version__}", "architecture": architecture(model)}
+    about["multi_label"] = json.dumps(multi_label)
     if class_names is not None:
         about["class_names"] = json.dumps(list(class_names), ensure_ascii=False)
-        about["multi_label"] = json.dumps(multi_label)
     for key in ("input_size", "mean", "std"):
         about[key] = json.dumps(list(prepared[key]))
     return about | {key: str(prepared[key]) for key in ("interpolation", "crop_pct", "crop_mode")}

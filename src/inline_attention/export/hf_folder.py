@@ -17,7 +17,7 @@ def _write_hf(request: Request, path: Path) -> None:
     prepared |= {key: request.about[key] for key in ("interpolation", "crop_mode")}
     prepared["crop_pct"] = float(request.about["crop_pct"])
     assert isinstance(request.model, VisionModel)  # `export_model` refuses others
-    several = request.about.get("multi_label") == "true"
+    several = json.loads(request.about["multi_label"])
     save_for_hf(request.model, path, class_names=names, preprocessing=prepared, multi_label=several)
 
 

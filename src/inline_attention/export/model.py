@@ -1,5 +1,6 @@
 """The entry point: writes a model in a format, runs the file, and compares it with the model."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -101,6 +102,8 @@ def export_model(
         covers += f"any height and width of at least {smallest}"
     else:
         covers += f"{height} × {width}"
+        if route.covers is None:
+            about["input_size"] = json.dumps([channels, height, width])
     # The tracer takes a size of one for a constant, and two equal sizes for one symbol.
     traced = (height, width + 32) if dynamic_size else (height, width)
     axes = {0: "batch"} if dynamic_batch else {}

@@ -52,7 +52,7 @@ def parse_attention(spec: AttentionSpec, depths: Sequence[int]) -> list[list[str
             all stages. "inline:2" is a stage whose first two blocks are InLine and whose others are softmax.
         depths: blocks per stage.
     """
-    if not isinstance(spec, Sequence):
+    if not isinstance(spec, Sequence) or not all(isinstance(stage, str) for stage in spec):
         raise ValueError(f"attention={spec!r}: expected a name, or a letter or name for each stage")
     stages = list(spec)
     if isinstance(spec, str) and spec.partition(":")[0] in ATTENTIONS:

@@ -320,7 +320,7 @@ class Stage(RunsBlocks):
         return self.downsample(x)
 
     def forward(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """As `embed`, and through the blocks. Beyond the border of padded images the map is zero."""
+        """`embed`, then the blocks. Beyond the border of padded images the map is zero."""
         x = self.embed(x, sizes)
         grid = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)

@@ -21,7 +21,12 @@ def image_preparation(model: nn.Module, preprocessing: Mapping[str, Any] | None 
 
     Entries of `preprocessing` replace those of the model's `pretrained_cfg`.
     """
-    cfg: Any = model.pretrained_cfg  # timm's builder sets it
+    cfg: Any = getattr(model, "pretrained_cfg", None)
+    if cfg is None:
+        raise ValueError(
+            f"the {type(model).__name__} has no pretrained_cfg, which says how its images are prepared: build it with "
+            "create_model"
+        )
     unknown = set(preprocessing or {}) - {"mean", "std", "interpolation", "crop_pct", "crop_mode"}
     if unknown:
         raise ValueError(

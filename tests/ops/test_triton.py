@@ -33,9 +33,9 @@ from kernel_cases import (
     random_case,
     run,
 )
-from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inline_attention.ops import (
     FEATURE_MAPS,
@@ -167,7 +167,7 @@ def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
     launched, launch = [], gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda kernel, grid: launched.append(kernel.__name__) or launch(kernel, grid))
     arguments = ([qkv], None, mask, None, None, None, anchor, "subtract", "identity", True, 0.25)
-    out, *left = forward_op(*arguments, [3, 7], 0, save)
+    _, *left = forward_op(*arguments, [3, 7], 0, save)
     scores = (0.25 * (anchor * k).sum(-1)).masked_fill(~mask[..., None], -torch.inf).transpose(1, 2)
     shares = scores.softmax(-1)
     _, means, stored, lse = left
@@ -182,9 +182,30 @@ def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
         torch.testing.assert_close((stored - lse[..., None]).exp().float(), shares)
         mean = torch.einsum("bhn,bnhe->bhe", shares, v)
         torch.testing.assert_close(means[:, heads * 16 :].view_as(mean), mean)
-    with FakeTensorMode() as mode:
-        faked = forward_op(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments), [3, 7], 0, save)
-    assert [(x.shape, x.dtype) for x in faked] == [(x.shape, x.dtype) for x in (out, *left)]
+    opcheck(torch.ops.inline_attention.forward.default, (*arguments, [3, 7], 0, save), test_utils=FACTS)
+
+
+FACTS = ("test_schema", "test_faketensor")  # inputs stay as they are; shapes, dtypes and strides are those of the fake
+
+
+class RecordedOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "inline_attention":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "local"), [(INLINE, True), (TANGENT, False)], ids=str)
+def test_what_pytorch_is_told_of_the_operators(kind, local, path):
+    with RecordedOperators() as recorded:
+        run(*make_inputs(2, (2, 3), 1, 2, 16, torch.float32, local=local, masked=True), backend="triton", kind=kind)
+    assert [func.name() for func, _ in recorded.calls] == ["inline_attention::forward", "inline_attention::backward"]
+    for func, args in recorded.calls:
+        opcheck(func, args, test_utils=FACTS)
 
 
 @pytest.mark.parametrize("kind", FAMILY[:2], ids=str)

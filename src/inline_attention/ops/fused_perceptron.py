@@ -21,6 +21,7 @@ from .gpu import INTERPRETED, Limits, on_device_of
 from .kernels.perceptron import perceptron_kernel, perceptron_sum_kernel
 from .projections import OutputProjection
 from .registration import refuse_tangents, register
+from .tracing import needs_gradients
 
 # Most channels of a token. A program keeps the sums of its outputs in registers.
 MOST_WIDTH = 512
@@ -297,10 +298,6 @@ def add_perceptron(
     out: Tensor
     out, _ = _perceptron_op(x.contiguous(), *norm, *weights, *fields, eps, list(tile or ()), save)
     return out
-
-
-def needs_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def wins_of(device: torch.device, width: int, hidden: int, use: Use) -> tuple[Win, ...]:

@@ -12,6 +12,7 @@ from .backends import Backend, fused_perceptron
 from .checks import check_shape, shape_of
 from .precision import is_autocast_on, product_dtype
 from .projections import OutputProjection
+from .tracing import needs_gradients
 
 
 def add_perceptron(
@@ -51,7 +52,7 @@ def add_perceptron(
     tensors = (norm_weight, norm_bias, w1, b1, w2, b2)
     _check(x, *tensors, projection)
     dtype = product_dtype(x)
-    has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors, *(projection or ())))
+    has_gradients = needs_gradients(x, *tensors, *(projection or ()))
 
     def by_kernel(use: str, projection: OutputProjection | None) -> Tensor | None:
         """None: the kernel does not run here."""

@@ -1,6 +1,12 @@
 """Whether operations are recorded or transformed by PyTorch, which sees neither kernels nor autograd functions."""
 
 import torch
+from torch import Tensor
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def is_exporting() -> bool:

@@ -9,6 +9,7 @@ from .. import gpu
 from ..gpu import INTERPRETED
 from ..local import Grid, LocalSource
 from ..registration import refuse_tangents
+from ..tracing import needs_gradients
 from .arguments import Options, rows_of
 from .config import MOST_CHANNELS, WIDE_MEMORY, WITHIN_ANY_MEMORY
 from .operators import forward_op
@@ -74,7 +75,7 @@ def attention(
     masks = [None if mask is None else mask.contiguous() for mask in (token_mask, query_mask)]
     sizes = [length for grid in grids for length in grid]
     options = Options(normalization, feature_map, anchored, scale, sizes, num_prefix_tokens)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+    save = needs_gradients(*differentiable)
     if tile is None and not save:
         tile = winning_tile(projections, local, sequences, shares, options)
     if tile is not None:

@@ -105,8 +105,6 @@ def winning_tile(
     options: Options,
 ) -> Tile | None:
     """The measured tile, if the kernel is faster than several launches; otherwise None. `local` as for `run`"""
-    if not WINS and not config.CONFIG.one_launch:
-        return None
     q, k, v = unstack(projections)
     if config.CONFIG.one_launch:
         plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)

@@ -425,6 +425,18 @@ def test_hugging_face_labels_that_are_bare_numbers(tmp_path: Path) -> None:
         open_data(config(f"hfds/{tmp_path}", target_key="fine", val_split="validation", num_classes=2))
 
 
+@pytest.mark.parametrize(("labels", "wrong"), [(["cat", "dog"], "'cat'"), (["0.5", "1"], "0.5")])
+def test_hugging_face_labels_that_are_no_class_numbers(labels: list[str], wrong: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "train").mkdir()
+    for number in range(len(labels)):
+        Image.new("RGB", (8, 8)).save(tmp_path / "train" / f"{number}.png")
+    lines = [f"{number}.png,{label}\n" for number, label in enumerate(labels)]
+    (tmp_path / "train" / "metadata.csv").write_text("file_name,kind\n" + "".join(lines))
+    with pytest.raises(ValueError, match=rf"column 'kind' of 'hfds/.* has {wrong}; expected a class number"):
+        open_eval_data(config(f"hfds/{tmp_path}", target_key="kind", val_split="train"))
+
+
 # The embedded data set
 
 

@@ -90,6 +90,12 @@ def test_lengths_that_cannot_work() -> None:
         load_config("inline_deit_tiny", overrides=["schedule.steps=0"])
 
 
+def test_a_minimum_above_the_peak() -> None:
+    config = load_config("inline_deit_tiny", overrides=["optim.lr=1e-6"])
+    with pytest.raises(ValueError, match=r"schedule.min_lr=5e-06 exceeds optim.lr=1e-06, so the rate would rise"):
+        config.build_schedule(steps_per_epoch=10, world_size=1)
+
+
 def test_rates_grow_with_ranks_batch_and_accumulation() -> None:
     peaks = [
         load_config("inline_deit_tiny", overrides=overrides).build_schedule(steps_per_epoch=100, world_size=ranks).peak

@@ -203,7 +203,13 @@ class HuggingFaceSource:
                 columns = ", ".join(column for column, value in first.items() if value is not None)
                 raise ValueError(f"no column {key!r} in 'hfds/{name}' (data.{option}); there is {columns}")
         names = getattr(self._reader.dataset.features[label_key], "names", None)  # timm reads those of "label" only
-        self.labels = labels = np.array(self._reader.dataset[label_key])
+        values = list(self._reader.dataset[label_key])
+        if wrong := [value for value in values if not isinstance(value, int)]:
+            raise ValueError(
+                f"column {label_key!r} of 'hfds/{name}' (data.target_key) has {wrong[0]!r}; expected a class number in "
+                "each row"
+            )
+        self.labels = labels = np.array(values)
         self.named = names is not None
         if not self.named and labels.max() >= MAX_CLASSES:
             raise ValueError(f"label {labels.max()} in 'hfds/{name}' is out of range; expected 0 to {MAX_CLASSES - 1}")

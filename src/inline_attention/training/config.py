@@ -241,6 +241,11 @@ class LoopConfig:
     def build_schedule(self, *, steps_per_epoch: int, world_size: int) -> Schedule:
         """The schedule in updates. Rates are scaled to the global batch unless they are absolute."""
         plan, rate_batch = self.schedule, self.optim.rate_batch
+        if plan.min_lr > self.optim.lr:
+            raise ValueError(
+                f"schedule.min_lr={plan.min_lr:g} exceeds optim.lr={self.optim.lr:g}, so the rate would rise; lower "
+                "schedule.min_lr"
+            )
         scale = 1.0 if rate_batch is None else self.global_batch(world_size) / rate_batch
         return Schedule(
             kind=plan.kind,

@@ -37,7 +37,7 @@ def evaluate(
     images: EvalImages,
     *,
     config: SegmentDataConfig,
-    device: torch.device,
+    device: torch.device | str,
     amp_dtype: torch.dtype | None = None,
     examples: int = 0,
     on_images: Callable[[int], None] | None = None,
@@ -49,7 +49,7 @@ def evaluate(
     `on_images` is called with the number of images of each batch, for a progress bar.
     """
     confusion = Confusion(model.num_classes, device=device)
-    predictor = Predictor(model, config=config, device=device, amp_dtype=amp_dtype)
+    predictor = Predictor(model, config=config, device=torch.device(device), amp_dtype=amp_dtype)
     kept: list[Example] = []
     seen = 0
     start = time.perf_counter()

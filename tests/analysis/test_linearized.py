@@ -142,9 +142,7 @@ REFUSED = ["swin_tiny_patch4_window7_224", "pvt_v2_b0", "davit_tiny", "tnt_s_pat
 
 @pytest.mark.parametrize("name", [*REFUSED, "softmax_swin_tiny", "softmax_pvt_tiny", "softmax_cswin_tiny"])
 def test_what_is_refused(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"attn.*: a linearised attention with a position bias, windows, stripes"
-    ):
+    with pytest.raises(ValueError, match=r"attn.*: a linearised attention with a position bias, windows, stripes"):
         capture(student(name, gains=False), OF_NAME[name].images())
 
 

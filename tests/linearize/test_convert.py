@@ -285,6 +285,22 @@ def test_deep_copies_have_grids_of_their_own() -> None:
     assert torch.equal(model(case.images(1)), expected)
 
 
+def test_modules_that_keep_their_forward_are_linear_without_fused_attention_too() -> None:
+    case = OF_NAME["hiera_tiny_224"]
+    outputs = []
+    for fused in (True, False):
+        model = case.model
+        modules: list[Any] = [module for module in model.modules() if hasattr(module, "fused_attn")]
+        for module in modules:
+            module.fused_attn = fused
+        linearize(model)
+        with torch.no_grad():
+            outputs.append(model(case.images()))
+        restore(model)
+        assert [module.fused_attn for module in modules] == [fused] * case.converted
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("attention", ["linear", "mala", "inline"])
 def test_other_forms_are_those_of_the_operation(attention: str) -> None:
     model = OF_NAME["vit_tiny_patch16_224"].model

@@ -129,6 +129,7 @@ class LinearizedAttention(nn.Module):
 
     gets_grid: ClassVar[bool] = False  # True: `forward` gets the grid; False: the patch embedding has it
     has_bias: ClassVar[bool] = False  # whether a bias (heads, N, N) is added to the logits
+    is_written_out: ClassVar[bool] = True  # False: a call may hold the tokens of a window, or of a reduced map
 
     # About a module that is not yet converted.
 
@@ -315,9 +316,10 @@ class LinearizedAttention(nn.Module):
         self._observed_by(record, *args, **kwargs)
         call, gain = calls[0], self.gain
         q, k, v = unstack(call.projections)
-        if len(calls) > 1 or call.bias is not None or call.regions is not None or q.shape[1] != k.shape[1]:
+        is_plain = len(calls) == 1 and call.bias is None and call.regions is None and q.shape[1] == k.shape[1]
+        if not (is_plain and self.is_written_out):
             raise ValueError(
-                "a linearised attention with a position bias, stripes or reduced keys is not written out; "
+                "a linearised attention with a position bias, windows, stripes or reduced keys is not written out; "
                 "analyse the original model"
             )
         grid, num_prefix_tokens = call.grid, call.num_prefix_tokens

@@ -51,6 +51,7 @@ class FusedAttention(LinearizedAttention):
     """The base of modules that call `scaled_dot_product_attention` once, with heads (B, heads, …, N, d)."""
 
     gets_grid = True
+    is_written_out = False
     heads_dim: ClassVar[int] = 1
 
     def token_map(self: Any, x: Tensor, *args: Any) -> Grid | None:

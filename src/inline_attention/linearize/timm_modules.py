@@ -312,6 +312,7 @@ class LinearizedPartialAttention(LinearizedAttention, shvit.SHSA):
     """The attention of SHViT: one head, of some of the channels."""
 
     gets_grid = True
+    is_written_out = False
 
     @classmethod
     def heads(cls, module: Any) -> tuple[int, int]:
@@ -329,6 +330,8 @@ class LinearizedPartialAttention(LinearizedAttention, shvit.SHSA):
 @register(tnt.Attention)
 class LinearizedTntAttention(LinearizedAttention, tnt.Attention):
     """The attention of TNT: of the pixels of a patch, and of the patches."""
+
+    is_written_out = False
 
     @classmethod
     def has_map(cls, module: nn.Module) -> bool:

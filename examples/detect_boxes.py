@@ -35,11 +35,13 @@ SETTINGS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="default: pictures made from the photographs of the package")
-    parser.add_argument("--image", type=Path, nargs="*", help="default: four of the validation images")
+    parser.add_argument("--image", type=Path, action="append", help="with --data; may be given several times")
     parser.add_argument("--output", type=Path, default=Path("runs/detect"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("settings", nargs="*", help="settings of `inline detect train`, as key=value")
     args = parser.parse_args()
+    if args.data and not args.image:
+        parser.error("--data needs --image, a picture to search")
 
     data = args.data or write_boxes(args.output / "data")
     settings = [*SETTINGS, f"data.path={data}", f"schedule.steps={args.steps}", *args.settings]

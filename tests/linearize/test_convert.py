@@ -301,6 +301,12 @@ def test_modules_that_keep_their_forward_are_linear_without_fused_attention_too(
     assert torch.equal(*outputs)
 
 
+def needs(module: type[nn.Module], argument: str) -> pytest.MarkDecorator:
+    """Skips a test with a version of timm whose module does not have this argument."""
+    missing = argument not in inspect.signature(module).parameters
+    return pytest.mark.skipif(missing, reason=f"this version of timm's {module.__name__} has no {argument}")
+
+
 @pytest.mark.parametrize("attention", ["linear", "mala", "inline"])
 def test_other_forms_are_those_of_the_operation(attention: str) -> None:
     model = OF_NAME["vit_tiny_patch16_224"].model
@@ -315,7 +321,7 @@ def test_other_forms_are_those_of_the_operation(attention: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        dict(gated=True, qkv_bias=True),
+        pytest.param(dict(gated=True, qkv_bias=True), marks=needs(timm.layers.Attention, "gated")),
         dict(attn_head_dim=8, scale_norm=True, norm_layer=nn.LayerNorm),
         dict(qk_norm=True, norm_layer=timm.layers.RmsNorm),
     ],
@@ -325,10 +331,7 @@ def test_options_of_timms_attention(options: dict[str, Any]) -> None:
     check_module(timm.layers.Attention(24, 2, **options))
 
 
-@pytest.mark.skipif(
-    "num_kv_heads" not in inspect.signature(timm.layers.AttentionRope).parameters,
-    reason="this version of timm has no heads that share keys",
-)
+@needs(timm.layers.AttentionRope, "num_kv_heads")
 def test_heads_that_share_keys() -> None:
     check_module(timm.layers.AttentionRope(24, 4, qkv_fused=False, num_kv_heads=2, gated=True))
 

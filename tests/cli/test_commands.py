@@ -121,6 +121,10 @@ def test_export_fails_loudly(
         (["export", "inline_deit_tiny", "--output", "/dev/null/m.onnx"], "'/dev/null/m.onnx' cannot be written"),
         (["export", "inline_deit_tiny", "--num-classes", "-3"], "--num-classes -3: expected 0 or more"),
         (
+            ["export", "inline_deit_tiny", "--output", "m.pt2"],
+            "--output m.pt2 has the ending of another format than --format onnx",
+        ),
+        (
             ["predict", "inline_dit_study", "photo.png"],
             "no file, folder or model 'inline_dit_study'; did you mean inline",
         ),

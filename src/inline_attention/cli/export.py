@@ -44,6 +44,12 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--num-classes {args.num_classes}: the weights decide the number of classes; leave it out")
     if args.format != "hf":  # which writes a folder
         check_writable(args.output)
+    endings = {name: Path(f"x{route.suffix}").suffix for name, route in ROUTES.items()}
+    if args.output is not None and args.output.suffix in {*endings.values()} - {"", endings[args.format]}:
+        raise ValueError(
+            f"--output {args.output} has the ending of another format than --format {args.format}: give the --format "
+            "of that ending, or another name"
+        )
     torch.manual_seed(0)
     img_size = parse_size(args.img_size)
     classifier = load_classifier(
@@ -55,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     model = classifier.model
     if not isinstance(model, VisionModel) and not hasattr(model, "linearization"):
         raise ValueError(
-            f"{args.name} is a model of timm, not one of this library; `inline models` lists those. "
+            f"{architecture(model)} is a model of timm, not one of this library; `inline models` lists those. "
             "A linearised model of timm is exported with --weights FILE"
         )
     exported = export_model(

@@ -395,6 +395,14 @@ def test_a_folder_of_another_command(finished: Path, tmp_path: Path, capsys: pyt
     assert "is of `inline linearize`, not of `inline train`" in capsys.readouterr().err
 
 
+def test_nothing_to_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model, there is nothing to begin either."""
+    command = ["linearize", "--resume", "auto", "--output", str(tmp_path / "run"), "--print-config"]
+    assert main(command) == 2
+    assert "run holds no run to continue; to begin one there, name a model" in capsys.readouterr().err
+    assert main([*command, "softmax_deit_tiny"]) == 0
+
+
 def test_the_plan_of_a_timm_model_names_its_arguments(tmp_path: Path) -> None:
     """A student of timm's registry, whose size differs from the registered one."""
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=2, num_classes=10)

@@ -110,6 +110,8 @@ def plan_linearization(
             f"{place} was begun with another model: {', '.join(changed)}. Leave that out, or give another --output"
         )
     config: Any = plan.config
+    if resume == "auto" and not begun and not config.model.name and config.model.weights == "pretrained":
+        raise ValueError(f"--resume auto: {place} holds no run to continue; to begin one there, name a model")
     config = replace(config, model=replace(config.model, start=None))  # the config.yaml of stage 2 sets it
     return LinearizationPlan(plan.folder if place is None else Path(place), config, plan.changes)
 

@@ -17,7 +17,7 @@ from .weights import kept_weights, num_elements, restore, save_weights, write_sa
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Converted:
     """The result of a conversion."""
 
     checkpoint: Checkpoint
@@ -36,7 +36,7 @@ def convert(
     *,
     model_name: str | None = None,
     ema: bool | None = None,
-) -> Conversion:
+) -> Converted:
     """Read a file or URL as `load_weights` does, and write it as `save_weights` does.
 
     Args:
@@ -50,7 +50,7 @@ def convert(
     if not isinstance(model, VisionModel):
         raise ValueError(f"{model_name} is a model of timm, not one of this library; `inline models` lists those")
     metadata = {"converted_from": path.name, "ema": str(checkpoint.is_ema).lower()}
-    return Conversion(checkpoint, model, save_weights(model, target, metadata=metadata))
+    return Converted(checkpoint, model, save_weights(model, target, metadata=metadata))
 
 
 def average(sources: Sequence[Path], target: Path) -> Path:

@@ -331,7 +331,7 @@ class Stage(RunsBlocks):
 
 
 class PyramidModel(VisionModel):
-    """Four stages at strides 4, 8, 16, 32 on maps (B, H, W, C), a norm and a head on the mean token."""
+    """Stages on maps (B, H, W, C) at strides 4, 8, 16, …, then a norm and a head on the mean token."""
 
     output_fmt = "NHWC"
     layers_name = "stages"

@@ -17,7 +17,7 @@ from .weights import architecture, kept_weights, num_elements, restore, save_wei
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Converted:
     """The result of a conversion."""
 
     checkpoint: Checkpoint
@@ -36,7 +36,7 @@ def convert(
     *,
     model_name: str | None = None,
     ema: bool | None = None,
-) -> Conversion:
+) -> Converted:
     """Read a file or URL as `load_weights` does, and write it as `save_weights` does.
 
     Args:
@@ -55,7 +55,7 @@ def convert(
     if schema.read_description(checkpoint.info) is not None:  # a file of this library
         kept = (schema.CLASS_NAMES, schema.PREPROCESSING, schema.MULTI_LABEL)
         metadata |= {key: checkpoint.info[key] for key in kept if key in checkpoint.info}
-    return Conversion(checkpoint, model, save_weights(model, target, metadata=metadata))
+    return Converted(checkpoint, model, save_weights(model, target, metadata=metadata))
 
 
 def average(sources: Sequence[Path], target: Path) -> Path:

@@ -3,11 +3,8 @@
 import logging
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from inline_attention.data import EvalLoader
-from inline_attention.training.distributed import Ranks, is_distributed
+from inline_attention.training.distributed import current_ranks
 
 Value = TypeVar("Value")
 
@@ -16,9 +13,7 @@ _logger = logging.getLogger(__name__)
 
 def over_ranks(value: Value) -> list[Value]:
     """Every rank's value, on every rank."""
-    if not is_distributed():
-        return [value]
-    return Ranks(torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size()).gather(value)
+    return current_ranks().gather(value)
 
 
 def check_readable(loader: EvalLoader[Any, Any], *, images: int, skipped: int) -> None:
@@ -29,5 +24,5 @@ def check_readable(loader: EvalLoader[Any, Any], *, images: int, skipped: int) -
     if images == 0:
         raise ValueError(f"nothing to evaluate: none of the {loader.num_images} images could be read")
     loader.skipped.check_limit(skipped)
-    if skipped and (not is_distributed() or dist.get_rank() == 0):
+    if skipped and current_ranks().is_first:
         _logger.warning("%d unreadable images are left out: results are over the other %d", skipped, images)

@@ -88,6 +88,13 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def current_ranks() -> Ranks:
+    """The ranks of this process group, or the only rank, for values in main memory and on any device."""
+    if not is_distributed():
+        return Ranks(torch.device("cpu"))
+    return Ranks(torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
 def rank_device(name: str | None) -> torch.device:
     """The device of this rank. Under torchrun with CUDA, it is GPU number LOCAL_RANK. ValueError: there is none."""
     device = choose_device(name)

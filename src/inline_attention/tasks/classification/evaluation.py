@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from inline_attention.data import Batch, EvalLoader
 from inline_attention.data.collate import as_targets
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.tasks.evaluation import check_readable
-from inline_attention.training.distributed import is_distributed
+from inline_attention.training.distributed import current_ranks
 
 MAX_CONFUSION_CLASSES = 256
 CALIBRATION_BINS = 15
@@ -161,9 +160,8 @@ class _Counts:
         sums = [self._loss, self._top5, self._calibration, self._per_class, skipped]
         if self._confusion is not None:
             sums.append(self._confusion)
-        if is_distributed():
-            for value in sums:
-                dist.all_reduce(value)
+        for value in sums:
+            current_ranks().sum(value)
         per_class = self._per_class.cpu()  # waits for the device
         correct, images = per_class.sum(0).tolist()
         seconds = time.perf_counter() - start
@@ -187,8 +185,7 @@ def padded_batches(loader: EvalLoader, *, device: torch.device) -> Iterator[tupl
 
     With equal shapes, a compiled model is compiled once.
     """
-    world_size = dist.get_world_size() if is_distributed() else 1
-    size = min(loader.batch_size, -(-loader.num_images // world_size)) or loader.batch_size
+    size = min(loader.batch_size, -(-loader.num_images // current_ranks().world_size)) or loader.batch_size
     for batch in _in_step(loader, device=device):
         missing = size - len(batch.images)
         yield F.pad(batch.images, (0,) * 7 + (missing,)) if missing > 0 else batch.images, batch
@@ -217,9 +214,7 @@ class _RealCounts:
         self._counts += torch.stack([hits.sum(), allowed.any(dim=1).sum()])
 
     def top1(self) -> float:
-        if is_distributed():
-            dist.all_reduce(self._counts)
-        hits, images = self._counts.tolist()
+        hits, images = current_ranks().sum(self._counts).tolist()
         return 100 * hits / max(1, images)
 
 
@@ -229,7 +224,8 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
     A sharded model communicates in its forward pass, so all ranks must call it equally often.
     """
     batches = iter(loader)
-    if not is_distributed():
+    ranks = current_ranks()
+    if ranks.world_size == 1:
         yield from batches
         return
     empty = Batch(
@@ -243,8 +239,6 @@ def _in_step(loader: EvalLoader, *, device: torch.device) -> Iterator[Batch]:
         return
     while True:  # the length of a stream is unknown, so ranks agree before each batch
         batch = next(batches, None)
-        any_left = torch.tensor(batch is not None, dtype=torch.int64, device=device)
-        dist.all_reduce(any_left, op=dist.ReduceOp.MAX)
-        if not any_left:
+        if not ranks.maximum(torch.tensor(batch is not None, dtype=torch.int64, device=device)):
             return
         yield empty if batch is None else batch

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from inline_attention.tasks.segmentation.sources import IGNORED
-from inline_attention.training.distributed import is_distributed
+from inline_attention.training.distributed import current_ranks
 
 
 class Confusion:
@@ -25,10 +24,7 @@ class Confusion:
 
     def over_ranks(self) -> Tensor:
         """The sum over all ranks, on the CPU; called on every rank."""
-        total = self.counts.clone()
-        if is_distributed():
-            dist.all_reduce(total)
-        return total.cpu()
+        return current_ranks().sum(self.counts.clone()).cpu()
 
 
 @dataclass(frozen=True)

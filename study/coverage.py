@@ -21,7 +21,7 @@ WHOLE, PARTLY, NO_MAP, REFUSED, NONE = (
     "converted, other attentions left alone",
     "converted with local_residual=False",
     "refused",
-    "no softmax attention",
+    "no softmax attention between tokens",
 )
 
 
@@ -50,10 +50,11 @@ def main(patterns: Iterable[str]) -> None:
         warnings.simplefilter("ignore")
         results = [classify(name) for name in names]
     counts = Counter(kind for kind, _ in results)
-    say(f"timm {timm.__version__}, {len(names)} names")
+    say(f"timm {timm.__version__}, {len(names)} names", "")
     say_text(table(["", "names"], [[kind, str(counts[kind])] for kind in (WHOLE, PARTLY, NO_MAP, REFUSED, NONE)]))
     modules = Counter(", ".join(found) for kind, found in results if kind == REFUSED)
     if modules:
+        say("")
         say_text(table(["refused for", "names"], [[found, str(count)] for found, count in modules.most_common()]))
 
 

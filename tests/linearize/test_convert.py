@@ -270,6 +270,9 @@ def test_the_report_counts_anchors() -> None:
     report = linearize(model, anchors=2)
     assert report.layers[0].action == "→ tangent, 2 anchors, with residual"
     assert "2 layers have no more tokens than anchors times channels in a head" in str(report)
+    with torch.device("meta"):
+        swin = timm.create_model("swin_tiny_patch4_window7_224")  # windows of 49 tokens, heads of 32 channels
+    assert "12 layers have no more tokens than channels in a head, counted twice where" in str(linearize(swin))
 
 
 def test_deep_copies_have_grids_of_their_own() -> None:

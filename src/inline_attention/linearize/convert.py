@@ -64,6 +64,8 @@ class Report:
         short = [layer for layer in self.linear() if not layer.saves_products]
         if short:
             channels = "channels in a head" if short[0].anchors == 1 else "anchors times channels in a head"
+            if any(layer.has_bias for layer in short):
+                channels += ", counted twice where there is a position bias"
             layers = "1 layer has" if len(short) == 1 else f"{len(short)} layers have"
             lines.append(f"{layers} no more tokens than {channels}. There the linear form saves no products.")
         return "\n".join(lines)

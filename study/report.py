@@ -38,18 +38,31 @@ from study.plan import plan
 from study.results import Results, RunResult, Sample, Setting, describe_seeds, is_early
 
 RESULTS, PAGE, TABLES = "results.json", "results.md", "tables.md"
-# Sections of the page, by the name in its template, with their claims.
+# Parts of the page's table, with their claims.
 TOPICS = {
-    "gap": ("gap", "inline_linear", "inline_softmax", "inline_linear_residual", "other_linear", "windows"),
-    "injectivity": (
+    "Does InLine attention close a gap?": (
+        "gap", "inline_linear", "inline_softmax", "inline_linear_residual", "other_linear", "windows",
+    ),
+    "Injectivity": (
         "injectivity", "injectivity_residual", "feature_maps", "mapped_softmax", "length", "length_skip", "confusion",
     ),
-    "local": (
+    "Local modelling": (
         "residual_inline", "residual_linear", "local_residual", "local_softmax", "control", "locality", "locality_mean",
         "masking", "masking_softmax",
     ),
-    "speed": ("cost", "speed_math", "speed_flash", "window_speed"),
+    "Speed": ("cost", "speed_math", "speed_flash", "window_speed"),
 }  # fmt: skip
+WHY = "Why is linear attention with the residual ahead of InLine?"  # the part of the explanations
+# What the page answers first, by claim.
+QUESTIONS = {
+    "gap": "Is softmax attention ahead of linear attention?",
+    "injectivity": "Does injectivity alone raise accuracy?",
+    "residual_linear": "Does local modelling raise the accuracy of linear attention?",
+    "residual_inline": "Does it raise that of InLine attention?",
+    "inline_linear_residual": "Is InLine ahead of linear attention with the same residual?",
+    "cost": "Is InLine faster than softmax attention, where there are many tokens?",
+}
+_ANSWERS = {SUPPORTED: "Yes", CONTRADICTED: "No", INCONCLUSIVE: "Not decided"}
 
 
 def count_parameters(run: Run) -> int:
@@ -178,8 +191,12 @@ def _draw(results: Results, claims: Sequence[Claim], out: Path) -> list[Path]:
         setting.epochs: {ROWS[row].title: sample.values for row, sample in results.rows(setting).items() if row in MAIN}
         for setting in [main, *results.longer_settings]
     }
-    effects = [(claim.claim, claim.effect, claim.verdict) for claim in claims if claim.effect and _is_drawn(claim)]
-    caption = f"{DATASETS[main.dataset].title}. Left: a point for each seed. Right: 95 % intervals, paired by seed"
+    effects = [
+        (f"{claim.claim}{_lowest(claim)}", claim.effect, claim.verdict)
+        for claim in claims
+        if claim.effect and _is_drawn(claim)
+    ]
+    caption = f"{DATASETS[main.dataset].title}. Above: a point for each seed. Below: 95 % intervals, paired by seed"
     keep(plots.draw_answer(accuracies, effects, caption=caption), "answer.png")
     curves = {ROWS[row].title: [r.curve for r in results.runs if r.setting == main and r.run.row == row]
               for row in results.rows(main) if row in MAIN}  # fmt: skip
@@ -200,7 +217,7 @@ def _draw(results: Results, claims: Sequence[Claim], out: Path) -> list[Path]:
     for setting, name in _timed_settings(results, main).items():
         assert results.speed is not None
         where = f"{results.speed['machine']}, {_how_timed(results.speed)}"
-        caption = f"{setting}; {_seeds_shown(results, [setting])}\nTimed on {where}"
+        caption = f"{setting}; {_seeds_shown(results, [setting])}. Timed on {where}"
         keep(plots.draw_speed(speed_points(results, setting), caption=caption), name)
     analysed = ((ROWS[row].title, r.analysis) for row in MAIN if (r := results.find(main, row)) and r.analysis)
     found = [(title, analysis) for title, analysis in analysed if is_early(analysis) or PARTS.keys() <= analysis.keys()]
@@ -293,17 +310,16 @@ def _timed_settings(results: Results, main: Setting) -> dict[Setting, str]:
 def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> str:
     """The page for people, as Markdown. `figures` are links."""
     main = results.main_setting
+    left = len({run for group in plan(results) for run in group.left})
     values: dict[str, object] = {
+        "answers": answers(claims),
         "verdicts": _counts(claims),
-        "explanation_table": explanation_table(explain(results)),
-        "changed_table": changed_table(claims),
+        "claim_table": claim_table(claims, explain(results)),
+        "changes": changes(claims),
         "answer_picture": _pictures(figures, "answer"),
-        "missing_table": missing_table(results),
+        "missing": left or None,
+        "provenance": made_on(results),
     }
-    for topic, names in TOPICS.items():
-        values[f"{topic}_claims"] = claim_table([claim for name in names for claim in claims if claim.name == name])
-    untestable = [[claim.claim, claim.about] for claim in claims if claim.verdict == NOT_TESTABLE]
-    values["untestable"] = _table(["claim", "why"], untestable)
     if main is not None:
         values |= {"setting": main, "highest": _highest(results, main)}
     return fill("results", values)
@@ -314,6 +330,9 @@ def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) ->
     main = results.main_setting
     values: dict[str, object] = {
         "comparison_table": comparison_table(claims),
+        "untestable": _table(["claim", "why"], [[c.claim, c.about] for c in claims if c.verdict == NOT_TESTABLE]),
+        "explanation_table": _table(["explanation", "experiment"], [[c.claim, c.about] for c in explain(results)]),
+        "missing_table": missing_table(results),
         "part_table": part_table([*claims, *explain(results)]),
         "analysis_table": analysis_table(results),
         "settings": "\n".join(_setting(results, s) for s in sorted(results.settings, key=lambda s: s != main)),
@@ -347,9 +366,49 @@ def _counts(claims: Sequence[Claim]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in Counter(claim.verdict for claim in claims).items())
 
 
-def claim_table(claims: Sequence[Claim]) -> str:
-    lines = [[claim.claim, *_effect(claim), claim.where or "–", _verdict(claim)] for claim in claims]
+def answers(claims: Sequence[Claim]) -> str:
+    """The first lines of the page: questions of people, with their answers."""
+    by_name = {claim.name: claim for claim in claims}
+    lines = []
+    for name, question in QUESTIONS.items():
+        if (claim := by_name.get(name)) is not None:
+            effect, interval = _effect(claim)
+            between = f" ({interval})" if claim.effect is not None and claim.effect.margin is not None else ""
+            lines.append(f"- {question} **{_ANSWERS[claim.verdict]}:** {effect}{between}.")
+    return "\n".join(lines)
+
+
+def claim_table(claims: Sequence[Claim], explanations: Sequence[Claim]) -> str:
+    """All claims by topic, the explanations, and last what cannot be tested."""
+    by_name = {claim.name: claim for claim in claims}
+    parts = {topic: [by_name[name] for name in names if name in by_name] for topic, names in TOPICS.items()}
+    parts[WHY] = list(explanations)
+    lines: list[list[str]] = []
+    for topic, members in parts.items():
+        lines += [[f"**{topic}**", *[""] * 4]] if members else []
+        lines += [[claim.claim, *_effect(claim), _measured_on(claim), _verdict(claim)] for claim in members]
+    untestable = [claim for claim in claims if claim.verdict == NOT_TESTABLE]
+    lines += [["**Not testable here**", *[""] * 4]] if untestable else []
+    lines += [[claim.claim, "–", "–", "–", claim.verdict] for claim in untestable]
     return _table(["claim", "effect", "95 % interval", "measured on", "verdict"], lines)
+
+
+def made_on(results: Results) -> str:
+    """Machines and commits of the trainings, the timings and the probes: a line for each."""
+    lines = []
+    commits = sorted({commit for result in results.runs for commit in result.commit.split(" and ")})
+    machines = sorted({machine for result in results.runs for machine in result.machine.split(" and ")})
+    if results.runs:
+        spent = f", {results.device_seconds / 60:.0f} minutes" if results.device_seconds else ""
+        lines.append(f"- trainings: {_where(commits, ', '.join(machines))}{spent}")
+    if results.speed is not None:
+        lines.append(f"- speed: {_where(results.speed['commits'], results.speed['machine'])}")
+    if results.sweep is not None:
+        lines.append(f"- speed by resolution: {_where([results.sweep.commit], results.sweep.machine)}")
+    if results.probes is not None:
+        environment = results.probes["environment"]
+        lines.append(f"- probes: {_where([environment['inline-attention']], environment['cpu'])}")
+    return "\n".join(lines)
 
 
 def _verdict(claim: Claim) -> str:
@@ -357,47 +416,51 @@ def _verdict(claim: Claim) -> str:
 
 
 def _effect(claim: Claim) -> tuple[str, str]:
-    """The effect with its unit, and its interval."""
+    """The effect with its unit, and its interval; of several comparisons, the lowest."""
     effect = claim.effect
     if effect is None:
         return "not measured", "–"
+    number = f"{effect.mean:.2f}" if effect.seeds == 0 else f"{effect.mean:+.2f}"
+    text = f"{number} {claim.unit}{_lowest(claim)}".replace("-", "−")
     if effect.low is None or effect.high is None:
-        number = f"{effect.mean:.2f}" if effect.seeds == 0 else f"{effect.mean:+.2f}"
-        return f"{number} {claim.unit}".replace("-", "−"), "–" if effect.seeds == 0 else "one seed"
-    interval = f"{effect.low:+.2f} to {effect.high:+.2f}"
-    return f"{effect.mean:+.2f} {claim.unit}".replace("-", "−"), interval.replace("-", "−")
+        return text, "–" if effect.seeds == 0 else "one seed"
+    return text, f"{effect.low:+.2f} to {effect.high:+.2f}".replace("-", "−")
+
+
+def _lowest(claim: Claim) -> str:
+    return f", the lowest of {len(claim.parts)}" if claim.parts else ""
+
+
+def _measured_on(claim: Claim) -> str:
+    lowest = [name for name, effect in claim.parts.items() if effect == claim.effect and name not in claim.where]
+    return "; ".join([*lowest[:1], claim.where]) or "–"
 
 
 def comparison_table(claims: Sequence[Claim]) -> str:
     """What each claim compares, and how its effect makes the verdict."""
     return _table(["claim", "what is compared", "verdict"],
-                  [[c.claim, c.about, f"{c.verdict}. {c.reading}".rstrip()] for c in claims])  # fmt: skip
+                  [[c.claim, c.about, f"{c.verdict}. {c.reading}".rstrip()] for c in claims
+                   if c.verdict != NOT_TESTABLE])  # fmt: skip
 
 
 def part_table(claims: Sequence[Claim]) -> str:
     """Every comparison of the claims that rest on several. Empty without any."""
     lines = [
-        [claim.claim, name, *_effect(replace(claim, effect=effect)), _verdict(claim)]
+        [claim.claim, name, *_effect(replace(claim, effect=effect, parts={})), _verdict(claim)]
         for claim in claims
         for name, effect in claim.parts.items()
     ]
     return _table(["claim", "comparison", "effect", "95 % interval", "verdict on the claim"], lines) if lines else ""
 
 
-def explanation_table(explanations: Sequence[Claim]) -> str:
-    lines = [[claim.claim, claim.about, *_effect(claim), _verdict(claim)] for claim in explanations]
-    return _table(["explanation", "experiment", "effect", "95 % interval", "verdict"], lines)
-
-
-def changed_table(claims: Sequence[Claim]) -> str:
-    """Verdicts of an earlier report that do not hold any more. Empty if all do."""
+def changes(claims: Sequence[Claim]) -> str:
+    """Verdicts of an earlier report that do not hold any more, a line for each. Empty if all do."""
     held = {"confirmed": (SUPPORTED,), "not confirmed": (CONTRADICTED, INCONCLUSIVE)}
-    lines = [
-        [claim.claim, earlier, claim.verdict]
+    return "\n".join(
+        f"- {claim.claim}: {earlier} then, {claim.verdict} now."
         for claim in claims
         if (earlier := EARLIER.get(claim.name)) is not None and claim.verdict not in held[earlier]
-    ]
-    return _table(["claim", "version 0.1", "now"], lines) if lines else ""
+    )
 
 
 def missing_table(results: Results) -> str:
@@ -427,7 +490,7 @@ _CAPTIONS = {
     "tokens": "Accuracy against the number of tokens",
     "variants": "Accuracy with other feature maps, other attentions, other windows",
     "causes": "Confused pairs, attention to the neighbourhood, masking and rank of the first seed's models",
-    "answer": "Left: accuracy of the five main models. Right: differences with their 95 % intervals",
+    "answer": "Above: accuracy of the five main models. Below: differences with their 95 % intervals",
     "probes": "Three probes",
 }
 

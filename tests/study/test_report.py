@@ -8,7 +8,7 @@ import pytest
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
 from study import pages
-from study.claims import judge
+from study.claims import explain, judge
 from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
 from study.pages import fill
 from study.report import (
@@ -26,6 +26,8 @@ from study.report import (
     write_report,
 )
 from study.results import collect
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_gaps_whose_interval_does_not_contain_zero_are_bold(tmp_path: Path) -> None:
@@ -128,19 +130,54 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
 
 
 def test_claims_for_people(tmp_path: Path) -> None:
-    """Every claim is on the page once, in its section or among those that cannot be tested, and what has changed."""
+    """Answers come first. Every claim is in the table once, and what has changed is told after it."""
     write_runs(tmp_path, {"inline": [43.0, 43.5, 43.1], "linear": LINEAR, "softmax": SOFTMAX})
     claims = judge(collect(tmp_path))
     text = page(collect(tmp_path), claims, ["answer.png"])
+    assert text.startswith(
+        "- Is softmax attention ahead of linear attention? **Yes:** +3.30 points (+2.87 to +3.73).\n"
+        "- Does injectivity alone raise accuracy? **Not decided:** not measured.\n"
+    )
     assert "| +3.00 points | +2.75 to +3.25 | 60 epochs, 3 seeds | **supported** |" in text
-    assert "![Left: accuracy" in text
+    assert text.index("![Above: accuracy") < text.index("| claim | effect |")
     before, changed = text.split("## What has changed")
-    for claim in claims:
+    for claim in [*claims, *explain(collect(tmp_path))]:
         assert before.count(f"| {claim.claim} |") == 1
-    assert "| InLine attention is ahead of linear attention | not confirmed | supported |" in changed
-    assert "| InLine attention gains from its local residual | confirmed | inconclusive |" in changed
-    assert "| InLine attention gains from larger windows" not in changed  # "not confirmed" and inconclusive agree
+    assert "- InLine attention is ahead of linear attention: not confirmed then, supported now." in changed
+    assert "- InLine attention gains from its local residual: confirmed then, inconclusive now." in changed
+    assert "- InLine attention gains from larger windows" not in changed  # "not confirmed" and inconclusive agree
     assert "| Linear attention gains" in comparison_table(claims)
+    assert "- trainings: `1 (abc)` on a cpu" in changed
+
+
+def test_a_model_looks_the_same_in_every_figure() -> None:
+    pytest.importorskip("matplotlib")
+    from study.plots import style
+
+    styles = {style(row.title) for row in MAIN.values()}
+    assert len({colour for colour, _ in styles}) == len({marker for _, marker in styles}) == len(MAIN)
+    for row, name in (
+        ("linear", "linear, ReLU"),
+        ("linear_residual", "linear, ReLU + residual"),
+        ("inline", "InLine + residual"),
+    ):
+        assert style(MAIN[row].title) == style(name)  # in the grid and in the probes
+    assert not styles & {style(row.title) for row in BASELINES.values()}
+
+
+def test_the_pages_and_the_record_agree(tmp_path: Path) -> None:
+    """Those of the documentation: `python -m study report` writes all three."""
+    results = collect(tmp_path, onto=DOCS / "results" / "study.json")
+    claims = judge(results)
+    assert json.loads((DOCS / "results" / "study.json").read_text()) == json.loads(json.dumps(to_json(results, claims)))
+    for path, template, write in (
+        (DOCS / "results.md", "docs", page),
+        (DOCS / "results" / "study-tables.md", "docs_tables", tables),
+    ):
+        found = path.read_text()
+        links = re.findall(r"^!\[.*\]\((.*)\)$", found, flags=re.MULTILINE)
+        assert all((path.parent / link).exists() for link in links)
+        assert fill(template, {"page": write(results, claims, links)}) == found
 
 
 @pytest.mark.parametrize("name", ["results", "docs"])
@@ -227,7 +264,7 @@ def test_new_runs_go_onto_an_earlier_report(tmp_path: Path) -> None:
 def test_the_recorded_results_can_be_added_to(tmp_path: Path) -> None:
     """These are the results in docs/, whose run folders no longer exist."""
     write_runs(tmp_path, {"inline_relu": [39.0, 39.5, 40.0]}, epochs=40)
-    record = Path(__file__).parents[2] / "docs" / "results" / "study.json"
+    record = DOCS / "results" / "study.json"
     results = collect(tmp_path, onto=record)
     (line,) = (line for line in shared_map_table(results).splitlines() if line.startswith("| ReLU | without"))
     assert line.startswith("| ReLU | without | 40 | 3 | 38.47 ± 0.66 | 39.50 ± 0.50 | +1.03 ± ")
@@ -241,7 +278,7 @@ def test_a_page_leaves_out_what_is_not_known() -> None:
     assert "InLine-Swin instead of DeiT" in fill("setting", {"setting": "here", "swin_table": "| a |"})
     assert fill("tables", {"settings": "## here\n\nthere"}).startswith("## here\n\nthere")
     assert fill("docs", {"page": "## here"}).startswith("# Results\n\nIs linear attention behind")
-    assert "What has changed" not in fill("results", {"gap_claims": "| a |", "verdicts": "1"})
+    assert "What has changed" not in fill("results", {"claim_table": "| a |", "verdicts": "1"})
 
 
 def test_failures_alone(tmp_path: Path) -> None:

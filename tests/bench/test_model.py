@@ -355,10 +355,18 @@ def test_status_tells_whether_anything_was_measured(contenders: str, status: int
     [
         *[
             (text, "is not a record of `inline bench`")
-            for text in ("{}", "no json", "[]", "é", '{"kind": "op", "facts": {}, "results": 3}')
+            for text in (
+                "{}",
+                "no json",
+                "[]",
+                "é",
+                '{"kind": "op", "facts": {}, "results": 3}',
+                '{"kind": "op", "facts": ["torch"], "results": []}',
+            )
         ],
         ('{"kind": "op", "facts": {}, "results": [{}]}', "has results that this version cannot read"),
         ('{"kind": "study", "facts": {}, "results": []}', "is a record of kind 'study'; expected op or"),
+        ('{"kind": [], "facts": {}, "results": []}', "is a record of kind '[]'; expected op or"),
     ],
 )
 def test_file_that_is_no_record(tmp_path: Path, text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

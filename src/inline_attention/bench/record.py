@@ -60,7 +60,7 @@ def read_record(path: Path, *, kinds: Collection[str]) -> tuple[str, dict[str, s
     """Kind, facts and results of a file that a run wrote; ValueError unless it is of one of the `kinds`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        kind, facts, results = content["kind"], content["facts"], content["results"]
+        kind, facts, results = str(content["kind"]), dict(content["facts"]), content["results"]
         for result in results:
             if "size" in result:  # in records of dense models before 0.2
                 result["img_size"] = result.pop("size")

@@ -45,6 +45,16 @@ def without_pictures() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Every torch.empty is filled with NaN, so that what a kernel leaves unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _short_timings() -> Iterator[None]:
     """No test looks at how long a benchmark's calls took: each is timed twice."""

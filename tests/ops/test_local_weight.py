@@ -10,6 +10,8 @@ from kernel_cases import DEVICE, DTYPES, GPU
 from inline_attention.layers import LocalWeight
 from inline_attention.ops import fused_local_weight, gpu, make_local_weight
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 
 def make_layer(batch, heads, head_dim):
     torch.manual_seed(0)

@@ -26,6 +26,8 @@ from inline_attention.ops import add_perceptron, fused_perceptron, gpu, use_back
 from inline_attention.ops.fused_perceptron import TILES, Tile, Win, choose_tile, halves
 from inline_attention.ops.kernels.blocks import gelu
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 SPLIT = Tile(16, 16, 4, 1, splits=4)
 SHAPES = {  # rows, channels, hidden channels, tile
     "one token": ((1,), 16, 16, None),
@@ -38,15 +40,6 @@ SHAPES = {  # rows, channels, hidden channels, tile
     "more splits than steps": ((2,), 16, 20, SPLIT),
     "no token": ((0,), 16, 16, None),
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """Every torch.empty is filled with NaN, so that what a kernel leaves unwritten shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

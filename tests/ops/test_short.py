@@ -38,14 +38,7 @@ from inline_attention.ops.fused.arguments import Options
 from inline_attention.ops.fused.plan import make_plan
 from inline_attention.ops.fused.short import Tile, Win
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """Every torch.empty is filled with NaN, so that what a kernel leaves unwritten shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture

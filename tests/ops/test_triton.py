@@ -55,15 +55,7 @@ from inline_attention.ops.fused.operators import forward_op
 from inline_attention.ops.fused.plan import make_plan, make_tiles, split
 from inline_attention.ops.kernels.blocks import tile_tokens
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """Every torch.empty is filled with NaN, so that what a kernel leaves unwritten shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=["fused", "split"])

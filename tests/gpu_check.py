@@ -5,7 +5,7 @@
     PYTHONPATH=src compute-sanitizer --tool initcheck python tests/gpu_check.py sanitize
     PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
-    PYTHONPATH=src python tests/gpu_check.py perceptron --cases 400 --processes 14 --seconds 540 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py mlp --cases 400 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py short --processes 14 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py settings --processes 14 --seconds 200 --out FOLDER
 
@@ -14,9 +14,9 @@ the CPU. Run it without the sanitizer first: its processes compile the kernels, 
 runs that follow. `repeat` makes the same call many times and counts results that differ in any bit. No kernel adds
 atomically, so there should be none. `random` compares random cases with float64 on the GPU, as
 `tests/ops/test_triton.py` does for 210 of them. A process takes all cases of a specialization, so that each kernel is
-compiled once. With `--seconds` it stops in time; `--first` starts at a later seed. `perceptron` does the same for the
-perceptron's kernel. It then times every tile of `fused_perceptron.TILES` beside what torch.compile makes of the
-reference, and prints the lines of `fused_perceptron.WINS` for the tiles that win. For training it times the forward
+compiled once. With `--seconds` it stops in time; `--first` starts at a later seed. `mlp` does the same for the
+MLP's kernel. It then times every tile of `fused_mlp.TILES` beside what torch.compile makes of the
+reference, and prints the lines of `fused_mlp.WINS` for the tiles that win. For training it times the forward
 pass of every tile, and then forward and backward with the fastest, compiled, beside those of a block's own modules;
 that gives the wins of "training". `--modes` names what is timed. `short` does it for the forward pass
 in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given one. It prints
@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# A process of `perceptron` compiles by itself. It is one of many, and may not have children.
+# A process of `mlp` compiles by itself. It is one of many, and may not have children.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "sanitize" in sys.argv:
     # An allocation for each tensor, or the sanitizer sees reads beyond one tensor as reads of its neighbour.
@@ -70,20 +70,20 @@ from kernel_cases import (
     make_inputs,
     make_source,
     random_case,
-    random_perceptron,
+    random_mlp,
     random_short,
     run,
     run_made,
     specialization_of,
 )
 
-from inline_attention.bench.kernels import PerceptronInputs, compiled_calls, draw_perceptron, perceptron_calls
+from inline_attention.bench.kernels import MlpInputs, compiled_calls, draw_mlp, mlp_calls
 from inline_attention.bench.op import in_turn
 from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.layers import LocalWeight
 from inline_attention.layers.block import Mlp
 from inline_attention.ops import (
-    fused_perceptron,
+    fused_mlp,
     gpu,
     inline_attention_packed,
     inline_attention_projected,
@@ -390,7 +390,7 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
     return dict(**counts, missing=missing, worst=dict(worst), failed=failed, results=rows)
 
 
-# perceptron
+# mlp
 
 # Widths and hidden channels of DeiT, PVT, Swin, CSwin and the models of the study, and the tokens at which their blocks
 # have them: one image of 224, 384 and 1024 px, and batches of 128 or 256.
@@ -412,16 +412,16 @@ LEAST_TRAINED = 10_000  # training has no fewer rows
 LEAST_GAIN = 1.03  # a win by less is noise
 
 
-Half = tuple[int, int, int]  # rows, width and hidden channels of the perceptron half of a block
+Half = tuple[int, int, int]  # rows, width and hidden channels of the MLP half of a block
 
 
-def timed_tiles(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> list[fused_perceptron.Tile]:
+def timed_tiles(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> list[fused_mlp.Tile]:
     """Those that fit; if they leave multiprocessors idle, with the hidden channels split."""
     rows, width, hidden = half
     limits = gpu.limits_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
     tiles = []
-    for tile in fused_perceptron.TILES:
-        if not fused_perceptron.fits(tile, width, dtype, limits):
+    for tile in fused_mlp.TILES:
+        if not fused_mlp.fits(tile, width, dtype, limits):
             continue
         programs = -(-rows // tile.rows)
         for splits in (1,) if use == "projected" else (1, 2, 4, 8, 16):
@@ -430,29 +430,29 @@ def timed_tiles(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> li
     return tiles
 
 
-def drawn(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> PerceptronInputs:
-    inputs = draw_perceptron(*half, device=torch.device(DEVICE), dtype=dtype, projected=use == "projected")
+def drawn(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> MlpInputs:
+    inputs = draw_mlp(*half, device=torch.device(DEVICE), dtype=dtype, projected=use == "projected")
     for x, _ in inputs.calls:
         x.requires_grad_(use == "training")
     return inputs
 
 
-def compile_tile(share: tuple[Half, fused_perceptron.Tile, torch.dtype, fused_perceptron.Use]) -> str | None:
+def compile_tile(share: tuple[Half, fused_mlp.Tile, torch.dtype, fused_mlp.Use]) -> str | None:
     """Compiles a kernel, for Triton's cache on disk. Says why it cannot."""
     half, tile, dtype, use = share
     try:
-        perceptron_calls(drawn(half, dtype, use), tile)[0]()
+        mlp_calls(drawn(half, dtype, use), tile)[0]()
     except Exception as error:  # the other tiles are timed
         return f"{half} {tile} {use}: {error!r}"[:300]
     return None
 
 
-def compile_reference(share: tuple[Half, torch.dtype, fused_perceptron.Use]) -> None:
+def compile_reference(share: tuple[Half, torch.dtype, fused_mlp.Use]) -> None:
     """Compiles what a tile is timed beside, for the caches of torch.compile on disk."""
     compiled_calls(drawn(*share))[0]()
 
 
-def training_calls(half: Half, dtype: torch.dtype, tile: fused_perceptron.Tile | None) -> list[Callable[[], Any]]:
+def training_calls(half: Half, dtype: torch.dtype, tile: fused_mlp.Tile | None) -> list[Callable[[], Any]]:
     """Forward and backward on each of two inputs, compiled: with this tile, or by a block's modules if it is None.
 
     The stream and the parameters are float32, and the parameters are cast in every call, as under autocast.
@@ -465,7 +465,7 @@ def training_calls(half: Half, dtype: torch.dtype, tile: fused_perceptron.Tile |
         return x + mlp(norm(x))
 
     def by_kernel(x: Tensor) -> Tensor:
-        return fused_perceptron.add_perceptron(x, (norm.weight, norm.bias), weights, None, 1e-6, dtype, tile)
+        return fused_mlp.add_mlp(x, (norm.weight, norm.bias), weights, None, 1e-6, dtype, tile)
 
     compiled = torch.compile(by_modules if tile is None else by_kernel, dynamic=False)
 
@@ -485,11 +485,11 @@ def compile_training(share: tuple[Half, torch.dtype]) -> None:
         training_calls(*share, tile)[0]()
 
 
-def perceptron_work(item: tuple[str, Any]) -> Any:
+def mlp_work(item: tuple[str, Any]) -> Any:
     """What processes share."""
     what, share = item
     f = {
-        "check": check_perceptron,
+        "check": check_mlp,
         "tile": compile_tile,
         "reference": compile_reference,
         "training": compile_training,
@@ -497,9 +497,9 @@ def perceptron_work(item: tuple[str, Any]) -> Any:
     return f(share)
 
 
-def check_perceptron(seed: int) -> dict[str, Any]:
+def check_mlp(seed: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
-    case = random_perceptron(seed)
+    case = random_mlp(seed)
     row: dict[str, Any] = dict(seed=seed, case=str(case))
     try:
         found = case.errors()
@@ -525,21 +525,21 @@ def measured(each: dict[str, list[Callable[[], Any]]]) -> tuple[dict[str, float]
     return micros, failed | {name: t for name, t in timings.items() if isinstance(t, str)}
 
 
-def time_perceptron(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> dict[str, Any]:
+def time_mlp(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> dict[str, Any]:
     """Microseconds of what runs without the kernel, compiled, and of every tile."""
     inputs = drawn(half, dtype, use)
     each = {"compiled": compiled_calls(inputs)}
-    each |= {str(tuple(tile)): perceptron_calls(inputs, tile) for tile in timed_tiles(half, dtype, use)}
+    each |= {str(tuple(tile)): mlp_calls(inputs, tile) for tile in timed_tiles(half, dtype, use)}
     micros, failed = measured(each)
     return dict(half=half, flops=inputs.flops, sets=len(inputs.calls), micros=micros, failed=failed)
 
 
-def time_training(half: Half, dtype: torch.dtype, use: fused_perceptron.Use) -> dict[str, Any]:
+def time_training(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> dict[str, Any]:
     """Microseconds of forward and backward, of a block's modules and of the tile with the fastest forward pass."""
     torch.compiler.reset()  # PyTorch compiles a function for eight sizes, and runs it uncompiled at the ninth
     inputs = drawn(half, dtype, use)
     tiles = {str(tuple(tile)): tile for tile in timed_tiles(half, dtype, use)}
-    forward, failed = measured({name: perceptron_calls(inputs, tile) for name, tile in tiles.items()})
+    forward, failed = measured({name: mlp_calls(inputs, tile) for name, tile in tiles.items()})
     best = min(forward, key=forward.__getitem__)
     compared = {"compiled": None, best: tiles[best]}
     micros, also_failed = measured({name: training_calls(half, dtype, tile) for name, tile in compared.items()})
@@ -582,7 +582,7 @@ def winning_lines(timed: list[dict[str, Any]]) -> list[str]:
     return [f"    ({capability}, {width}, {hidden}): ({', '.join(w)},)," for (width, hidden), w in wins.items()]
 
 
-def perceptron(args: argparse.Namespace) -> dict[str, Any]:
+def mlp(args: argparse.Namespace) -> dict[str, Any]:
     until = time.time() + args.seconds
     dtype = DTYPES[-1]
     every = [(n, width, hidden) for (width, hidden), rows in ROWS.items() if width in args.widths for n in rows]
@@ -597,7 +597,7 @@ def perceptron(args: argparse.Namespace) -> dict[str, Any]:
     )
     work += [("check", seed) for seed in range(args.cases)]
     done: dict[str, list[Any]] = defaultdict(list)
-    for (what, _), result in zip(work, in_processes(perceptron_work, work, args.processes), strict=True):
+    for (what, _), result in zip(work, in_processes(mlp_work, work, args.processes), strict=True):
         done[what].append(result)
     broken = [found for found in done["tile"] if found]
     checked = done["check"]
@@ -612,7 +612,7 @@ def perceptron(args: argparse.Namespace) -> dict[str, Any]:
     timed: dict[str, list[dict[str, Any]]] = {}
     wins: dict[str, list[str]] = {}
     for use, some in sizes.items():
-        time_one = time_training if use == "training" else time_perceptron
+        time_one = time_training if use == "training" else time_mlp
         timed[use] = []
         print(f"{use}\n| channels | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |")
         print("|---|---|---|---|---|---|---|")
@@ -700,7 +700,7 @@ def main() -> int:
         "sanitize": sanitize,
         "repeat": repeat,
         "random": random,
-        "perceptron": perceptron,
+        "mlp": mlp,
         "short": one_launch,
         "settings": settings,
     }
@@ -711,12 +711,12 @@ def main() -> int:
             command.add_argument("--times", type=int, default=1000)
         else:
             command.add_argument("--processes", type=int, default=1)
-        if name == "perceptron":
+        if name == "mlp":
             command.add_argument("--cases", type=int, default=400)
             command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
             widths = list(dict.fromkeys(width for width, _ in ROWS))
             command.add_argument("--widths", type=int, nargs="+", default=widths, choices=widths)
-            uses = fused_perceptron.USES
+            uses = fused_mlp.USES
             command.add_argument("--modes", nargs="+", default=uses, choices=uses, help="what is timed")
         if name == "short":
             command.add_argument("--cases", type=int, default=240)

@@ -31,7 +31,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from inline_attention.ops import fused, fused_local_weight, fused_perceptron, gpu
+from inline_attention.ops import fused, fused_local_weight, fused_mlp, gpu
 from inline_attention.ops.fused import short
 from inline_attention.ops.fused.arguments import Options, Tensors
 from inline_attention.ops.fused.backward import run_backward
@@ -142,20 +142,20 @@ def local_weight(dtype: torch.dtype, head_dim: int) -> None:
     fused_local_weight.run(*(meta(*shape, dtype=dtype) for shape in shapes), dtype)
 
 
-def perceptron(
+def mlp(
     dtype: torch.dtype, width: int, *, rows: int | None = None, save: bool = False, projected: bool = False
 ) -> None:
     """The tile that is launched for so many rows; by default every tile that fits."""
-    if fused_perceptron._why_not_memory(width, dtype, torch.device("cuda")):
+    if fused_mlp._why_not_memory(width, dtype, torch.device("cuda")):
         return  # the reference runs there
     x, vector = meta(rows or 1, width, dtype=dtype), meta(width, dtype=dtype)
     hidden = 4 * width
     weights = (meta(hidden, width, dtype=dtype), meta(hidden, dtype=dtype), meta(width, hidden, dtype=dtype), vector)
     projection = OutputProjection(x, meta(width, width, dtype=dtype), vector) if projected else None
     limits = gpu.limits_of(x.device)
-    fitting = [tile for tile in fused_perceptron.TILES if fused_perceptron.fits(tile, width, dtype, limits)]
+    fitting = [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, width, dtype, limits)]
     for tile in fitting if rows is None else [None]:
-        fused_perceptron.run(x, (vector, vector), weights, projection, 1e-6, tile, save)
+        fused_mlp.run(x, (vector, vector), weights, projection, 1e-6, tile, save)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -180,19 +180,19 @@ CASES: dict[str, Callable[[], None]] = {
     "one_launch-bf16-128": lambda: one_launch(torch.bfloat16, 128),
     "local_weight-bf16-32": lambda: local_weight(torch.bfloat16, 32),
     "local_weight-fp32-128": lambda: local_weight(torch.float32, 128),
-    "perceptron-bf16-192": lambda: perceptron(torch.bfloat16, 192, rows=50_432),
-    "perceptron-bf16-192-few": lambda: perceptron(torch.bfloat16, 192, rows=197),
-    "perceptron-bf16-192-tiles": lambda: perceptron(torch.bfloat16, 192),
-    "perceptron-bf16-192-save": lambda: perceptron(torch.bfloat16, 192, rows=50_432, save=True),
-    "perceptron-bf16-192-save-tiles": lambda: perceptron(torch.bfloat16, 192, save=True),
-    "perceptron-bf16-384-save-tiles": lambda: perceptron(torch.bfloat16, 384, save=True),
-    "perceptron-fp16-512-save-tiles": lambda: perceptron(torch.float16, 512, save=True),
-    "perceptron-bf16-384-tiles": lambda: perceptron(torch.bfloat16, 384),
-    "perceptron-fp16-512-tiles": lambda: perceptron(torch.float16, 512),
-    "perceptron-bf16-192-projected-tiles": lambda: perceptron(torch.bfloat16, 192, projected=True),
-    "perceptron-bf16-384-projected-tiles": lambda: perceptron(torch.bfloat16, 384, projected=True),
-    "perceptron-fp16-320-projected": lambda: perceptron(torch.float16, 320, rows=25_088, projected=True),
-    "perceptron-fp32-96": lambda: perceptron(torch.float32, 96, rows=50_432),
+    "mlp-bf16-192": lambda: mlp(torch.bfloat16, 192, rows=50_432),
+    "mlp-bf16-192-few": lambda: mlp(torch.bfloat16, 192, rows=197),
+    "mlp-bf16-192-tiles": lambda: mlp(torch.bfloat16, 192),
+    "mlp-bf16-192-save": lambda: mlp(torch.bfloat16, 192, rows=50_432, save=True),
+    "mlp-bf16-192-save-tiles": lambda: mlp(torch.bfloat16, 192, save=True),
+    "mlp-bf16-384-save-tiles": lambda: mlp(torch.bfloat16, 384, save=True),
+    "mlp-fp16-512-save-tiles": lambda: mlp(torch.float16, 512, save=True),
+    "mlp-bf16-384-tiles": lambda: mlp(torch.bfloat16, 384),
+    "mlp-fp16-512-tiles": lambda: mlp(torch.float16, 512),
+    "mlp-bf16-192-projected-tiles": lambda: mlp(torch.bfloat16, 192, projected=True),
+    "mlp-bf16-384-projected-tiles": lambda: mlp(torch.bfloat16, 384, projected=True),
+    "mlp-fp16-320-projected": lambda: mlp(torch.float16, 320, rows=25_088, projected=True),
+    "mlp-fp32-96": lambda: mlp(torch.float32, 96, rows=50_432),
 }
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from inline_attention.ops import (  # needs Triton
     OutputProjection,
-    add_perceptron,
+    add_mlp,
     fused,
-    fused_perceptron,
+    fused_mlp,
     gpu,
     linear_attention,
     make_local_weight,
@@ -294,7 +294,7 @@ def random_case(seed: int, *, longest: int = 95) -> RandomCase:
 
 
 def make_source(qkv: Tensor, *, seed: int = 0) -> LocalSource:
-    """Tokens and a perceptron whose local weight is about as large as that of `make_inputs`."""
+    """Tokens and an MLP whose local weight is about as large as that of `make_inputs`."""
     generator = torch.Generator().manual_seed(seed)
     batch, tokens, _, heads, d = qkv.shape
 
@@ -370,14 +370,12 @@ def random_short(seed: int) -> RandomShort:
     return RandomShort(case, make_source(qkv, seed=seed), tile)
 
 
-# The perceptron half of a block
+# The MLP half of a block
 
-PerceptronInputs = tuple[Tensor, ...]  # x, norm_weight, norm_bias, w1, b1, w2, b2
+MlpInputs = tuple[Tensor, ...]  # x, norm_weight, norm_bias, w1, b1, w2, b2
 
 
-def perceptron_inputs(
-    rows: tuple[int, ...], width: int, hidden: int, dtype: torch.dtype, *, seed: int = 0
-) -> PerceptronInputs:
+def mlp_inputs(rows: tuple[int, ...], width: int, hidden: int, dtype: torch.dtype, *, seed: int = 0) -> MlpInputs:
     """Both terms of the sum are about one in size, so that neither hides an error of the other."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -402,9 +400,9 @@ def last_step(x: Tensor, *, seed: int = 0) -> OutputProjection:
     return OutputProjection(normal(*x.shape), normal(width, width, scale=width**-0.5), normal(width, scale=0.2))
 
 
-def perceptron_errors(
-    inputs: PerceptronInputs,
-    tile: fused_perceptron.Tile | None,
+def mlp_errors(
+    inputs: MlpInputs,
+    tile: fused_mlp.Tile | None,
     *,
     projection: OutputProjection | None = None,
     mean: float = 0.0,
@@ -415,9 +413,9 @@ def perceptron_errors(
     x, *tensors = inputs
     exactly = None if projection is None else OutputProjection(*(t.double() for t in projection))
     with torch.no_grad():
-        exact = add_perceptron(*(t.double() for t in inputs), projection=exactly, backend="reference")
-        plain = add_perceptron(*inputs, projection=projection, backend="reference")
-        fast = fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], projection, 1e-5, x.dtype, tile)
+        exact = add_mlp(*(t.double() for t in inputs), projection=exactly, backend="reference")
+        plain = add_mlp(*inputs, projection=projection, backend="reference")
+        fast = fused_mlp.add_mlp(x, tensors[:2], tensors[2:], projection, 1e-5, x.dtype, tile)
     assert fast.dtype == plain.dtype
     size = float(exact.norm()) or 1.0
     error, of_plain = (float((z.double() - exact).norm()) / size for z in (fast, plain))
@@ -425,7 +423,7 @@ def perceptron_errors(
     return error, factor * of_plain + roundings * torch.finfo(x.dtype).eps * max(1.0, mean)
 
 
-def trained_perceptron_errors(inputs: PerceptronInputs, tile: fused_perceptron.Tile | None) -> list[Error]:
+def trained_mlp_errors(inputs: MlpInputs, tile: fused_mlp.Tile | None) -> list[Error]:
     """The errors of the output and of every gradient, where gradients are needed."""
     names = ("dx", "dnorm_weight", "dnorm_bias", "dw1", "db1", "dw2", "db2")
     upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
@@ -438,27 +436,27 @@ def trained_perceptron_errors(inputs: PerceptronInputs, tile: fused_perceptron.T
         return dict(out=out.detach()) | dict(zip(names, grads, strict=True))
 
     def by_kernel(x: Tensor, *tensors: Tensor) -> Tensor:
-        return fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], None, 1e-5, dtype, tile)
+        return fused_mlp.add_mlp(x, tensors[:2], tensors[2:], None, 1e-5, dtype, tile)
 
     def by_reference(*tensors: Tensor) -> Tensor:
-        return add_perceptron(*tensors, backend="reference")
+        return add_mlp(*tensors, backend="reference")
 
     exact, plain = (results(by_reference, precision) for precision in (torch.float64, dtype))
     return errors(exact, plain, results(by_kernel, dtype))
 
 
-class RandomPerceptron(NamedTuple):
-    inputs: PerceptronInputs
-    tile: fused_perceptron.Tile | None
+class RandomMlp(NamedTuple):
+    inputs: MlpInputs
+    tile: fused_mlp.Tile | None
 
     def errors(self) -> list[Error]:
         """Of inference, of inference with a projection, and of training"""
         whole = None if self.tile is None else self.tile._replace(splits=1)  # a projection takes no splits
         projection = last_step(self.inputs[0])
         return [
-            ("inference", *perceptron_errors(self.inputs, self.tile)),
-            ("projected", *perceptron_errors(self.inputs, whole, projection=projection)),
-            *trained_perceptron_errors(self.inputs, self.tile),
+            ("inference", *mlp_errors(self.inputs, self.tile)),
+            ("projected", *mlp_errors(self.inputs, whole, projection=projection)),
+            *trained_mlp_errors(self.inputs, self.tile),
         ]
 
     def __str__(self) -> str:
@@ -466,7 +464,7 @@ class RandomPerceptron(NamedTuple):
         return f"rows {tuple(x.shape[:-1])}, {w1.shape[1]} → {w1.shape[0]} channels, {x.dtype}, {self.tile}"
 
 
-def random_perceptron(seed: int) -> RandomPerceptron:
+def random_mlp(seed: int) -> RandomMlp:
     """Widths of models and others, with any tile that fits, split and not."""
     generator = random.Random(seed)
     dtype = DTYPES[seed % len(DTYPES)]
@@ -475,8 +473,8 @@ def random_perceptron(seed: int) -> RandomPerceptron:
         width -= generator.randint(1, 15)
     hidden = generator.choice((4 * width, 4 * width, 2 * width + 1, generator.randint(1, 3 * width)))
     rows = generator.choice((1, 49, 197, generator.randint(2, 20_000))) if GPU else generator.randint(1, 40)
-    inputs = perceptron_inputs((rows,), width, hidden, dtype, seed=seed)
+    inputs = mlp_inputs((rows,), width, hidden, dtype, seed=seed)
     limits = gpu.limits_of(inputs[0].device)
-    tiles = [tile for tile in fused_perceptron.TILES if fused_perceptron.fits(tile, width, dtype, limits)]
+    tiles = [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, width, dtype, limits)]
     tile = generator.choice(tiles)._replace(splits=generator.choice((1, 1, 2, 5)))
-    return RandomPerceptron(inputs, generator.choice((tile, tile, None)))
+    return RandomMlp(inputs, generator.choice((tile, tile, None)))

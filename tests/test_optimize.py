@@ -98,17 +98,17 @@ def test_compiled_model_keeps_its_type_names_and_results() -> None:
     assert isinstance(model, nn.Sequential)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="the perceptron's kernel is Triton's")
+@pytest.mark.skipif(not HAS_TRITON, reason="the MLP's kernel is Triton's")
 @pytest.mark.parametrize("family", ["deit", "pvt", "swin", "cswin"])
 @pytest.mark.parametrize("uses", [{"inference"}, {"projected"}, {"inference", "projected"}])
-def test_blocks_take_the_perceptrons_kernel_where_a_table_says_so(
+def test_blocks_take_the_mlps_kernel_where_a_table_says_so(
     family: str, uses: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from small import create_small, image
 
     from inline_attention.layers.block import Block
     from inline_attention.models.swin import WindowSoftmaxAttention
-    from inline_attention.ops import add_perceptron, fused_perceptron, perceptron
+    from inline_attention.ops import add_mlp, fused_mlp, mlp
 
     model = create_small(f"inline_{family}_tiny")
     blocks = [block for block in model.modules() if isinstance(block, Block)]
@@ -124,11 +124,11 @@ def test_blocks_take_the_perceptrons_kernel_where_a_table_says_so(
         by_itself = uses - {"projected"}  # a projection with hooks, or of a window's softmax
         inner = [by_itself if isinstance(block.attn, WindowSoftmaxAttention) else uses for block in blocks[1:-1]]
         assert [block.fused for block in blocks] == [by_itself, *inner, set()]
-        tile = fused_perceptron.TILES[0]
-        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *args: tile if args[-1] in uses else None)
-        # Only the perceptron takes its kernel, which does not run: tests/ops compare it with the reference.
+        tile = fused_mlp.TILES[0]
+        monkeypatch.setattr(fused_mlp, "winning_tile", lambda *args: tile if args[-1] in uses else None)
+        # Only the MLP takes its kernel, which does not run: tests/ops compare it with the reference.
         monkeypatch.setattr(
-            perceptron,
+            mlp,
             "backends",
             SimpleNamespace(
                 HAS_TRITON=True,
@@ -141,9 +141,9 @@ def test_blocks_take_the_perceptrons_kernel_where_a_table_says_so(
         def plain(x, norm, weights, projection, eps, *_):
             projected.append(projection is not None)
             x = x if projection is None else x + F.linear(*projection)
-            return add_perceptron(x, *norm, *weights, eps=eps, backend="reference")
+            return add_mlp(x, *norm, *weights, eps=eps, backend="reference")
 
-        monkeypatch.setattr(fused_perceptron, "add_perceptron", plain)
+        monkeypatch.setattr(fused_mlp, "add_mlp", plain)
         torch.testing.assert_close(model(image()), expected)
     assert projected == [use for block in blocks if block.fused for use in ["projected" in block.fused]]
     projected.clear()
@@ -151,12 +151,12 @@ def test_blocks_take_the_perceptrons_kernel_where_a_table_says_so(
     assert not projected  # the table for training has no entry
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="the perceptron's kernel is Triton's")
-def test_training_takes_the_perceptrons_kernel_where_its_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not HAS_TRITON, reason="the MLP's kernel is Triton's")
+def test_training_takes_the_mlps_kernel_where_its_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from small import create_small, image
 
     from inline_attention.layers.block import Block, Mlp
-    from inline_attention.ops import fused_perceptron, gpu
+    from inline_attention.ops import fused_mlp, gpu
 
     def train(model: nn.Module) -> list[torch.Tensor]:
         loss = model(image()).square().sum()
@@ -172,19 +172,19 @@ def test_training_takes_the_perceptrons_kernel_where_its_table_says_so(monkeypat
     optimize(model)
     assert not any(block.fused for block in blocks)  # no measurement, no change
     fc1 = blocks[0].mlp.fc1
-    win = fused_perceptron.Win(0, fused_perceptron.ANY, fused_perceptron.TILES[0])
-    monkeypatch.setitem(fused_perceptron.WINS["training"], ((9, 0), fc1.in_features, fc1.out_features), (win,))
+    win = fused_mlp.Win(0, fused_mlp.ANY, fused_mlp.TILES[0])
+    monkeypatch.setitem(fused_mlp.WINS["training"], ((9, 0), fc1.in_features, fc1.out_features), (win,))
     optimize(model)
     assert [block.fused for block in blocks] == [{"training"}, set(), set(), {"training"}]
     monkeypatch.undo()
 
     seen = []
-    run, by_modules = fused_perceptron.add_perceptron, Mlp.forward
-    monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: seen.append("kernel") or run(*args))
+    run, by_modules = fused_mlp.add_mlp, Mlp.forward
+    monkeypatch.setattr(fused_mlp, "add_mlp", lambda *args: seen.append("kernel") or run(*args))
     monkeypatch.setattr(Mlp, "forward", lambda *args: seen.append("modules") or by_modules(*args))
     results = []
     for tile in (win.tile, None):  # None: another number of tokens
-        monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(fused_mlp, "winning_tile", lambda *_, tile=tile: tile)
         with use_backend("triton" if tile else "auto"):
             torch.manual_seed(0)
             results.append(train(model))

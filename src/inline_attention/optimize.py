@@ -12,7 +12,7 @@ from inline_attention.layers.block import Block
 from inline_attention.layers.embed import PatchConv2d
 from inline_attention.layers.mode import is_plain
 from inline_attention.ops.backends import HAS_TRITON
-from inline_attention.ops.perceptron import pays_on
+from inline_attention.ops.mlp import pays_on
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -40,7 +40,7 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
 
     - The convolution that cuts images into patches, as in timm's transformers, becomes a matrix product. cuDNN has no
       fast kernel for three channels: in DeiT-T at 224 pixels it takes a fifth of the time.
-    - The perceptron half of this library's blocks becomes one kernel (`ops.add_perceptron`) on GPUs, widths and numbers
+    - The MLP half of this library's blocks becomes one kernel (`ops.add_mlp`) on GPUs, widths and numbers
       of tokens for which that was measured to be faster. In inference it may include the attention's output projection.
       In training, only blocks without dropout and without stochastic depth in that half take it.
 
@@ -58,17 +58,17 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
         mode = "reduce-overhead" if device.type == "cuda" and not model.training else "default"
     for module in model.modules():
         if isinstance(module, Block):
-            _fuse_perceptron(module, device, training=model.training)
+            _fuse_mlp(module, device, training=model.training)
         if device.type == "cuda" and _cuts_images(module):
             module.__class__ = PatchConv2d  # the same parameters, another computation
     model.compile(mode=mode)
     return model
 
 
-def _fuse_perceptron(block: Block, device: torch.device, *, training: bool) -> None:
+def _fuse_mlp(block: Block, device: torch.device, *, training: bool) -> None:
     uses = {"training"} if training else {"inference", "projected"}
     fused: set[str] = set()
-    if block.has_plain_perceptron(training=training):
+    if block.has_plain_mlp(training=training):
         fc1 = block.mlp.fc1
         assert isinstance(fc1, nn.Linear)
         fused = {use for use in uses if pays_on(device, fc1.in_features, fc1.out_features, use)}

@@ -19,22 +19,20 @@ def test_every_kernel_has_its_bytes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are compiled")
-def test_the_perceptron_beside_the_compiled_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mlp_beside_the_compiled_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or f)
-    results = kernels.run_perceptron(
+    results = kernels.run_mlp(
         Case.parse("1,2x3+1,1x16"), device=torch.device("cpu"), dtype=torch.float32, bandwidth=1e9,
         effort=Effort(rounds=2, seconds=0.0),
     )  # fmt: skip
-    assert [r.kernel for r in results] == [kernels.PERCEPTRON, kernels.COMPILED]
+    assert [r.kernel for r in results] == [kernels.MLP, kernels.COMPILED]
     assert len(compiled) == 1
     assert all(r.seconds > 0 and r.flops == 2 * 2 * 7 * 16 * 64 for r in results)
     for projected in (False, True):
-        inputs = kernels.draw_perceptron(
-            3, 16, 24, device=torch.device("cpu"), dtype=torch.float32, projected=projected
-        )
+        inputs = kernels.draw_mlp(3, 16, 24, device=torch.device("cpu"), dtype=torch.float32, projected=projected)
         with torch.no_grad():
-            fast, plain = (make(inputs)[1]() for make in (kernels.perceptron_calls, kernels.compiled_calls))
+            fast, plain = (make(inputs)[1]() for make in (kernels.mlp_calls, kernels.compiled_calls))
         torch.testing.assert_close(fast, plain)
 
 

@@ -15,7 +15,7 @@ GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 EVERY_KERNEL = {
     "forward_kernel", "state_kernel", "finish_kernel", "output_kernel", "backward_kernel", "grad_state_kernel",
     "grad_finish_kernel", "grad_kernel", "scores_kernel", "logsumexp_kernel", "weighted_sum_kernel",
-    "short_kernel", "local_weight_kernel", "perceptron_kernel", "perceptron_sum_kernel",
+    "short_kernel", "local_weight_kernel", "mlp_kernel", "mlp_sum_kernel",
 }  # fmt: skip
 
 
@@ -32,8 +32,8 @@ def build(folder, *options):
 @pytest.mark.slow
 def test_a_few(tmp_path):
     """The smallest GPU, another maker's, and the one that the launch parameters were measured on."""
-    kernels = ("state_kernel", "perceptron_kernel")
-    cases = ("inline-bf16-32", "perceptron-bf16-192", "perceptron-bf16-192-save")
+    kernels = ("state_kernel", "mlp_kernel")
+    cases = ("inline-bf16-32", "mlp-bf16-192", "mlp-bf16-192-save")
     builds = build(tmp_path, "--gpus", "sm_86", "sm_90", "gfx942", "--cases", *cases, "--kernels", *kernels)
     assert {(one["gpu"], one["kernel"]) for one in builds} == {
         (gpu, kernel) for gpu in ("sm_86", "sm_90", "gfx942") for kernel in kernels
@@ -53,9 +53,9 @@ def test_every_kernel(gpu, tmp_path):
         "one_launch-bf16-32",
         "one_launch-bf16-128",
         "local_weight-bf16-32",
-        "perceptron-bf16-192",
-        "perceptron-bf16-192-few",
-        "perceptron-bf16-192-save",
+        "mlp-bf16-192",
+        "mlp-bf16-192-few",
+        "mlp-bf16-192-save",
     )
     builds = build(tmp_path, "--gpus", gpu, "--cases", *attentions, *others)
     assert {one["kernel"] for one in builds} == EVERY_KERNEL

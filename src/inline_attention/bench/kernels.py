@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inline_attention.ops import Backend, OutputProjection, add_perceptron
-from inline_attention.ops.backends import fused_perceptron
+from inline_attention.ops import Backend, OutputProjection, add_mlp
+from inline_attention.ops.backends import fused_mlp
 from inline_attention.printing import table
 
 from .op import CONTENDERS, Case, bind, draw_sets, in_turn
@@ -33,9 +33,9 @@ UNITS = {
 REST = "everything else"
 TURNS = 16  # passes over the sets of inputs
 
-# The perceptron half of a block, as one kernel and as what torch.compile makes of the reference.
-PERCEPTRON = "perceptron_kernel"
-COMPILED = "perceptron, compiled reference"
+# The MLP half of a block, as one kernel and as what torch.compile makes of the reference.
+MLP = "mlp_kernel"
+COMPILED = "MLP, compiled reference"
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def run_case(case: Case, *, device: torch.device, dtype: torch.dtype, bandwidth:
 
 
 @dataclass(frozen=True)
-class PerceptronInputs:
-    """Calls of `add_perceptron`. The stream and the norm are float32 and the rest half, as under autocast."""
+class MlpInputs:
+    """Calls of `add_mlp`. The stream and the norm are float32 and the rest half, as under autocast."""
 
     calls: list[tuple[Tensor, OutputProjection | None]]  # x, and the end of the attention before
     norm: list[Tensor]
@@ -88,9 +88,9 @@ class PerceptronInputs:
         return 2 * x.numel() * (2 * hidden + (0 if projection is None else width))
 
 
-def draw_perceptron(
+def draw_mlp(
     rows: int, width: int, hidden: int, *, device: torch.device, dtype: torch.dtype, projected: bool = False
-) -> PerceptronInputs:
+) -> MlpInputs:
     """Random inputs (rows, width).
 
     There are several, as in `draw_sets`, but no more than 16: few rows stay in the cache in a model, too.
@@ -109,39 +109,39 @@ def draw_perceptron(
         (normal(rows, width, scale=1), OutputProjection(normal(rows, width).to(dtype), *last) if projected else None)
         for _ in range(sets)
     ]
-    return PerceptronInputs(calls, norm, weights, dtype)
+    return MlpInputs(calls, norm, weights, dtype)
 
 
-def perceptron_calls(inputs: PerceptronInputs, tile: "fused_perceptron.Tile | None" = None) -> list[Call]:
+def mlp_calls(inputs: MlpInputs, tile: "fused_mlp.Tile | None" = None) -> list[Call]:
     """The kernel on each of the inputs."""
     return [
-        partial(fused_perceptron.add_perceptron, x, inputs.norm, inputs.weights, last, 1e-6, inputs.dtype, tile)
+        partial(fused_mlp.add_mlp, x, inputs.norm, inputs.weights, last, 1e-6, inputs.dtype, tile)
         for x, last in inputs.calls
     ]
 
 
-def compiled_calls(inputs: PerceptronInputs) -> list[Call]:
-    """What runs without the kernel, compiled. A projection is followed by what `add_perceptron` chooses without one."""
+def compiled_calls(inputs: MlpInputs) -> list[Call]:
+    """What runs without the kernel, compiled. A projection is followed by what `add_mlp` chooses without one."""
     torch.compiler.reset()  # PyTorch compiles a function for eight sizes, and runs it uncompiled at the ninth
 
-    def perceptron(x: Tensor, *last: Tensor) -> Tensor:
+    def mlp(x: Tensor, *last: Tensor) -> Tensor:
         with torch.no_grad(), torch.autocast(x.device.type, inputs.dtype, enabled=inputs.dtype != torch.float32):
             if last:
                 x = x + F.linear(*last)
             backend: Backend = "auto" if last else "reference"
-            return add_perceptron(x, *inputs.norm, *inputs.weights, eps=1e-6, backend=backend)
+            return add_mlp(x, *inputs.norm, *inputs.weights, eps=1e-6, backend=backend)
 
-    compiled = torch.compile(perceptron, dynamic=False)
+    compiled = torch.compile(mlp, dynamic=False)
     return [partial(compiled, x, *(last or ())) for x, last in inputs.calls]
 
 
-def run_perceptron(
+def run_mlp(
     case: Case, *, device: torch.device, dtype: torch.dtype, bandwidth: float, effort: Effort
 ) -> list[KernelResult]:
-    """The perceptron half of a block of the case's tokens and width, with four times as many hidden channels."""
+    """The MLP half of a block of the case's tokens and width, with four times as many hidden channels."""
     rows, width = case.batch * case.tokens, case.heads * case.head_dim
-    inputs = draw_perceptron(rows, width, 4 * width, device=device, dtype=dtype)
-    calls = {PERCEPTRON: perceptron_calls(inputs), COMPILED: compiled_calls(inputs)}
+    inputs = draw_mlp(rows, width, 4 * width, device=device, dtype=dtype)
+    calls = {MLP: mlp_calls(inputs), COMPILED: compiled_calls(inputs)}
     timings = measure({name: in_turn(each, device)[0] for name, each in calls.items()}, device=device, effort=effort)
     results = []
     for name, timing in timings.items():

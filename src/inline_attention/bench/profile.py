@@ -35,7 +35,7 @@ KINDS = (
     (r"^triton_tem_\w*conv", "convolutions"),
     (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's; the name lists the fused operators
     (rf"^({'|'.join(UNITS)}|local_weight_kernel|scores_kernel|logsumexp_kernel|weighted_sum_kernel)$", "attention"),
-    (r"^perceptron_", "perceptron"),
+    (r"^mlp_", "mlp"),
     (r"flash|fmha|sdpa|scaled_dot_product|inline_?attention", "attention"),
     (r"conv(?!ert)|fprop|dgrad|wgrad", "convolutions"),
     (r"gemm|gemv|nvjet|cutlass|splitk|^aten::b?(add)?b?mm$|mkl\w*_linear", PRODUCTS),

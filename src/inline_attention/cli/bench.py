@@ -242,7 +242,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
             f"--device {device}: the kernels are Triton's and run on a GPU; `inline bench op` times the rest"
         )
     from inline_attention.bench import kernels
-    from inline_attention.ops.fused_perceptron import MOST_WIDTH
+    from inline_attention.ops.fused_mlp import MOST_WIDTH
 
     cases = [op.Case.parse(text) for text in args.case or op.GPU_CASES]
     bandwidth = copy_bandwidth(device, effort=options["effort"])
@@ -251,7 +251,7 @@ def _run_kernels(args: argparse.Namespace, facts: dict[str, str], options: dict[
     for case in cases:
         results = kernels.run_case(case, device=device, dtype=dtype, bandwidth=bandwidth)
         if case.heads * case.head_dim <= MOST_WIDTH:
-            results += kernels.run_perceptron(case, bandwidth=bandwidth, **options)
+            results += kernels.run_mlp(case, bandwidth=bandwidth, **options)
         say_text(kernels.kernel_table(record.add(results)))
     return record
 

@@ -8,8 +8,8 @@ from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from inline_attention.ops import Grid, OutputProjection, add_perceptron
-from inline_attention.ops.perceptron import pays_for
+from inline_attention.ops import Grid, OutputProjection, add_mlp
+from inline_attention.ops.mlp import pays_for
 
 from .attention import Attention
 from .mode import is_plain
@@ -59,12 +59,12 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-        # What `optimize` gives to the kernel of `add_perceptron`: "inference", "projected" (inference, with the
+        # What `optimize` gives to the kernel of `add_mlp`: "inference", "projected" (inference, with the
         # projection of the attention), "training".
         self.fused: frozenset[str] = frozenset()
 
-    def has_plain_perceptron(self, *, training: bool) -> bool:
-        """Whether `add_perceptron` computes the second half.
+    def has_plain_mlp(self, *, training: bool) -> bool:
+        """Whether `add_mlp` computes the second half.
 
         No module in it was replaced, and none has hooks. In training, nothing is dropped either.
         """
@@ -76,10 +76,10 @@ class Block(nn.Module):
             and isinstance(self.mlp.act, nn.GELU)
             and self.mlp.act.approximate == "none"
             and isinstance(self.mlp.norm, nn.Identity)
-            and not (training and self.drops_perceptron())
+            and not (training and self.drops_mlp())
         )
 
-    def drops_perceptron(self) -> bool:
+    def drops_mlp(self) -> bool:
         """Whether training drops any of the second half. A module that does not say its rate may do so."""
         drops = ((self.mlp.drop1, "p"), (self.mlp.drop2, "p"), (self.drop_path2, "drop_prob"))
         return any(getattr(module, rate, 1.0) != 0 for module, rate in drops)
@@ -111,20 +111,20 @@ class Block(nn.Module):
         if not self.training and padding is None and self.pays("projected", x):
             assert self.attn.proj.bias is not None
             attended = self.attention_branch(x, grid, project=False)
-            return self.add_perceptron(x, OutputProjection(attended, self.attn.proj.weight, self.attn.proj.bias))
+            return self.add_mlp(x, OutputProjection(attended, self.attn.proj.weight, self.attn.proj.bias))
         x = x + self.drop_path1(self.attention_branch_of_each(x, grid, padding))
         if self.pays("training" if self.training else "inference", x):
-            return self.add_perceptron(x)
+            return self.add_mlp(x)
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
     def pays(self, use: str, x: Tensor) -> bool:
         """Whether `optimize` allows the kernel, and it was measured to be faster for so many tokens."""
         return use in self.fused and pays_for(x, self.mlp.fc1.weight.shape[0], use)
 
-    def add_perceptron(self, x: Tensor, projection: OutputProjection | None = None) -> Tensor:
+    def add_mlp(self, x: Tensor, projection: OutputProjection | None = None) -> Tensor:
         """The second half of the block, and before it the end of the attention, if it is given."""
         norm, fc1, fc2 = self.norm2, self.mlp.fc1, self.mlp.fc2
         assert fc1.bias is not None
         assert fc2.bias is not None
         tensors = (norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
-        return add_perceptron(x, *tensors, projection=projection, eps=norm.eps)
+        return add_mlp(x, *tensors, projection=projection, eps=norm.eps)

@@ -36,7 +36,7 @@ class ParameterPair(nn.Module):
 
 
 class LocalWeight(nn.Module):
-    """Makes the 3×3 kernels of the local residual from the mean token: a two-layer perceptron per head.
+    """Makes the 3×3 kernels of the local residual from the mean token: a two-layer MLP per head.
 
     A depthwise convolution applies the same kernels to every image. These depend on the image (or on the window),
     but not on the position in it, so they cost one small product a sample at any resolution.

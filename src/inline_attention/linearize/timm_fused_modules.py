@@ -184,7 +184,7 @@ class LinearizedBeitAttention(WholeHeads, PatchAttention, beit.Attention):
 
 @register(vision_transformer.ParallelScalingBlock)
 class LinearizedParallelBlock(PatchAttention, vision_transformer.ParallelScalingBlock):
-    """A block that computes attention and perceptron side by side."""
+    """A block that computes attention and MLP side by side."""
 
 
 @register(volo.Attention)

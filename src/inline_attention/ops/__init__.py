@@ -18,7 +18,7 @@ from .feature_maps import FEATURE_MAPS, FeatureMap
 from .local import Grid, LocalSource
 from .local_weight import make_local_weight
 from .matrix import attention_matrix
-from .perceptron import add_perceptron
+from .mlp import add_mlp
 from .projections import OutputProjection
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "LocalSource",
     "Normalization",
     "OutputProjection",
-    "add_perceptron",
+    "add_mlp",
     "attention_matrix",
     "get_backend",
     "inline_attention",

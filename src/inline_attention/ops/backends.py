@@ -13,12 +13,12 @@ from .tracing import needs_plain_operations
 # Imported here and not where they are used: torch.compile cannot trace an import that registers operators.
 fused: Any
 fused_local_weight: Any
-fused_perceptron: Any
+fused_mlp: Any
 gpu: Any
 try:
-    from . import fused, fused_local_weight, fused_perceptron, gpu
+    from . import fused, fused_local_weight, fused_mlp, gpu
 except ImportError:  # no Triton
-    fused = fused_local_weight = fused_perceptron = gpu = None
+    fused = fused_local_weight = fused_mlp = gpu = None
 
 HAS_TRITON = fused is not None
 Backend = Literal["auto", "reference", "triton"]

@@ -26,7 +26,7 @@ def check_shape(name: str, x: Tensor, expected: tuple[int, ...], *, w1: Tensor) 
 
 
 def check_local_parameters(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
-    """Raises if they are not those of a perceptron that makes nine taps of each channel."""
+    """Raises if they are not those of an MLP that makes nine taps of each channel."""
     if w1.ndim != 3 or w1.shape[1] != w1.shape[2]:
         raise ValueError(f"w1 has shape {shape_of(w1)}; expected (heads, d, d)")
     heads, d, _ = w1.shape

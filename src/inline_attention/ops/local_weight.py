@@ -1,4 +1,4 @@
-"""The weight of the local residual, made from the mean token by a two-layer perceptron per head.
+"""The weight of the local residual, made from the mean token by a two-layer MLP per head.
 
 The reference is here; `fused_local_weight.py` has the same as one Triton kernel.
 """

@@ -1,1 +1,1 @@
-"""The Triton kernels; `ops.fused`, `ops.fused_local_weight` and `ops.fused_perceptron` launch them."""
+"""The Triton kernels; `ops.fused`, `ops.fused_local_weight` and `ops.fused_mlp` launch them."""

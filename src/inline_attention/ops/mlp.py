@@ -1,6 +1,6 @@
-"""The perceptron half of a transformer block: x + W2·gelu(W1·norm(x) + b1) + b2, and the projection before it.
+"""The MLP half of a transformer block: x + W2·gelu(W1·norm(x) + b1) + b2, and the projection before it.
 
-The reference is here; `fused_perceptron.py` has the same as one Triton kernel.
+The reference is here; `fused_mlp.py` has the same as one Triton kernel.
 """
 
 import torch
@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backends
-from .backends import Backend, fused_perceptron
+from .backends import Backend, fused_mlp
 from .checks import check_shape, shape_of
 from .precision import is_autocast_on, product_dtype
 from .projections import OutputProjection
 from .tracing import needs_gradients
 
 
-def add_perceptron(
+def add_mlp(
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
@@ -56,11 +56,11 @@ def add_perceptron(
 
     def by_kernel(use: str, projection: OutputProjection | None) -> Tensor | None:
         """None: the kernel does not run here."""
-        tile = fused_perceptron.winning_tile(x, w1.shape[0], dtype, use) if backends.HAS_TRITON else None
+        tile = fused_mlp.winning_tile(x, w1.shape[0], dtype, use) if backends.HAS_TRITON else None
         wanted = "reference" if tile is None and backends.resolve(backend) == "auto" else backend
-        if backends.choose(wanted, x, why_not=lambda: fused_perceptron.why_not(x, dtype)) == "reference":
+        if backends.choose(wanted, x, why_not=lambda: fused_mlp.why_not(x, dtype)) == "reference":
             return None
-        out: Tensor = fused_perceptron.add_perceptron(x, tensors[:2], tensors[2:], projection, eps, dtype, tile)
+        out: Tensor = fused_mlp.add_mlp(x, tensors[:2], tensors[2:], projection, eps, dtype, tile)
         return out
 
     if projection is not None:
@@ -81,12 +81,12 @@ def pays_on(device: torch.device, width: int, hidden: int, use: str) -> bool:
     """
     if not backends.HAS_TRITON or device.type != "cuda":
         return False
-    return bool(fused_perceptron.wins_of(device, width, hidden, use))
+    return bool(fused_mlp.wins_of(device, width, hidden, use))
 
 
 def pays_for(x: Tensor, hidden: int, use: str) -> bool:
     """Whether the kernel was measured to be faster for so many tokens. `x` and `use` are those of the call."""
-    return backends.HAS_TRITON and fused_perceptron.winning_tile(x, hidden, product_dtype(x), use) is not None
+    return backends.HAS_TRITON and fused_mlp.winning_tile(x, hidden, product_dtype(x), use) is not None
 
 
 def _check(

@@ -1,6 +1,6 @@
-"""The perceptron half of a block as one Triton launch, in inference with the projection before it.
+"""The MLP half of a block as one Triton launch, in inference with the projection before it.
 
-`perceptron.py` has the reference.
+`mlp.py` has the reference.
 
 The backward pass is plain PyTorch, which torch.compile fuses.
 """
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import gpu
 from .gpu import INTERPRETED, Limits, on_device_of
-from .kernels.perceptron import perceptron_kernel, perceptron_sum_kernel
+from .kernels.mlp import mlp_kernel, mlp_sum_kernel
 from .projections import OutputProjection
 from .registration import refuse_tangents, register
 from .tracing import needs_gradients
@@ -45,7 +45,7 @@ Use = Literal["inference", "projected", "training"]
 USES: tuple[Use, ...] = get_args(Use)
 
 
-# What `tests/gpu_check.py perceptron` times. The launch takes the first that fits, and fewer rows for few tokens.
+# What `tests/gpu_check.py mlp` times. The launch takes the first that fits, and fewer rows for few tokens.
 TILES: tuple[Tile, ...] = (
     Tile(128, 64, 8, 3),
     Tile(128, 64, 8, 2),
@@ -167,20 +167,20 @@ def run(
     target = out
     if tile.splits > 1:
         target = torch.empty((tile.splits, rows, width), dtype=torch.float32, device=x.device)
-    gpu.launch(perceptron_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
+    gpu.launch(mlp_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
         x, *(projection or (x, x, x)), *norm, *weights, target, kept, rows, eps,
         C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, PROJECT=projection is not None,
         SPLITS=tile.splits, SAVE=save, **dot_settings(w1.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.splits > 1:
-        gpu.launch(perceptron_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
+        gpu.launch(mlp_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
             x, b2, target, out, rows, C=width, SPLITS=tile.splits, BN=SUMMED, num_warps=4
         )
     return out, kept
 
 
-@register("inline_attention::perceptron", mutates_args=())
-def _perceptron_op(
+@register("inline_attention::mlp", mutates_args=())
+def _mlp_op(
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
@@ -208,7 +208,7 @@ def _perceptron_op(
         return run(x, norm, weights, projection, eps, Tile(*tile) if tile else None, save)
 
 
-@_perceptron_op.register_fake
+@_mlp_op.register_fake
 def _(x, norm_weight, norm_bias, w1, b1, w2, b2, attended, proj_weight, proj_bias, eps, tile, save):  # type: ignore[no-untyped-def]
     hidden, width = w1.shape
     return (
@@ -253,10 +253,10 @@ def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
     )
 
 
-_perceptron_op.register_autograd(_backward, setup_context=_setup_context)
+_mlp_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@register_flop_formula(torch.ops.inline_attention.perceptron)
+@register_flop_formula(torch.ops.inline_attention.mlp)
 def _flops(
     x: Any, norm_weight: Any, norm_bias: Any, w1: Any, b1: Any, w2: Any, b2: Any, attended: Any, *_: Any, **__: Any
 ) -> int:
@@ -281,7 +281,7 @@ def why_not(x: Tensor, dtype: torch.dtype) -> str | None:
     return _why_not_memory(width, dtype, x.device)
 
 
-def add_perceptron(
+def add_mlp(
     x: Tensor,
     norm: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -296,7 +296,7 @@ def add_perceptron(
     weights, last = ([t.to(dtype).contiguous() for t in tensors] for tensors in (weights, projection or ()))
     norm, fields = [t.contiguous() for t in norm], last or (None, None, None)
     out: Tensor
-    out, _ = _perceptron_op(x.contiguous(), *norm, *weights, *fields, eps, list(tile or ()), save)
+    out, _ = _mlp_op(x.contiguous(), *norm, *weights, *fields, eps, list(tile or ()), save)
     return out
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the perceptron half of a block, and of the projection before it. Vocabulary as in `blocks.py`.
+"""The kernels of the MLP half of a block, and of the projection before it. Vocabulary as in `blocks.py`.
 
 Blocks are powers of two, and the widths of models are not. So a row of C channels is held in two blocks, of C0 and C1
 channels: 192 are 128 and 64, 384 are 256 and 128. C1 is zero where C is a power of two.
@@ -39,7 +39,7 @@ def write(p_x, p_bias, p_out, b_sum, o_m, m_m, o_c, m_c, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("M",))
-def perceptron_kernel(
+def mlp_kernel(
     p_x, p_a, p_wp, p_bp, p_weight, p_bias, p_w1, p_b1, p_w2, p_b2, p_out, p_hidden, M, eps,
     C: tl.constexpr, H: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     PROJECT: tl.constexpr, SPLITS: tl.constexpr, SAVE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -48,7 +48,7 @@ def perceptron_kernel(
 
     The hidden channels pass BH at a time. SAVE: what enters the GELU is written, for the gradients; otherwise nothing
     of them is. With more than one split, a program takes a share of them, and its part of W2·gelu(…) goes to out
-    (SPLITS, M, C) float32, for `perceptron_sum_kernel`. PROJECT: x + Wp·a + bp takes the place of x, without splits.
+    (SPLITS, M, C) float32, for `mlp_sum_kernel`. PROJECT: x + Wp·a + bp takes the place of x, without splits.
 
     x, a (M, C), Wp (C, C), bp (C,), W1 (H, C), b1 (H,), W2 (C, H), b2 (C,) → out (M, C), hidden (M, H) if SAVE
     """
@@ -139,7 +139,7 @@ def perceptron_kernel(
 
 
 @triton.jit(do_not_specialize=("M",))
-def perceptron_sum_kernel(
+def mlp_sum_kernel(
     p_x, p_b2, p_part, p_out, M, C: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """x + b2 + the sum of the parts. Grid (M·C / BN,); parts (SPLITS, M, C) float32"""

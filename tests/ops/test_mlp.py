@@ -1,4 +1,4 @@
-"""The perceptron's kernel against the reference in float64. Without a GPU it runs in Triton's interpreter."""
+"""The MLP's kernel against the reference in float64. Without a GPU it runs in Triton's interpreter."""
 
 from functools import partial
 
@@ -16,14 +16,14 @@ from kernel_cases import (
     DTYPES,
     GPU,
     last_step,
-    perceptron_errors,
-    perceptron_inputs,
-    random_perceptron,
-    trained_perceptron_errors,
+    mlp_errors,
+    mlp_inputs,
+    random_mlp,
+    trained_mlp_errors,
 )
 
-from inline_attention.ops import add_perceptron, fused_perceptron, gpu, use_backend
-from inline_attention.ops.fused_perceptron import TILES, Tile, Win, choose_tile, halves
+from inline_attention.ops import add_mlp, fused_mlp, gpu, use_backend
+from inline_attention.ops.fused_mlp import TILES, Tile, Win, choose_tile, halves
 from inline_attention.ops.kernels.blocks import gelu
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -46,7 +46,7 @@ SHAPES = {  # rows, channels, hidden channels, tile
 @pytest.mark.parametrize("shape", SHAPES)
 def test_against_float64(shape, dtype):
     rows, width, hidden, tile = SHAPES[shape]
-    error, allowed = perceptron_errors(perceptron_inputs(rows, width, hidden, dtype), tile)
+    error, allowed = mlp_errors(mlp_inputs(rows, width, hidden, dtype), tile)
     assert error <= allowed
 
 
@@ -61,7 +61,7 @@ TRAINED = SHAPES | {
 @pytest.mark.parametrize("shape", TRAINED)
 def test_gradients_against_float64(shape, dtype):
     rows, width, hidden, tile = TRAINED[shape]
-    for name, error, allowed in trained_perceptron_errors(perceptron_inputs(rows, width, hidden, dtype), tile):
+    for name, error, allowed in trained_mlp_errors(mlp_inputs(rows, width, hidden, dtype), tile):
         assert error <= allowed, name
 
 
@@ -72,27 +72,27 @@ PROJECTED = {name: shape for name, shape in SHAPES.items() if shape[-1] is None}
 @pytest.mark.parametrize("shape", PROJECTED)
 def test_with_a_projection_against_float64(shape, dtype):
     rows, width, hidden, _ = PROJECTED[shape]
-    inputs = perceptron_inputs(rows, width, hidden, dtype)
-    error, allowed = perceptron_errors(inputs, None, projection=last_step(inputs[0]))
+    inputs = mlp_inputs(rows, width, hidden, dtype)
+    error, allowed = mlp_errors(inputs, None, projection=last_step(inputs[0]))
     assert error <= allowed
 
 
 @pytest.mark.parametrize("seed", range(210 if GPU else 4))
 def test_random_shapes(seed):
-    case = random_perceptron(seed)
+    case = random_mlp(seed)
     for name, error, allowed in case.errors():
         assert error <= allowed, (case, name)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_where_gradients_are_needed_the_projection_has_them(backend):
-    leaves = perceptron_inputs((3, 5), 16, 24, torch.float32)
+    leaves = mlp_inputs((3, 5), 16, 24, torch.float32)
     last = last_step(leaves[0])
     for leaf in (*leaves, *last):
         leaf.requires_grad_()
-    out = add_perceptron(*leaves, projection=last, backend=backend)
+    out = add_mlp(*leaves, projection=last, backend=backend)
     x, *tensors = leaves
-    expected = add_perceptron(x + F.linear(*last), *tensors, backend="reference")
+    expected = add_mlp(x + F.linear(*last), *tensors, backend="reference")
     wanted = [*leaves, *last]
     found, exact = (torch.autograd.grad(y.square().sum(), wanted) for y in (out, expected))
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
@@ -100,10 +100,10 @@ def test_where_gradients_are_needed_the_projection_has_them(backend):
 
 @pytest.mark.parametrize("stream", [torch.float32, DTYPES[-1]])
 def test_autocast_keeps_the_precision_of_the_stream(stream):
-    x, *tensors = perceptron_inputs((3, 5), 32, 64, torch.float32)
+    x, *tensors = mlp_inputs((3, 5), 32, 64, torch.float32)
     x = x.to(stream)
     with torch.autocast(DEVICE, DTYPES[-1]), torch.no_grad():
-        fast, plain = (add_perceptron(x, *tensors, backend=backend) for backend in ("triton", "reference"))
+        fast, plain = (add_mlp(x, *tensors, backend=backend) for backend in ("triton", "reference"))
     assert fast.dtype == plain.dtype == stream
     torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-2)
 
@@ -113,12 +113,12 @@ def test_autocast_keeps_the_precision_of_the_stream(stream):
     [(torch.float32, torch.float32), (DTYPES[-1], torch.float32), (DTYPES[-1], DTYPES[-1])],
 )
 def test_gradients_have_the_dtype_of_their_tensors_under_autocast(stream, parameter):
-    x, *tensors = perceptron_inputs((3, 5), 32, 64, parameter)
+    x, *tensors = mlp_inputs((3, 5), 32, 64, parameter)
     leaves = [t.requires_grad_() for t in (x.to(stream), *tensors)]
     results = []
     for backend in ("triton", "reference"):
         with torch.autocast(DEVICE, DTYPES[-1]):
-            out = add_perceptron(*leaves, backend=backend)
+            out = add_mlp(*leaves, backend=backend)
         results.append(torch.autograd.grad(out.float().square().sum(), leaves))
     for leaf, fast, plain in zip(leaves, *results, strict=True):
         assert fast.dtype == plain.dtype == leaf.dtype
@@ -127,22 +127,22 @@ def test_gradients_have_the_dtype_of_their_tensors_under_autocast(stream, parame
 
 @pytest.mark.parametrize("wanted", [[0], [1], [3, 4], [2, 5, 6]])
 def test_only_some_gradients(wanted):
-    tensors = perceptron_inputs((3, 5), 23, 37, torch.float32)
+    tensors = mlp_inputs((3, 5), 23, 37, torch.float32)
     for i in wanted:
         tensors[i].requires_grad_()
     grads = []
     for backend in ("triton", "reference"):
-        out = add_perceptron(*tensors, backend=backend)
+        out = add_mlp(*tensors, backend=backend)
         grads.append(torch.autograd.grad(out.square().sum(), [tensors[i] for i in wanted]))
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 def test_second_derivatives():
-    leaves = [t.requires_grad_() for t in perceptron_inputs((5,), 16, 24, torch.float32)]
+    leaves = [t.requires_grad_() for t in mlp_inputs((5,), 16, 24, torch.float32)]
     upstream = torch.randn(5, 16, device=DEVICE, requires_grad=True)
     found = []
     for backend in ("triton", "reference"):
-        out = add_perceptron(*leaves, backend=backend)
+        out = add_mlp(*leaves, backend=backend)
         grads = torch.autograd.grad(out, leaves, upstream, create_graph=True)
         size = sum(grad.square().sum() for grad in grads)
         found.append(torch.autograd.grad(size, [*leaves[:-1], upstream]))  # b2 changes no gradient
@@ -151,28 +151,28 @@ def test_second_derivatives():
 
 def test_keeps_hidden_values_only_where_gradients_are_needed(monkeypatch):
     kept = []
-    op = fused_perceptron._perceptron_op
+    op = fused_mlp._mlp_op
 
     def recorded(*args):
         out, hidden = op(*args)
         kept.append(tuple(hidden.shape))
         return out, hidden
 
-    monkeypatch.setattr(fused_perceptron, "_perceptron_op", recorded)
-    x, *tensors = perceptron_inputs((3, 5), 16, 24, torch.float32)
-    add_perceptron(x, *tensors, backend="triton")
+    monkeypatch.setattr(fused_mlp, "_mlp_op", recorded)
+    x, *tensors = mlp_inputs((3, 5), 16, 24, torch.float32)
+    add_mlp(x, *tensors, backend="triton")
     tensors[-1].requires_grad_()
     with torch.no_grad():
-        add_perceptron(x, *tensors, backend="triton")
-    add_perceptron(x, *tensors, backend="triton")
+        add_mlp(x, *tensors, backend="triton")
+    add_mlp(x, *tensors, backend="triton")
     assert kept == [(0, 24), (0, 24), (15, 24)]
 
 
 @pytest.mark.parametrize("save", [False, True])
 def test_what_pytorch_is_told_of_the_operator(save):
-    x, *tensors = perceptron_inputs((3, 5), 16, 24, DTYPES[-1])
+    x, *tensors = mlp_inputs((3, 5), 16, 24, DTYPES[-1])
     arguments = (x.float(), *tensors, None, None, None, 1e-5, [], save)
-    opcheck(torch.ops.inline_attention.perceptron.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    opcheck(torch.ops.inline_attention.mlp.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @triton.jit
@@ -202,22 +202,22 @@ def test_gelu_is_exact_to_float32():
 
 def test_rows_far_from_zero():
     """A layer norm that subtracts squares would lose the spread."""
-    x, *tensors = perceptron_inputs((7,), 48, 32, torch.float32)
-    error, allowed = perceptron_errors((x + 1000, *tensors), None, mean=1000.0)
+    x, *tensors = mlp_inputs((7,), 48, 32, torch.float32)
+    error, allowed = mlp_errors((x + 1000, *tensors), None, mean=1000.0)
     assert error <= allowed
 
 
 def test_any_strides():
-    x, *tensors = perceptron_inputs((4, 6), 16, 32, torch.float32)
+    x, *tensors = mlp_inputs((4, 6), 16, 32, torch.float32)
     with torch.no_grad():
-        expected = add_perceptron(x, *tensors, backend="triton")
+        expected = add_mlp(x, *tensors, backend="triton")
         tensors = [torch.stack([t, t], -1)[..., 0] for t in tensors]
-        assert torch.equal(add_perceptron(x.mT.contiguous().mT, *tensors, backend="triton"), expected)
+        assert torch.equal(add_mlp(x.mT.contiguous().mT, *tensors, backend="triton"), expected)
 
 
 def test_bit_identical_from_run_to_run():
-    inputs = perceptron_inputs((9,), 48, 64, DTYPES[-1])
-    call = partial(fused_perceptron.add_perceptron, *split(inputs), None, 1e-5, DTYPES[-1], SPLIT)
+    inputs = mlp_inputs((9,), 48, 64, DTYPES[-1])
+    call = partial(fused_mlp.add_mlp, *split(inputs), None, 1e-5, DTYPES[-1], SPLIT)
     assert torch.equal(call(), call())
 
 
@@ -227,28 +227,28 @@ def split(inputs):
 
 
 def test_auto_is_the_reference_until_a_table_says_otherwise(monkeypatch):
-    inputs = perceptron_inputs((4,), 16, 32, torch.float32)
+    inputs = mlp_inputs((4,), 16, 32, torch.float32)
     ran = []
-    monkeypatch.setattr(fused_perceptron, "add_perceptron", lambda *args: ran.append(args[-1]) or inputs[0])
+    monkeypatch.setattr(fused_mlp, "add_mlp", lambda *args: ran.append(args[-1]) or inputs[0])
     with torch.no_grad():
-        add_perceptron(*inputs)
+        add_mlp(*inputs)
         assert ran == []
         with use_backend("triton"):
-            add_perceptron(*inputs)
+            add_mlp(*inputs)
         assert ran == [None]
 
 
-@pytest.mark.parametrize("use", fused_perceptron.USES)
+@pytest.mark.parametrize("use", fused_mlp.USES)
 def test_the_table_decides_by_width_and_rows(use, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    wins = {key: {} for key in fused_perceptron.USES}
+    wins = {key: {} for key in fused_mlp.USES}
     wins[use] = {((9, 0), 192, 768): (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0]))}
-    monkeypatch.setattr(fused_perceptron, "WINS", wins)
+    monkeypatch.setattr(fused_mlp, "WINS", wins)
     with FakeTensorMode():
         found = [
-            fused_perceptron.winning_tile(torch.empty(rows, width, device="cuda"), 768, dtype, use)
+            fused_mlp.winning_tile(torch.empty(rows, width, device="cuda"), 768, dtype, use)
             for rows, width, dtype in [
                 (99, 192, torch.bfloat16), (100, 192, torch.bfloat16), (2000, 192, torch.float16),
                 (2001, 192, torch.bfloat16), (150, 384, torch.bfloat16), (150, 192, torch.float32),
@@ -259,15 +259,15 @@ def test_the_table_decides_by_width_and_rows(use, monkeypatch):
 
 def test_the_table_of_the_use_is_asked(monkeypatch):
     asked = []
-    monkeypatch.setattr(fused_perceptron, "winning_tile", lambda *args: asked.append(args[-1]))
-    x, *tensors = perceptron_inputs((4,), 16, 32, torch.float32)
-    add_perceptron(x, *tensors)
-    add_perceptron(x, *tensors, projection=last_step(x))
+    monkeypatch.setattr(fused_mlp, "winning_tile", lambda *args: asked.append(args[-1]))
+    x, *tensors = mlp_inputs((4,), 16, 32, torch.float32)
+    add_mlp(x, *tensors)
+    add_mlp(x, *tensors, projection=last_step(x))
     tensors[0].requires_grad_()
-    add_perceptron(x, *tensors)
-    add_perceptron(x, *tensors, projection=last_step(x))
+    add_mlp(x, *tensors)
+    add_mlp(x, *tensors, projection=last_step(x))
     with torch.no_grad():
-        add_perceptron(x, *tensors)
+        add_mlp(x, *tensors)
     assert asked == ["inference", "projected", "inference", "training", "training", "inference"]
 
 
@@ -284,15 +284,15 @@ def test_two_blocks_hold_a_row(width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tile_fits_or_the_reference_runs(memory, dtype, monkeypatch):
     limits = gpu.Limits(100, memory * 1024)
-    monkeypatch.setattr(fused_perceptron, "TILES", (Tile(128, 64, 8, 3), Tile(32, 32, 4, 2), Tile(16, 16, 4, 1)))
+    monkeypatch.setattr(fused_mlp, "TILES", (Tile(128, 64, 8, 3), Tile(32, 32, 4, 2), Tile(16, 16, 4, 1)))
     monkeypatch.setattr(gpu, "limits_of", lambda _: limits)
     for width in (64, 192, 512):
-        if fused_perceptron._why_not_memory(width, dtype, torch.device("cuda:0")):
-            assert fused_perceptron.memory_of(Tile(16, 16, 4, 1), width, dtype) > limits.shared_memory
+        if fused_mlp._why_not_memory(width, dtype, torch.device("cuda:0")):
+            assert fused_mlp.memory_of(Tile(16, 16, 4, 1), width, dtype) > limits.shared_memory
             continue
         for rows in (1, 197, 50_432):
             tile = choose_tile(rows, width, 4 * width, dtype, limits)
-            assert fused_perceptron.memory_of(tile, width, dtype) <= limits.shared_memory
+            assert fused_mlp.memory_of(tile, width, dtype) <= limits.shared_memory
             assert tile.splits * tile.hidden <= 4 * width
             if rows == 197:
                 assert tile.splits > 1  # else most multiprocessors are idle
@@ -311,10 +311,10 @@ def test_a_tile_fits_or_the_reference_runs(memory, dtype, monkeypatch):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_bad_inputs_are_named(change, message, backend):
     names = ("x", "norm_weight", "norm_bias", "w1", "b1", "w2", "b2")
-    given = dict(zip(names, perceptron_inputs((2,), 16, 32, torch.float32), strict=True))
+    given = dict(zip(names, mlp_inputs((2,), 16, 32, torch.float32), strict=True))
     given |= {name: tensor.to(DEVICE) for name, tensor in change.items()}
     with pytest.raises(ValueError, match=message):
-        add_perceptron(**given, backend=backend)
+        add_mlp(**given, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -326,39 +326,39 @@ def test_bad_inputs_are_named(change, message, backend):
     ],
 )
 def test_bad_projections_are_named(change, message):
-    inputs = perceptron_inputs((2,), 16, 32, torch.float32)
+    inputs = mlp_inputs((2,), 16, 32, torch.float32)
     last = last_step(inputs[0])._replace(**{name: tensor.to(DEVICE) for name, tensor in change.items()})
     with pytest.raises(ValueError, match=message):
-        add_perceptron(*inputs, projection=last)
+        add_mlp(*inputs, projection=last)
 
 
 def test_says_why_not():
     with pytest.raises(ValueError, match="up to 512 channels, not 528"), torch.no_grad():
-        add_perceptron(*perceptron_inputs((2,), 528, 16, torch.float32), backend="triton")
+        add_mlp(*mlp_inputs((2,), 528, 16, torch.float32), backend="triton")
 
 
 def test_compiles_as_one_graph():
-    inputs = perceptron_inputs((3, 5), 16, 32, torch.float32)
+    inputs = mlp_inputs((3, 5), 16, 32, torch.float32)
 
     def call(*inputs):
-        return add_perceptron(*inputs, backend="triton")
+        return add_mlp(*inputs, backend="triton")
 
     compiled = torch.compile(call, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*inputs), add_perceptron(*inputs, backend="reference"))
+        torch.testing.assert_close(compiled(*inputs), add_mlp(*inputs, backend="reference"))
     leaves = [t.requires_grad_() for t in inputs]
     results = []
-    for f in (compiled, lambda *inputs: add_perceptron(*inputs, backend="reference")):
+    for f in (compiled, lambda *inputs: add_mlp(*inputs, backend="reference")):
         out = f(*leaves)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_compiled_training_keeps_what_enters_the_gelu_and_nothing_as_wide():
-    leaves = [t.requires_grad_() for t in perceptron_inputs((15,), 16, 24, torch.float32)]
+    leaves = [t.requires_grad_() for t in mlp_inputs((15,), 16, 24, torch.float32)]
 
     def call(*inputs):
-        return add_perceptron(*inputs, backend="triton")
+        return add_mlp(*inputs, backend="triton")
 
     out = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")(*leaves)
     kept = [tuple(t.shape) for t in out.grad_fn.saved_tensors]
@@ -368,11 +368,11 @@ def test_compiled_training_keeps_what_enters_the_gelu_and_nothing_as_wide():
 def test_flop_formula():
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = perceptron_inputs((3, 5), 16, 32, torch.float32)
+    inputs = mlp_inputs((3, 5), 16, 32, torch.float32)
     for projection in (None, last_step(inputs[0])):
         counts = []
         for backend in ("triton", "reference"):
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                add_perceptron(*inputs, projection=projection, backend=backend)
+                add_mlp(*inputs, projection=projection, backend=backend)
             counts.append(counter.get_total_flops())
         assert counts[0] == counts[1] > 0

@@ -14,7 +14,6 @@ from timm.models import (
     edgenext,
     efficientformer,
     eva,
-    gcvit,
     levit,
     mobilevit,
     nextvit,
@@ -218,30 +217,6 @@ class LinearizedWindowAttentionCR(CosineAttention, swin_transformer_v2_cr.Window
 
     def position_bias(self) -> Tensor:
         return self._relative_positional_encodings()[0]
-
-
-@register(gcvit.WindowAttentionGlobal)
-class LinearizedGlobalWindowAttention(LinearizedAttention, gcvit.WindowAttentionGlobal):
-    """GCViT's windows. Their queries are their own, or those of the whole image, which all windows share."""
-
-    gets_grid = has_bias = True
-
-    @classmethod
-    def has_map(cls, module: Any) -> bool:
-        return not module.use_global
-
-    @classmethod
-    def num_tokens(cls, module: Any) -> int:
-        return module.window_size[0] * module.window_size[1]
-
-    def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
-        projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)),)
-        if self.use_global and q_global is not None:
-            q = q_global.repeat(x.shape[0] // q_global.shape[0], 1, 1, 1)
-            projections = (q.view(*x.shape[:2], 1, self.num_heads, self.head_dim), *projections)
-        bias = self.rel_pos.get_bias()[0]
-        out = self.attend_linearly(*projections, scale=self.scale, x=x, grid=self.window_size, bias=bias)
-        return self.proj_drop(self.proj(out.flatten(2)))
 
 
 class LevitAttention(LinearizedAttention):

@@ -446,6 +446,8 @@ def bias_term(bias: Tensor, v: Tensor, shares: Tensor | None, call: Call) -> Ten
 REGISTRY: dict[type[nn.Module], type[LinearizedAttention]] = {}
 # Why attentions of a class and its subclasses are not replaced. None: subclasses that are not registered are unknown.
 LEFT_ALONE: dict[type[nn.Module], str | None] = {}
+# Why attentions of a class and its subclasses have no linear form.
+REFUSED: dict[type[nn.Module], str] = {}
 
 LinearizedT = TypeVar("LinearizedT", bound=type[LinearizedAttention])
 

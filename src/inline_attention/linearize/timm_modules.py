@@ -1,31 +1,21 @@
-"""The attention modules of timm that compute softmax in several ways, and those that are left alone."""
+"""The attention modules of timm whose `forward` is written again, because not all of them call a softmax operation."""
 
 import math
 from typing import Any
 
 import timm.layers
 import torch
-from timm.layers import apply_rot_embed_cat, lambda_layer
+from timm.layers import apply_rot_embed_cat
 from timm.models import (
-    cait,
-    coat,
-    crossvit,
-    davit,
-    edgenext,
     efficientformer,
     eva,
     levit,
-    mobilevit,
-    nextvit,
     pvt_v2,
     shvit,
-    swiftformer,
     swin_transformer,
     swin_transformer_v2,
     swin_transformer_v2_cr,
     tnt,
-    volo,
-    xcit,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,37 +23,7 @@ from torch.nn import functional as F
 from inline_attention.layers.token_grid import GridSource, find_patches, token_mask_of
 from inline_attention.ops import Grid
 
-from .modules import LEFT_ALONE, LinearizedAttention, number_regions, register
-
-_LEFT_ALONE: dict[str, tuple[type[nn.Module], ...]] = {
-    "softmax, left alone: it pools": (
-        timm.layers.AttentionPoolLatent,
-        timm.layers.AttentionPoolPrr,
-        timm.layers.AttentionPool2d,
-        timm.layers.RotAttentionPool2d,
-    ),
-    "softmax, left alone: only the class token attends": (
-        cait.ClassAttn,
-        crossvit.CrossAttention,
-        volo.ClassAttention,
-    ),
-    "left alone: it is between channels": (
-        davit.ChannelAttention,
-        davit.ChannelAttentionV2,
-        edgenext.CrossCovarianceAttn,
-        timm.layers.SelectiveKernel,
-        timm.layers.SplitAttn,
-        xcit.XCA,
-    ),
-    "left alone: it is linear": (
-        coat.FactorAttnConvRelPosEnc,
-        mobilevit.LinearSelfAttention,
-        swiftformer.EfficientAdditiveAttention,
-        lambda_layer.LambdaLayer,
-    ),
-    "left alone: it is local": (nextvit.ConvAttention, volo.OutlookAttention),
-}
-LEFT_ALONE.update({module: why for why, modules in _LEFT_ALONE.items() for module in modules})
+from .modules import LinearizedAttention, number_regions, register
 
 
 class TimmAttention(LinearizedAttention):

@@ -87,6 +87,7 @@ TIMM = [
     vit("vit_small_patch16_dinov3"),
     vit("vit_small_patch16_rope_224"),
     vit("vit_small_patch16_rope_mixed_224"),
+    of_timm("naflexvit_base_patch16_gap", [(48, 48), (32, 80)], depth=2, embed_dim=24, num_heads=2),
     of_timm(
         "swin_tiny_patch4_window7_224",
         [(56, 56), (56, 84)],

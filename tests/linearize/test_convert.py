@@ -374,7 +374,7 @@ def test_a_mask_over_keys_is_kept_and_others_are_refused() -> None:
         ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\.DiffAttention\): it is the difference of two softmax"),
         ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\.DiffParallelScalingBlock\): it is the difference"),
         ("mvitv2_tiny", r"\.MultiScaleAttention\): its position bias depends on the query"),
-        ("csatv2", "this module is not known"),
+        ("convit_tiny", r"\.GPSA\): a gate mixes its weights .*\.MHSA\): this module is not known"),
         (
             "xcit_nano_12_p16_224",
             r"^there is nothing to convert in Xcit: .*\.XCA\): left alone: it is between channels; "
@@ -420,6 +420,16 @@ def test_patch_dropout_and_a_missing_patch_embedding_need_no_residual() -> None:
     with pytest.raises(ValueError, match="no patch embedding gives the size"):
         linearize(alone)
     linearize(alone, local_residual=False)
+
+
+def test_images_of_different_sizes_in_one_batch_need_no_residual() -> None:
+    model: Any = OF_NAME["naflexvit_base_patch16_gap"].model
+    linearize(model)
+    patches, valid = torch.randn(1, 6, 768, dtype=torch.float64), torch.ones(1, 6, dtype=torch.bool)
+    coordinates = torch.cartesian_prod(torch.arange(2), torch.arange(3))[None]
+    tokens, _ = model.embeds(patches, patch_coord=coordinates, patch_valid=valid)
+    with pytest.raises(ValueError, match=r"images of different sizes in one batch.*local_residual=False"):
+        model.blocks[0](tokens)
 
 
 def test_pooling_heads_are_left_alone_and_listed() -> None:

@@ -371,7 +371,7 @@ def _install_grids(converted: Sequence[_Found]) -> list[RemovableHandle]:
             assert isinstance(module, LinearizedAttention)
             if source.module not in grids:
                 grids[source.module] = TokenGrid(source.measure, source.num_prefix_tokens)
-                hooks.append(source.module.register_forward_hook(grids[source.module]))
+                hooks.append(source.module.register_forward_hook(grids[source.module], with_kwargs=True))
             module.token_grid = grids[source.module]
     return hooks
 

@@ -203,7 +203,13 @@ class LinearizedAttention(nn.Module):
         if self.local is not None:
             if grid is None:
                 assert self.token_grid is not None
-                grid, num_prefix_tokens = self.token_grid.grid, self.token_grid.num_prefix_tokens
+                measured, num_prefix_tokens = self.token_grid.grid, self.token_grid.num_prefix_tokens
+                if isinstance(measured, list):
+                    raise ValueError(
+                        "images of different sizes in one batch have no common token map for the local residual: "
+                        "convert the model with local_residual=False"
+                    )
+                grid = measured
                 if grid is None:
                     raise ValueError(
                         "the patch embedding was not called before the attention, so the token map's size is not "

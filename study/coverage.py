@@ -37,7 +37,7 @@ def classify(name: str) -> tuple[str, tuple[str, ...]]:
             if "pass local_residual=False" in message and local_residual:
                 continue
             modules = tuple(sorted(set(re.findall(r"\(([\w.]+)\): ", message))))
-            return (NONE if "has no softmax attention" in message else REFUSED), modules
+            return (NONE if message.startswith("there is nothing to convert") else REFUSED), modules
         left = tuple(sorted({layer.kind for layer in report.layers if not layer.is_linear}))
         return (NO_MAP if not local_residual else PARTLY if left else WHOLE), left
     raise AssertionError

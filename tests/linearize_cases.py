@@ -9,7 +9,7 @@ import timm.layers
 import torch
 import torchvision
 from small import create_small
-from timm.models import fastvit, gcvit, metaformer, nest, nextvit, shvit, volo
+from timm.models import fastvit, metaformer, nest, nextvit, shvit, volo
 from torch import Tensor, nn
 
 
@@ -87,6 +87,7 @@ TIMM = [
     vit("vit_small_patch16_dinov3"),
     vit("vit_small_patch16_rope_224"),
     vit("vit_small_patch16_rope_mixed_224"),
+    of_timm("naflexvit_base_patch16_gap", [(48, 48), (32, 80)], depth=2, embed_dim=24, num_heads=2),
     of_timm(
         "swin_tiny_patch4_window7_224",
         [(56, 56), (56, 84)],
@@ -174,7 +175,6 @@ MORE = [
     Case("Next-ViT", lambda: OneLayer(nextvit.EfficientAttention(16, head_dim=8, sr_ratio=2), rows=True), SIZES, 1),
     Case("SHViT", lambda: OneLayer(shvit.SHSA(16, 4, 8, norm_layer=nn.BatchNorm2d, act_layer=nn.ReLU)), SIZES, 1),
     of_class(nest.Nest, SQUARE, img_size=64, embed_dims=(16, 32), num_heads=(1, 2), depths=(1, 1), num_levels=2),
-    of_class(gcvit.GlobalContextVit, SQUARE, img_size=64, embed_dim=16, depths=(2,), num_heads=(2,), window_size=(4,)),
     of_class(
         metaformer.MetaFormer,
         SQUARE,
@@ -253,7 +253,7 @@ def of_queries(m: Any) -> Iterator[Tensor | None]:
             heads = getattr(m, "num_heads", 1)
             yield from (p.unflatten(0, (heads, -1))[:, :size] for p in (last.weight, last.bias))
         else:
-            width = len(qkv.weight) // (2 if getattr(m, "use_global", False) else 3)
+            width = len(qkv.weight) // 3
             yield from (qkv.weight[:width], None if qkv.bias is None else qkv.bias[:width], getattr(m, "q_bias", None))
     elif (q := getattr(m, "q", None) or getattr(m, "q_proj", None)) is not None:
         last = getattr(getattr(q, "ln", q), "bn", q)

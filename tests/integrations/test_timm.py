@@ -107,6 +107,11 @@ def test_copies_have_a_grid_of_their_own() -> None:
         assert model.blocks[1].attn.model_grid.grid == (2, 5)
 
 
+def test_a_copy_of_one_block_is_not_a_copy_of_the_model() -> None:
+    block = build(attn_layer=InLineAttention, embed_dim=48).blocks[0]
+    assert len(pickle.dumps(block)) < 1.5 * sum(parameter.nbytes for parameter in block.parameters())
+
+
 def test_prefix_tokens_that_are_added_later() -> None:
     """A distilled DeiT has two, and sets their number after it has built its blocks."""
     model = build("deit_tiny_distilled_patch16_224", attn_layer=InLineAttention)

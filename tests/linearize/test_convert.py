@@ -370,15 +370,20 @@ def test_a_mask_over_keys_is_kept_and_others_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cait_xxs24_224", r"blocks\.0\.attn and 23 more \(timm\.models\.cait\.TalkingHeadAttn\): this module"),
-        ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\.DiffAttention\)"),
-        ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\.DiffParallelScalingBlock\)"),
-        ("mvitv2_tiny", "MultiScaleAttention"),
-        ("xcit_nano_12_p16_224", r"\.XCA\).*; cls_attn_blocks\.0\.attn and 1 more \(timm\.models\.cait\.ClassAttn\)"),
-        ("resnet18", "has no softmax attention that is known"),
+        ("cait_xxs24_224", r"blocks\.0\.attn and 23 more \(timm\.models\.cait\.TalkingHeadAttn\): its heads mix"),
+        ("vit_dwee_patch16_reg1_gap_256", r"blocks\.0\.attn.*\.DiffAttention\): it is the difference of two softmax"),
+        ("vit_dpwee_patch16_reg1_gap_256", r"blocks\.0.*\.DiffParallelScalingBlock\): it is the difference"),
+        ("mvitv2_tiny", r"\.MultiScaleAttention\): its position bias depends on the query"),
+        ("convit_tiny", r"\.GPSA\): a gate mixes its weights .*\.MHSA\): this module is not known"),
+        (
+            "xcit_nano_12_p16_224",
+            r"^there is nothing to convert in Xcit: .*\.XCA\): left alone: it is between channels; "
+            r"cls_attn_blocks\.0\.attn and 1 more \(timm\.models\.cait\.ClassAttn\): .*only the class token attends$",
+        ),
+        ("resnet18", "^there is nothing to convert in ResNet: it has no attention that is known$"),
     ],
 )
-def test_unknown_attention_is_refused_before_anything_changes(name: str, message: str) -> None:
+def test_a_model_is_refused_with_the_reason_and_nothing_changes(name: str, message: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     kinds = [type(module) for module in model.modules()]
@@ -417,11 +422,30 @@ def test_patch_dropout_and_a_missing_patch_embedding_need_no_residual() -> None:
     linearize(alone, local_residual=False)
 
 
+def test_images_of_different_sizes_in_one_batch_need_no_residual() -> None:
+    model: Any = OF_NAME["naflexvit_base_patch16_gap"].model
+    linearize(model)
+    patches, valid = torch.randn(1, 6, 768, dtype=torch.float64), torch.ones(1, 6, dtype=torch.bool)
+    coordinates = torch.cartesian_prod(torch.arange(2), torch.arange(3))[None]
+    tokens, _ = model.embeds(patches, patch_coord=coordinates, patch_valid=valid)
+    with pytest.raises(ValueError, match=r"images of different sizes in one batch.*local_residual=False"):
+        model.blocks[0](tokens)
+
+
 def test_pooling_heads_are_left_alone_and_listed() -> None:
     report = linearize(OF_NAME["vit_base_patch16_siglip_224"].model)
     pool = next(layer for layer in report.layers if layer.name == "attn_pool")
     assert "left alone: it pools" in pool.action
     assert "attn_pool" in str(report)
+
+
+def test_crossvits_attention_of_the_class_token_is_left_alone_and_listed() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("crossvit_9_240")
+    report = linearize(model, local_residual=False)
+    crossing = [layer for layer in report.layers if layer.kind == "CrossAttention"]
+    assert {layer.action for layer in crossing} == {"softmax, left alone: only the class token attends"}
+    assert len(crossing) == 6
 
 
 def test_layers_can_stay_softmax() -> None:

@@ -21,7 +21,7 @@ from inline_attention.ops.reference import masked_mean, zero_absent
 from .local import LocalTerm, LocalWeight, ParameterPair
 from .mode import is_plain
 from .queries import AffineMap, HeadGain
-from .token_grid import ModelGrid, find_grid, token_mask_of, wait_for_model
+from .token_grid import TokenGrid, find_grid, token_mask_of, wait_for_model
 from .tokens import pad_images
 from .written_out import WrittenOut
 
@@ -139,7 +139,7 @@ class Attention(nn.Module):
             self.norm = norm_layer(dim, **self.factory)  # timm's name; PVT's attention has another norm of this name
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **self.factory)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.model_grid: ModelGrid | None = None
+        self.model_grid: TokenGrid | None = None
         if norm_layer is not None:
             wait_for_model(self)
 
@@ -364,7 +364,9 @@ class Attention(nn.Module):
         if attn_mask is not None or is_causal:
             options["token_mask"] = token_mask_of(attn_mask, is_causal, x)
         if grid is None:
-            found = find_grid(self, x) if self.model_grid is None else self.model_grid.grid
+            found: Grid | list[Grid] | None = find_grid(self, x)
+            if self.model_grid is not None:
+                found = self.model_grid.grid
             if found is None or isinstance(found, list):
                 raise ValueError("images of different sizes in one batch are not written out; pass them one by one")
             grid = found

@@ -18,39 +18,56 @@ from inline_attention.ops import Grid
 
 
 class TokenGrid:
-    """The (height, width) of the token map in the current call.
+    """The token map of a model in the current call: a forward hook of its patch embedding, with keyword arguments.
 
-    It is a forward hook of the model's patch embedding, which knows the size of every image. The attention modules of
-    one model share it. It is an object, not a closure, so that a deep copy of the model gets a grid of its own.
+    The attention modules of one model share it. It is an object, not a closure, so that a deep copy of the model gets a
+    grid of its own. It refers to no module, so that a deep copy of one block does not copy the whole model.
+
+    `grid` is a (height, width), or a list of one for every image of a NaFlexVit that gets patches.
     """
 
-    def __init__(self, measure: Callable[..., Grid], num_prefix_tokens: int) -> None:
+    def __init__(self, measure: Callable[..., Grid | list[Grid] | None], num_prefix_tokens: int) -> None:
         self.measure = measure
         self.num_prefix_tokens = num_prefix_tokens
-        self.grid: Grid | None = None
+        self.grid: Grid | list[Grid] | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.grid = self.measure(module, args, output)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.grid = self.measure(module, args, kwargs, output)
 
 
 class GridSource(NamedTuple):
     """Where a model's token map comes from."""
 
     module: nn.Module  # the patch embedding
-    measure: Callable[..., Grid]  # (patch embedding, its arguments, its output) → (height, width)
+    # (patch embedding, its arguments, its keyword arguments, its output) → what `TokenGrid.grid` is in this call
+    measure: Callable[..., Grid | list[Grid] | None]
     num_prefix_tokens: int
     num_tokens: int | None  # at the size that the model was built for
 
 
-def measure_patches(patch_embed: Any, args: tuple[Tensor, ...], output: Any) -> Grid:
-    height, width = args[0].shape[-2:]
-    rows, columns = patch_embed.dynamic_feat_size((height, width))
+def measure_patches(
+    patch_embed: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: Any
+) -> Grid | list[Grid]:
+    if kwargs.get("patch_coord") is not None:
+        return measure_naflex(kwargs["patch_coord"], kwargs.get("patch_valid"))
+    if isinstance(output, tuple):  # NaFlexEmbeds return the grid
+        rows, columns = output[1]
+    else:
+        height, width = args[0].shape[-2:]
+        rows, columns = patch_embed.dynamic_feat_size((height, width))
     return rows, columns
 
 
+def measure_images(
+    patch_embed: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: Any
+) -> Grid | list[Grid] | None:
+    """`measure_patches` for images alone: the sizes of a NaFlexVit's patches would make the host wait."""
+    return None if kwargs.get("patch_coord") is not None else measure_patches(patch_embed, args, kwargs, output)
+
+
 def find_patches(ancestor: Any) -> GridSource | None:
-    """The patch embedding of a vision transformer of timm."""
-    patch_embed: Any = getattr(ancestor, "patch_embed", None)
+    """The patch embedding of a vision transformer of timm: `patch_embed`, or `embeds` of a NaFlexVit."""
+    patch_embed: Any = getattr(ancestor, "embeds", None) or getattr(ancestor, "patch_embed", None)
     prefix = getattr(ancestor, "num_prefix_tokens", None)
     if prefix is None or not hasattr(patch_embed, "dynamic_feat_size"):
         return None
@@ -82,32 +99,6 @@ def token_mask_of(attn_mask: Tensor | None, is_causal: bool, x: Tensor) -> Tenso
 # Attentions that timm builds, as `attn_layer`. They are made before the model that they belong to is complete.
 
 
-class ModelGrid:
-    """The token map of a timm model in the current call: a hook of its patch embedding, `patch_embed` or `embeds`.
-
-    `grid` is a (height, width), or a list of one for every image of a NaFlexVit that gets patches. Such a list makes
-    the host wait, so it is left out (None) if no attention of the model acts on the map.
-    """
-
-    def __init__(self, model: nn.Module, *, for_attention: bool) -> None:
-        self.model: Any = model
-        self.for_attention = for_attention
-        self.grid: Grid | list[Grid] | None = None
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        return self.model.num_prefix_tokens  # read in each call: a distilled DeiT sets it after its blocks are built
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        coordinates = kwargs.get("patch_coord")
-        if coordinates is not None:
-            self.grid = measure_naflex(coordinates, kwargs.get("patch_valid")) if self.for_attention else None
-        elif isinstance(output, tuple):  # NaFlexEmbeds return the grid
-            self.grid = (output[1][0], output[1][1])
-        else:
-            self.grid = measure_patches(module, args, output)
-
-
 def measure_naflex(coordinates: Tensor, valid: Tensor | None) -> list[Grid]:
     """(height, width) of every image, from the rows and columns of its patches (B, N, 2) and which are there (B, N).
 
@@ -132,11 +123,13 @@ def measure_naflex(coordinates: Tensor, valid: Tensor | None) -> list[Grid]:
 
 def find_grid(attention: Any, x: Tensor) -> Grid | list[Grid]:
     """The grid of the model around, for a call without one: (height, width), or a list of one for every image."""
-    if attention.model_grid is not None:
-        if attention.num_prefix_tokens != attention.model_grid.num_prefix_tokens:
-            attention.num_prefix_tokens = attention.model_grid.num_prefix_tokens
-        if attention.uses_grid and attention.model_grid.grid is not None:
-            return attention.model_grid.grid
+    grid = None if attention.model_grid is None else attention.model_grid.grid
+    if isinstance(grid, tuple):
+        others = x.shape[1] - grid[0] * grid[1]
+        if others > attention.num_prefix_tokens:  # a distilled DeiT gets one more after its blocks are built
+            attention.num_prefix_tokens = others
+    if attention.uses_grid and grid is not None:
+        return grid
     if attention.uses_grid:
         raise ValueError(
             f"{type(attention).__name__} acts on the token map, and grid is missing: pass grid=(height, width), or "
@@ -168,8 +161,8 @@ def _connect(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Called by PyTorch before `child` becomes a part of `parent`."""
     if not _waiting:
         return
-    embeds: Any = getattr(parent, "embeds", None) or getattr(parent, "patch_embed", None)
-    if child is None or not hasattr(embeds, "dynamic_feat_size") or not hasattr(parent, "num_prefix_tokens"):
+    source = find_patches(parent)
+    if child is None or source is None:
         return
     found: list[Any] = [module for module in child.modules() if module in _waiting]
     on_map = any(module.uses_grid for module in found)
@@ -179,8 +172,8 @@ def _connect(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             "set patch_drop_rate=0, or local_residual=False of the attention"
         )
     if found:
-        grid = ModelGrid(parent, for_attention=on_map)
-        embeds.register_forward_hook(grid, with_kwargs=True)
+        grid = TokenGrid(source.measure if on_map else measure_images, source.num_prefix_tokens)
+        source.module.register_forward_hook(grid, with_kwargs=True)
         for module in found:
-            module.model_grid = grid
+            module.model_grid, module.num_prefix_tokens = grid, source.num_prefix_tokens
     _waiting.difference_update(found)

@@ -9,6 +9,7 @@ from . import (  # noqa: F401 (they register themselves)
     own_modules,
     timm_fused_modules,
     timm_modules,
+    timm_unconverted,
     torchvision_modules,
 )
 from .calibration import Costs, LayerCost, calibrate, layer_costs

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from inline_attention.layers import Attention, LocalWeight
 from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
 
-from .modules import LEFT_ALONE, REGISTRY, LinearForm, LinearizedAttention
+from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention
 
 # Adapters of optional libraries. One is imported when a model of its library is converted.
 _OPTIONAL_ADAPTERS = {"transformers": ".transformers_modules"}
@@ -221,7 +221,7 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
     for library, adapters in _OPTIONAL_ADAPTERS.items():
         if library in sys.modules:
             importlib.import_module(adapters, __package__)
-    attentions: dict[str, _Found | Layer | None] = {}  # None for a module that is not known
+    attentions: dict[str, _Found | Layer | None] = {}  # None for a module that is refused
     problems: dict[str, str] = {}
     seen: set[nn.Module] = set()
 
@@ -240,8 +240,11 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
             if reason is not None:
                 problems[name] = reason
             return True
-        if (why := next((LEFT_ALONE[cls] for cls in type(module).__mro__ if cls in LEFT_ALONE), None)) is not None:
+        if (why := _reason(LEFT_ALONE, module)) is not None:
             attentions[name] = Layer(name, type(module).__name__, why)
+            return True
+        if (why := _reason(REFUSED, module)) is not None:
+            attentions[name], problems[name] = None, why
             return True
         if isinstance(module, LinearizedAttention):
             attentions[name], problems[name] = None, "a part of the model is linearised already: restore that part"
@@ -267,8 +270,8 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
         )
     if not any(isinstance(item, _Found) for item in attentions.values()):
         others = {name: item.action for name, item in attentions.items() if isinstance(item, Layer)}
-        more = f". {_listed(model, others)}" if others else ""
-        raise ValueError(f"{type(model).__name__} has no softmax attention that is known{more}")
+        why = _listed(model, others) if others else "it has no attention that is known"
+        raise ValueError(f"there is nothing to convert in {type(model).__name__}: {why}")
     for name in kept:
         item = attentions[name]
         if isinstance(item, _Found):
@@ -276,6 +279,10 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
         elif item is None:
             attentions[name] = Layer(name, type(model.get_submodule(name)).__name__, "kept")
     return [item for item in attentions.values() if item is not None]
+
+
+def _reason(reasons: Mapping[type[nn.Module], str | None], module: nn.Module) -> str | None:
+    return next((reasons[cls] for cls in type(module).__mro__ if cls in reasons), None)
 
 
 def _listed(model: nn.Module, problems: Mapping[str, str]) -> str:
@@ -364,7 +371,7 @@ def _install_grids(converted: Sequence[_Found]) -> list[RemovableHandle]:
             assert isinstance(module, LinearizedAttention)
             if source.module not in grids:
                 grids[source.module] = TokenGrid(source.measure, source.num_prefix_tokens)
-                hooks.append(source.module.register_forward_hook(grids[source.module]))
+                hooks.append(source.module.register_forward_hook(grids[source.module], with_kwargs=True))
             module.token_grid = grids[source.module]
     return hooks
 

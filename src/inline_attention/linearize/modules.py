@@ -203,7 +203,13 @@ class LinearizedAttention(nn.Module):
         if self.local is not None:
             if grid is None:
                 assert self.token_grid is not None
-                grid, num_prefix_tokens = self.token_grid.grid, self.token_grid.num_prefix_tokens
+                measured, num_prefix_tokens = self.token_grid.grid, self.token_grid.num_prefix_tokens
+                if isinstance(measured, list):
+                    raise ValueError(
+                        "images of different sizes in one batch have no common token map for the local residual: "
+                        "convert the model with local_residual=False"
+                    )
+                grid = measured
                 if grid is None:
                     raise ValueError(
                         "the patch embedding was not called before the attention, so the token map's size is not "
@@ -446,6 +452,8 @@ def bias_term(bias: Tensor, v: Tensor, shares: Tensor | None, call: Call) -> Ten
 REGISTRY: dict[type[nn.Module], type[LinearizedAttention]] = {}
 # Why attentions of a class and its subclasses are not replaced. None: subclasses that are not registered are unknown.
 LEFT_ALONE: dict[type[nn.Module], str | None] = {}
+# Why attentions of a class and its subclasses have no linear form.
+REFUSED: dict[type[nn.Module], str] = {}
 
 LinearizedT = TypeVar("LinearizedT", bound=type[LinearizedAttention])
 

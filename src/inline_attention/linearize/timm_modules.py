@@ -1,32 +1,21 @@
-"""The attention modules of timm that compute softmax in several ways, and those that are left alone."""
+"""The attention modules of timm whose `forward` is written again, because not all of them call a softmax operation."""
 
 import math
 from typing import Any
 
 import timm.layers
 import torch
-from timm.layers import apply_rot_embed_cat, lambda_layer
+from timm.layers import apply_rot_embed_cat
 from timm.models import (
-    cait,
-    coat,
-    crossvit,
-    davit,
-    edgenext,
     efficientformer,
     eva,
-    gcvit,
     levit,
-    mobilevit,
-    nextvit,
     pvt_v2,
     shvit,
-    swiftformer,
     swin_transformer,
     swin_transformer_v2,
     swin_transformer_v2_cr,
     tnt,
-    volo,
-    xcit,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,37 +23,7 @@ from torch.nn import functional as F
 from inline_attention.layers.token_grid import GridSource, find_patches, token_mask_of
 from inline_attention.ops import Grid
 
-from .modules import LEFT_ALONE, LinearizedAttention, number_regions, register
-
-_LEFT_ALONE: dict[str, tuple[type[nn.Module], ...]] = {
-    "softmax, left alone: it pools": (
-        timm.layers.AttentionPoolLatent,
-        timm.layers.AttentionPoolPrr,
-        timm.layers.AttentionPool2d,
-        timm.layers.RotAttentionPool2d,
-    ),
-    "softmax, left alone: only the class token attends": (
-        cait.ClassAttn,
-        crossvit.CrossAttention,
-        volo.ClassAttention,
-    ),
-    "left alone: it is between channels": (
-        davit.ChannelAttention,
-        davit.ChannelAttentionV2,
-        edgenext.CrossCovarianceAttn,
-        timm.layers.SelectiveKernel,
-        timm.layers.SplitAttn,
-        xcit.XCA,
-    ),
-    "left alone: it is linear": (
-        coat.FactorAttnConvRelPosEnc,
-        mobilevit.LinearSelfAttention,
-        swiftformer.EfficientAdditiveAttention,
-        lambda_layer.LambdaLayer,
-    ),
-    "left alone: it is local": (nextvit.ConvAttention, volo.OutlookAttention),
-}
-LEFT_ALONE.update({module: why for why, modules in _LEFT_ALONE.items() for module in modules})
+from .modules import LinearizedAttention, number_regions, register
 
 
 class TimmAttention(LinearizedAttention):
@@ -218,30 +177,6 @@ class LinearizedWindowAttentionCR(CosineAttention, swin_transformer_v2_cr.Window
 
     def position_bias(self) -> Tensor:
         return self._relative_positional_encodings()[0]
-
-
-@register(gcvit.WindowAttentionGlobal)
-class LinearizedGlobalWindowAttention(LinearizedAttention, gcvit.WindowAttentionGlobal):
-    """GCViT's windows. Their queries are their own, or those of the whole image, which all windows share."""
-
-    gets_grid = has_bias = True
-
-    @classmethod
-    def has_map(cls, module: Any) -> bool:
-        return not module.use_global
-
-    @classmethod
-    def num_tokens(cls, module: Any) -> int:
-        return module.window_size[0] * module.window_size[1]
-
-    def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
-        projections: tuple[Tensor, ...] = (self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)),)
-        if self.use_global and q_global is not None:
-            q = q_global.repeat(x.shape[0] // q_global.shape[0], 1, 1, 1)
-            projections = (q.view(*x.shape[:2], 1, self.num_heads, self.head_dim), *projections)
-        bias = self.rel_pos.get_bias()[0]
-        out = self.attend_linearly(*projections, scale=self.scale, x=x, grid=self.window_size, bias=bias)
-        return self.proj_drop(self.proj(out.flatten(2)))
 
 
 class LevitAttention(LinearizedAttention):

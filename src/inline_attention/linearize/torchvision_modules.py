@@ -12,7 +12,7 @@ from inline_attention.ops import Grid
 from .modules import LinearizedAttention, register
 
 
-def measure_output(conv: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Grid:
+def measure_output(conv: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: Tensor) -> Grid:
     """The size of a convolution's output, (B, C, height, width)"""
     return output.shape[-2], output.shape[-1]
 

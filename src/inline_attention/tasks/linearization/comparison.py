@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inline_attention.data import EvalLoader
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.tasks.classification.evaluation import padded_batches
-from inline_attention.tasks.evaluation import check_readable, over_ranks
-from inline_attention.training.distributed import is_distributed
+from inline_attention.tasks.evaluation import check_readable
+from inline_attention.training.distributed import current_ranks
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ def compare_outputs(
                 best = ours.argmax(-1)
                 added += [(best == theirs.argmax(-1)).sum(), (best == batch.targets).sum()]
             sums[: len(added)] += torch.stack(added).to(sums)
-    if is_distributed():
-        dist.all_reduce(sums)
-    total, images_seen, agreed, correct = sums.tolist()
-    check_readable(loader, images=int(images_seen), skipped=sum(over_ranks(len(loader.skipped))))
+    ranks = current_ranks()
+    total, images_seen, agreed, correct = ranks.sum(sums).tolist()
+    check_readable(loader, images=int(images_seen), skipped=sum(ranks.gather(len(loader.skipped))))
     return Nearness(
         images=int(images_seen),
         cosine=100 * total / images_seen,

@@ -97,6 +97,16 @@ def test_a_run_of_another_command_is_named(
             )
 
 
+def test_a_folder_of_other_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a folder of `inline linearize`, which has a run folder for each stage."""
+    (tmp_path / "match").mkdir()
+    (tmp_path / "match" / "config.yaml").write_text(to_yaml(Matching.defaults()))
+    for more in ([], ["--resume", "auto"]):
+        assert main(["train", "quickstart", *SHORT, "--output", str(tmp_path), *more]) == 2
+        assert f"{tmp_path} holds other runs (match): give another --output" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["match"]
+
+
 def test_a_run_that_does_not_name_its_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = to_yaml(Classification.defaults())
     (tmp_path / "config.yaml").write_text(text.replace("command: train\n", ""))
@@ -167,11 +177,12 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *SHORT, "model.kwargs.depth=1"]) == 0
+    assert main(["train", *SHORT, "model.kwargs.depth=1", "schedule.epochs=1", "schedule.warmup_epochs=0"]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("quickstart-")
     summary = json.loads((folder / "summary.json").read_text())
     shown = capsys.readouterr().out
+    assert "(1 epoch)," in shown
     assert f"top-1 {summary['val_top1']:.2f}%" in shown
     assert f"curves    runs/{folder.name}/curves.png" in shown
     weights = f"runs/{folder.name}/checkpoints/best.safetensors"

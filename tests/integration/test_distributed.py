@@ -196,6 +196,16 @@ def test_a_wrong_setting_ends_every_rank_with_one_message(tmp_path: Path) -> Non
     assert log.read_text().count("already holds a run") == 1
 
 
+def test_an_error_in_the_data_is_printed_once(tmp_path: Path) -> None:
+    log, damaged = tmp_path / "log.txt", tmp_path / "data"
+    (damaged / "train" / "0").mkdir(parents=True)  # a class without images
+    (damaged / "val").mkdir()
+    arguments = _runs.arguments(tmp_path / "run", *TWO)
+    arguments.append(f"--data={damaged}")
+    assert _runs.run_ranks(arguments, 2, log=log) == [2, 2]
+    assert log.read_text().count("inline train: ") == 1, log.read_text()
+
+
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

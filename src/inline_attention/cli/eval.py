@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_eval_transform(parser)
     parser.add_argument("--by-position", action="store_true", help="match classes by their order, not their names")
     parser.add_argument(
-        "--num-classes", type=int, metavar="N", help="number of classes, if the data do not list them (wds/)"
+        "--num-classes", type=int, metavar="N", help="number of classes, if wds/, hfds/ or tfds/ do not list them"
     )
     parser.add_argument(
         "--real", action="store_true", help="also measure accuracy with ImageNet's reassessed labels (ReaL)"
@@ -59,9 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--knn", type=int, metavar="K", help="instead of the classifier, let the K nearest training images vote"
     )
-    parser.add_argument(
-        "--train-split", metavar="NAME", default="train", help="split that votes with --knn (default: train)"
-    )
+    parser.add_argument("--train-split", metavar="NAME", help="split that votes with --knn (default: train)")
     add_loading(parser, batch_size=64)
     add_max_broken(parser)
     add_device(parser)
@@ -76,11 +74,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.knn is not None and (args.csv or args.real):
         raise ValueError("--knn has no accuracy by class and no ReaL labels: leave out --csv and --real")
+    if args.knn is not None and args.by_position:
+        raise ValueError("--knn does not use the classes of the model: leave out --by-position")
+    if args.knn is None and args.train_split is not None:
+        raise ValueError(f"--train-split {args.train_split} names the images that vote: give --knn K too")
     check_at_least(args, batch_size=1, workers=0, max_broken=0, num_classes=1, knn=1)
     check_writable(args.csv, json=args.json)
     with join_ranks(args.device) as ranks:
-        classifier = load_classifier(
-            args.model, args.weights, img_size=parse_size(args.img_size), eval_transform=args.eval_transform
+        size = parse_size(args.img_size)
+        classifier = ranks.together(
+            lambda: load_classifier(args.model, args.weights, img_size=size, eval_transform=args.eval_transform)
         )
         config = classifier.data
         config.path, config.val_split, config.num_classes = args.data, args.split, args.num_classes
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         if classifier.multi_label and (args.real or args.knn is not None):
             raise ValueError("the model gives an image several labels: leave out --real and --knn")
         measure = _measure if args.knn is None else _measure_neighbours
-        facts = _describe(args, classifier, config, ranks) | measure(args, classifier, config, ranks)
+        facts = measure(args, classifier, config, ranks)
     if ranks.is_first and args.json:
         write_json(args.json, facts)
     return 0
@@ -132,7 +135,10 @@ def _measure(
     from inline_attention.tasks.classification import evaluate, evaluate_multi_label
 
     names = None if args.by_position else classifier.class_names
-    loader = open_eval_data(config, class_names=names, rank=ranks.rank, world_size=ranks.world_size)
+    loader = ranks.together(
+        lambda: open_eval_data(config, class_names=names, rank=ranks.rank, world_size=ranks.world_size)
+    )
+    facts = _describe(args, classifier, config, ranks)
     measure = evaluate_multi_label if classifier.multi_label else partial(evaluate, real_labels=args.real)
     with _progress("evaluating", loader.num_images, ranks) as on_images:
         result: EvalResult | MultiLabelResult = measure(
@@ -149,7 +155,7 @@ def _measure(
         say(f"{result.images} images, {result.images_per_second:.1f} images/s on {where}, {result.skipped} unreadable")
     if ranks.is_first and args.csv:
         write_csv(args.csv, *result.class_table(classifier.class_names or loader.class_names))
-    return {**result.figures(), "skipped_images": skipped}
+    return {**facts, **result.figures(), "skipped_images": skipped}
 
 
 def _progress(title: str, images: int, ranks: "Ranks") -> AbstractContextManager[Any]:
@@ -164,10 +170,13 @@ def _measure_neighbours(
     from inline_attention.data import open_eval_data
     from inline_attention.tasks.classification.knn import knn_accuracy
 
-    bank, queries = (
-        open_eval_data(replace(config, val_split=split), rank=ranks.rank, world_size=ranks.world_size)
-        for split in (args.train_split, args.split)
+    bank, queries = ranks.together(
+        lambda: [
+            open_eval_data(replace(config, val_split=split), rank=ranks.rank, world_size=ranks.world_size)
+            for split in (args.train_split or "train", args.split)
+        ]
     )
+    facts = _describe(args, classifier, config, ranks)
     with _progress("features", bank.num_images + queries.num_images, ranks) as on_images:
         top1, images = knn_accuracy(
             classifier.model,
@@ -181,4 +190,4 @@ def _measure_neighbours(
     if ranks.is_first and args.json != STANDARD_OUTPUT:
         say(f"top-1 {top1:.3f}% by a vote of the {args.knn} nearest of {bank.num_images} training images")
         say(f"{images} images")
-    return {"knn": args.knn, "knn_top1": top1, "images": images, "training_images": bank.num_images}
+    return {**facts, "knn": args.knn, "knn_top1": top1, "images": images, "training_images": bank.num_images}

@@ -131,6 +131,10 @@ class DataConfig(LoaderConfig):
         check("interpolation", self.interpolation in INTERPOLATIONS, _one_of(INTERPOLATIONS))
         in_range = self.num_classes is None or 1 <= self.num_classes <= MAX_CLASSES
         check("num_classes", in_range, f"1 to {MAX_CLASSES}, or null")
+        is_named = self.path.startswith(("hfds/", "wds/", "tfds/"))
+        check("num_classes", self.num_classes is None or is_named, f"null: {self.path!r} lists its classes")
+        has_splits = is_named or self.path == "digits"
+        check("split_file", self.split_file is None or not has_splits, f"null: {self.path!r} has splits of its own")
         for name, bounds in (("scale", self.scale), ("ratio", self.ratio)):
             check(name, len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
         for name in ("hflip", "random_erase", "mixup_switch", "mixup_prob"):

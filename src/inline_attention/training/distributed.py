@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from inline_attention.optimize import optimize
 
 Value = TypeVar("Value")
 
+_REPORTED = (ValueError, OSError, ImportError)  # errors that a command prints in one line
 JOIN_SECONDS = 300  # torch's own limit for joining a store
 
 
@@ -55,12 +56,28 @@ class Ranks:
         if self.is_first:
             try:
                 outcome = (decision(), None)
-            except (ValueError, OSError, ImportError) as error:
+            except _REPORTED as error:
                 outcome = (None, error)
         value, failure = self.broadcast(outcome)
         if failure is None:
             return value
         if self.is_first:
+            raise failure
+        raise SystemExit(2)
+
+    def together(self, action: Callable[[], Value]) -> Value:
+        """This rank's result of `action`. If it raises on some ranks, the first of them raises it and the others exit.
+
+        So an error that all ranks have is printed once.
+        """
+        try:
+            value, failure = action(), None
+        except _REPORTED as error:
+            value, failure = None, error
+        failed = [rank for rank, has_failed in enumerate(self.gather(failure is not None)) if has_failed]
+        if not failed:
+            return cast(Value, value)
+        if failure is not None and failed[0] == self.rank:
             raise failure
         raise SystemExit(2)
 

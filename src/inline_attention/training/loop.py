@@ -104,7 +104,7 @@ class Trainer:
         self.folder, self.ranks, self.reporter, self.request = plan.folder, ranks, reporter, request
         self.task = plan.task(plan.config)
         self.task.resumed_run = plan.source
-        self.data = self.task.open_data(ranks)
+        self.data = ranks.together(lambda: self.task.open_data(ranks))
         reporter.headline = self.task.headline
         batch_size = self.data.train.batch_size
         if batch_size != config.data.batch_size:
@@ -410,14 +410,15 @@ class Trainer:
     def describe_run(self) -> None:
         config, ranks = self.config, self.ranks
         trained = sum(p.numel() for p in self.optimizer.parameters)
-        epochs = self.schedule.total_steps / self.steps_per_epoch
+        epochs = round(self.schedule.total_steps / self.steps_per_epoch, 2)
+        length = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
         precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.amp_dtype]
         compiled = "" if self.compile_mode is None else f", compile mode {self.compile_mode}"
         classes = f"{len(self.data.class_names)} classes, " if self.data.class_names else ""
         self.reporter.note(
             f"{self.task.title}: {trained / 1e6:.2f}M trained parameters, {classes}"
             f"{self.schedule.total_steps} updates of {config.global_batch(ranks.world_size)} images "
-            f"({round(epochs, 2):g} epochs), {ranks.world_size} × {ranks.device.type}, {precision}{compiled}"
+            f"({length}), {ranks.world_size} × {ranks.device.type}, {precision}{compiled}"
         )
         self.reporter.note(f"run folder: {self.folder}")
 

@@ -110,6 +110,8 @@ def check_plan(plan: Plan, lock: FileLock) -> None:
     is_taken = (folder / CONFIG).exists() or list_checkpoints(folder / CHECKPOINTS)
     if is_taken and (plan.source is None or plan.source.resolve() != folder.resolve()):
         raise ValueError(f"{folder} already holds a run: continue it with --resume auto, or give another --output")
+    if not is_taken and (inside := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))):
+        raise ValueError(f"{folder} holds other runs ({', '.join(inside)}): give another --output")
     if folder.exists():
         _take(lock)
     if plan.config.log.wandb is not None and find_spec("wandb") is None:

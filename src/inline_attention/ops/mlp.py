@@ -51,26 +51,33 @@ def add_mlp(
     """
     tensors = (norm_weight, norm_bias, w1, b1, w2, b2)
     _check(x, *tensors, projection)
-    dtype = product_dtype(x)
     has_gradients = needs_gradients(x, *tensors, *(projection or ()))
-
-    def by_kernel(use: str, projection: OutputProjection | None) -> Tensor | None:
-        """None: the kernel does not run here."""
-        tile = fused_mlp.winning_tile(x, w1.shape[0], dtype, use) if backends.HAS_TRITON else None
-        wanted = "reference" if tile is None and backends.resolve(backend) == "auto" else backend
-        if backends.choose(wanted, x, why_not=lambda: fused_mlp.why_not(x, dtype)) == "reference":
-            return None
-        out: Tensor = fused_mlp.add_mlp(x, tensors[:2], tensors[2:], projection, eps, dtype, tile)
-        return out
-
     if projection is not None:
-        if not has_gradients and (out := by_kernel("projected", projection)) is not None:
+        if not has_gradients and (out := _by_kernel(x, tensors, projection, eps, "projected", backend)) is not None:
             return out
         x = x + F.linear(*projection)
-    if (out := by_kernel("training" if has_gradients else "inference", None)) is not None:
+    if (out := _by_kernel(x, tensors, None, eps, "training" if has_gradients else "inference", backend)) is not None:
         return out
     hidden = F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1)
     return x + F.linear(F.gelu(hidden), w2, b2)
+
+
+def _by_kernel(
+    x: Tensor,
+    tensors: tuple[Tensor, ...],
+    projection: OutputProjection | None,
+    eps: float,
+    use: str,
+    backend: Backend,
+) -> Tensor | None:
+    """None: the kernel does not run here."""
+    dtype = product_dtype(x)
+    tile = fused_mlp.winning_tile(x, tensors[2].shape[0], dtype, use) if backends.HAS_TRITON else None
+    wanted = "reference" if tile is None and backends.resolve(backend) == "auto" else backend
+    if backends.choose(wanted, x, why_not=lambda: fused_mlp.why_not(x, dtype)) == "reference":
+        return None
+    out: Tensor = fused_mlp.add_mlp(x, tensors[:2], tensors[2:], projection, eps, dtype, tile)
+    return out
 
 
 def pays_on(device: torch.device, width: int, hidden: int, use: str) -> bool:

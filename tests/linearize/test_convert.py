@@ -3,7 +3,9 @@
 import copy
 import inspect
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -403,6 +405,12 @@ def test_softmax_attention_of_another_class_is_refused_and_linear_attention_left
     report = linearize(model, keep_softmax="2")
     actions = ["→ tangent, with residual", "left alone: it is not softmax attention", "kept"]
     assert [layer.action for layer in report.layers] == actions
+
+
+def test_an_old_transformers_is_not_in_the_way_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.delitem(sys.modules, "inline_attention.linearize.transformers_modules", raising=False)
+    assert linearize(OF_NAME["vit_tiny_patch16_224"].model).linear()
 
 
 def test_attention_between_other_tokens_is_refused() -> None:

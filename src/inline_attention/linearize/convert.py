@@ -3,7 +3,6 @@
 import fnmatch
 import importlib
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,7 +16,8 @@ from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patc
 
 from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention
 
-# Adapters of optional libraries. One is imported when a model of its library is converted.
+# Adapters of optional libraries. One is imported when a model of its library is converted, so that another release of
+# the library does not get in the way of other models.
 _OPTIONAL_ADAPTERS = {"transformers": ".transformers_modules"}
 
 KeepSoftmax = str | int | Sequence[str | int] | None
@@ -218,9 +218,9 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
 
     Raises ValueError if a module is not known or cannot be converted.
     """
-    for library, adapters in _OPTIONAL_ADAPTERS.items():
-        if library in sys.modules:
-            importlib.import_module(adapters, __package__)
+    libraries = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    for library in libraries & _OPTIONAL_ADAPTERS.keys():
+        importlib.import_module(_OPTIONAL_ADAPTERS[library], __package__)
     attentions: dict[str, _Found | Layer | None] = {}  # None for a module that is refused
     problems: dict[str, str] = {}
     seen: set[nn.Module] = set()

@@ -34,6 +34,7 @@ from inline_attention.layers.token_grid import GridSource, find_patches, token_m
 from inline_attention.ops import Grid
 
 from .modules import LinearizedAttention, register
+from .timm_modules import NoMap, WholeHeads, Window
 
 
 class _Answered(TorchFunctionMode):
@@ -128,22 +129,6 @@ class PatchAttention(FusedAttention):
         return find_patches(ancestor)
 
 
-class WholeHeads(LinearizedAttention):
-    """Modules that know their heads, but not the channels of one."""
-
-    @classmethod
-    def heads(cls, module: Any) -> tuple[int, int]:
-        return module.num_heads, module.proj.in_features // module.num_heads
-
-
-class NoMap(LinearizedAttention):
-    """Modules whose tokens are no map in the order of its rows, or one of a size that they do not know."""
-
-    @classmethod
-    def has_map(cls, module: Any) -> bool:
-        return False
-
-
 class MaxxVitAttention(LinearizedAttention):
     """The position bias is that of a window in MaxViT, and of the whole map in CoAtNet."""
 
@@ -208,15 +193,11 @@ class LinearizedMetaFormerAttention(NoMap, FusedAttention, metaformer.Attention)
 
 
 @register(davit.WindowAttention)
-class LinearizedDaVitAttention(WholeHeads, FusedAttention, davit.WindowAttention):
+class LinearizedDaVitAttention(Window, WholeHeads, FusedAttention, davit.WindowAttention):
     """The windows of DaViT."""
 
     def token_map(self, x: Tensor, *args: Any) -> Grid:
         return self.window_size
-
-    @classmethod
-    def num_tokens(cls, module: Any) -> int:
-        return module.window_size[0] * module.window_size[1]
 
 
 @register(nest.Attention)

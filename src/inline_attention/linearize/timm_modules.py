@@ -1,4 +1,7 @@
-"""The attention modules of timm whose `forward` is written again, because not all of them call a softmax operation."""
+"""The attention modules of timm whose `forward` is written again for the linear form.
+
+Some never call `scaled_dot_product_attention`. The others pass q, k and v on as they are projected, without a copy.
+"""
 
 import math
 from typing import Any
@@ -24,6 +27,30 @@ from inline_attention.layers.token_grid import GridSource, find_patches, token_m
 from inline_attention.ops import Grid
 
 from .modules import LinearizedAttention, number_regions, register
+
+
+class WholeHeads(LinearizedAttention):
+    """Modules that know their heads, but not the channels of one."""
+
+    @classmethod
+    def heads(cls, module: Any) -> tuple[int, int]:
+        return module.num_heads, module.proj.in_features // module.num_heads
+
+
+class NoMap(LinearizedAttention):
+    """Modules that get no local residual: their rows are no map, or a map of a size that they do not know."""
+
+    @classmethod
+    def has_map(cls, module: Any) -> bool:
+        return False
+
+
+class Window(LinearizedAttention):
+    """Modules that get the tokens of one window."""
+
+    @classmethod
+    def num_tokens(cls, module: Any) -> int:
+        return module.window_size[0] * module.window_size[1]
 
 
 class TimmAttention(LinearizedAttention):
@@ -104,18 +131,10 @@ class LinearizedEvaAttention(RotaryAttention, eva.EvaAttention):
     """The attention of EVA, EVA-02 and DINOv3."""
 
 
-class SwinAttention(LinearizedAttention):
+class SwinAttention(Window, WholeHeads):
     """Swin's windows. The bias of relative positions is kept to first order, regions of shifted windows exactly."""
 
     gets_grid = has_bias = True
-
-    @classmethod
-    def heads(cls, module: Any) -> tuple[int, int]:
-        return module.num_heads, module.qkv.out_features // 3 // module.num_heads
-
-    @classmethod
-    def num_tokens(cls, module: Any) -> int:
-        return module.window_size[0] * module.window_size[1]
 
     def project(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         """x (B, N, C) → q, k and v (B, N, heads, d), or one tensor (B, N, 3, heads, d)"""
@@ -219,12 +238,8 @@ class LinearizedLevitAttention(LevitSelfAttention, levit.Attention):
 
 
 @register(levit.AttentionDownsample)
-class LinearizedLevitDownsample(LevitAttention, levit.AttentionDownsample):
-    """The attention between LeViT's stages. There are fewer queries than keys, and no local residual."""
-
-    @classmethod
-    def has_map(cls, module: nn.Module) -> bool:
-        return False
+class LinearizedLevitDownsample(NoMap, LevitAttention, levit.AttentionDownsample):
+    """The attention between LeViT's stages. There are fewer queries than keys."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         q = self.project(self.q, x, self.key_dim)
@@ -234,12 +249,8 @@ class LinearizedLevitDownsample(LevitAttention, levit.AttentionDownsample):
 
 
 @register(efficientformer.Attention)
-class LinearizedEfficientFormerAttention(LevitSelfAttention, efficientformer.Attention):
+class LinearizedEfficientFormerAttention(NoMap, LevitSelfAttention, efficientformer.Attention):
     """The attention of EfficientFormer's last blocks."""
-
-    @classmethod
-    def has_map(cls, module: nn.Module) -> bool:
-        return False  # it does not know the size
 
 
 @register(shvit.SHSA)
@@ -263,14 +274,10 @@ class LinearizedPartialAttention(LinearizedAttention, shvit.SHSA):
 
 
 @register(tnt.Attention)
-class LinearizedTntAttention(LinearizedAttention, tnt.Attention):
-    """The attention of TNT: of the pixels of a patch, and of the patches."""
+class LinearizedTntAttention(NoMap, tnt.Attention):
+    """The attention of TNT: of the pixels of a patch, and of the patches. A module does not know which of the two."""
 
     is_written_out = False
-
-    @classmethod
-    def has_map(cls, module: nn.Module) -> bool:
-        return False  # it does not know which of the two it is
 
     def forward(self, x: Tensor) -> Tensor:
         qk = self.qk(x).unflatten(-1, (2, self.num_heads, self.head_dim))

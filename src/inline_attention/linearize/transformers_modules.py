@@ -1,4 +1,4 @@
-"""The attention modules of transformers' ViT, DINOv2 and SigLIP. Imported only if transformers is.
+"""The attention modules of transformers' ViT, DINOv2 and SigLIP. Imported only for a model of transformers.
 
 Their `forward` looks up the attention function by the name in their configuration. A converted module keeps its
 `forward` and gets a copy of the configuration that names the function below.
@@ -8,7 +8,11 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+
+try:
+    from transformers import AttentionInterface
+except ImportError as error:
+    raise ImportError("linearising a model of transformers needs transformers 4.51 or newer") from error
 from transformers.models.dinov2 import modeling_dinov2
 from transformers.models.siglip import modeling_siglip
 from transformers.models.vit import modeling_vit

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inline_attention import create_model
+from inline_attention.models.convert import convert
 from inline_attention.models.weights import (
     WeightsError,
     load_model,
@@ -121,13 +122,27 @@ def test_checkpoint_of_timms_script(tmp_path, size):
     """The command line in the checkpoint names the model if two models have the same shapes."""
     torch.manual_seed(1)
     model = create_model("softmax_deit_study", num_classes=10, img_size=64)
-    args = argparse.Namespace(model="softmax_deit_study", num_classes=10, lr=0.1, mean=(0.5, 0.5, 0.5), **size)
+    prepared = dict(mean=(0.5, 0.5, 0.5), std=[0.25], interpolation="bilinear")
+    args = argparse.Namespace(model="softmax_deit_study", num_classes=10, lr=0.1, **prepared, **size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     saver = timm.utils.CheckpointSaver(model, optimizer, args=args, checkpoint_dir=tmp_path, recovery_dir=tmp_path)
     saver.save_checkpoint(0, metric=50.0)
     loaded = load_model(tmp_path / "checkpoint-0.pth.tar")
     assert loaded.attention[0][0] == "softmax"
     assert equal(loaded, model.state_dict())
+    convert(tmp_path / "checkpoint-0.pth.tar", tmp_path / "converted.safetensors")
+    for file in ("checkpoint-0.pth.tar", "converted.safetensors"):
+        prepared = load_classifier(None, str(tmp_path / file)).preprocessing()
+        assert (prepared["mean"], prepared["std"]) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+        assert prepared["interpolation"] == "bilinear"
+
+
+def test_a_normalisation_that_is_none(tmp_path):
+    path = tmp_path / "model.pth"
+    weights = create_model("inline_deit_study").state_dict()
+    torch.save({"state_dict": weights, "args": argparse.Namespace(mean=["a"], img_size=64)}, path)
+    with pytest.raises(WeightsError, match=r"model.pth gives mean=\['a'\]; expected list\[float\]"):
+        load_classifier("inline_deit_study", str(path))
 
 
 def test_a_vit_of_timm_is_not_taken_for_a_deit(tmp_path):

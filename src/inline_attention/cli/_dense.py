@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from inline_attention.cli._options import (
@@ -77,6 +78,9 @@ def add_actions(
     evaluate.add_argument("--split", metavar="NAME", help="split to evaluate on (default: that of the training run)")
     add_max_broken(evaluate)
     add_results(evaluate, csv="the results of each class")
+    evaluate.add_argument(
+        "--examples", metavar="FILE", type=Path, help="draw the first images and their predictions to FILE"
+    )
 
     predict = add_action(actions, "predict", predicts, parents=[trained])
     predict.add_argument("images", nargs="+", metavar="IMAGE|FOLDER", help="files, or folders (searched to any depth)")
@@ -117,7 +121,7 @@ def predict(
         done = predict_files(trained, paths, args.output, **options)
     if not done:
         raise ValueError("no image could be read")
-    say(f"{len(done)} {files} in {args.output}")
+    say(f"{files} of {len(done)} image{'' if len(done) == 1 else 's'} in {args.output}")
     return 0
 
 
@@ -137,14 +141,15 @@ def write_result(
         write_json(args.json, {**facts, **figures, **read})
 
 
-def describe_outcome(outcome: "Outcome", *, command: str, result: str, files: Mapping[str, str]) -> str:
-    """The last lines of a training run: its result and its files. `files`: label → name in the run folder."""
+def describe_outcome(outcome: "Outcome", *, command: str, result: str) -> str:
+    """The last lines of a training run: its result and its files."""
     summary, folder = outcome.summary, outcome.folder
     best = folder / "checkpoints" / "best.safetensors"
     lines = {
         "result": result,
         "time": f"{summary['seconds']:.0f} s of training, {summary['images_per_second']:,.1f} images/s",
-        **{what: str(folder / name) for what, name in files.items()},
+        "classes": str(folder / "per_class.csv"),
+        "pictures": str(folder / "examples.png"),
         "weights": str(best),
     }
     if summary["skipped_images"]:

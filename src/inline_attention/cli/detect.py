@@ -74,7 +74,7 @@ def _describe_outcome(outcome: "Outcome") -> str:
         f"{', '.join(figures)} on the validation split "
         f"(best box AP {summary['best_box_ap']:.2f}%, epoch {summary['best_epoch']})"
     )
-    return _dense.describe_outcome(outcome, command="detect", result=result, files={"classes": "per_class.csv"})
+    return _dense.describe_outcome(outcome, command="detect", result=result)
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -126,9 +126,10 @@ def _eval(args: argparse.Namespace) -> int:
     from inline_attention.tasks.detection.data import DetectionEvalLoader
     from inline_attention.tasks.detection.evaluation import evaluate
     from inline_attention.tasks.detection.layouts import read_split
+    from inline_attention.tasks.detection.pictures import draw_examples
     from inline_attention.tasks.detection.task import write_per_class
 
-    check_writable(args.csv, json=args.json)
+    check_writable(args.csv, args.examples, json=args.json)
     check_at_least(args, max_broken=0)
     device = choose_device(args.device)
     trained = _load(args)
@@ -157,6 +158,8 @@ def _eval(args: argparse.Namespace) -> int:
         say(f"{precision.images} images, {speed:.1f} images/s on {device}, {result.skipped} unreadable")
     if args.csv:
         write_per_class(precision, args.csv)
+    if args.examples:
+        draw_examples(result.examples, trained.class_names, args.examples)
     facts: dict[str, Any] = {
         "short_side": config.short_side,
         "max_side": config.max_side,

@@ -6,7 +6,6 @@ For several GPUs: torchrun --nproc-per-node 8 -m inline_attention segment train 
 import argparse
 import math
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inline_attention.cli import _dense
@@ -40,9 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=("auto", "folders", "ade20k", "cityscapes"), help=f"layout of the data ({own})"
     )
     evaluate.add_argument("--ignore-index", type=int, metavar="N", help=f"value of mask pixels to ignore ({own})")
-    evaluate.add_argument(
-        "--examples", metavar="FILE", type=Path, help="draw the first images and their predictions to FILE"
-    )
 
 
 def _add_options(trained: argparse.ArgumentParser) -> None:
@@ -79,8 +75,7 @@ def _describe_outcome(outcome: "Outcome") -> str:
         f"mIoU {summary['val_miou']:.2f}%, mAcc {summary['val_macc']:.2f}% on the validation split "
         f"(best {summary['best_miou']:.2f}%, epoch {summary['best_epoch']})"
     )
-    files = {"classes": "per_class.csv", "pictures": "examples.png"}
-    return _dense.describe_outcome(outcome, command="segment", result=result, files=files)
+    return _dense.describe_outcome(outcome, command="segment", result=result)
 
 
 def _models(args: argparse.Namespace) -> int:

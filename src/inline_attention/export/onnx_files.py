@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from .route import Request, Route, Run
+from .route import Request, Route, Run, quiet
 
 OPSET = 20
 
@@ -14,15 +14,16 @@ OPSET = 20
 def _write_onnx(request: Request, path: Path) -> None:
     if request.example.dtype != torch.float32:  # onnxruntime lacks operations in the other types
         raise ValueError(f"the model is in {request.example.dtype}; ONNX is written in float32: call model.float()")
-    program = torch.onnx.export(
-        request.program(),
-        dynamo=True,
-        opset_version=OPSET,
-        input_names=["image"],
-        output_names=["output"],
-        dynamic_shapes=({**request.axes},),  # names the axes, which are dynamic in the program already
-        verbose=False,
-    )
+    with quiet("onnxscript"):  # warns of constants that it does not fold
+        program = torch.onnx.export(
+            request.program(),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=["image"],
+            output_names=["output"],
+            dynamic_shapes=({**request.axes},),  # names the axes, which are dynamic in the program already
+            verbose=False,
+        )
     assert program is not None
     program.model.metadata_props.update(request.about)
     program.save(path)

@@ -13,7 +13,15 @@ from . import schema
 from ._checkpoint import Checkpoint, open_checkpoint, read_metadata
 from ._download import local_path
 from .base import VisionModel
-from .weights import architecture, kept_weights, num_elements, restore, save_weights, write_safetensors
+from .weights import (
+    architecture,
+    kept_weights,
+    num_elements,
+    restore,
+    save_weights,
+    trained_preparation,
+    write_safetensors,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ def convert(
     if schema.read_description(checkpoint.info) is not None:  # a file of this library
         kept = (schema.CLASS_NAMES, schema.PREPROCESSING, schema.MULTI_LABEL)
         metadata |= {key: checkpoint.info[key] for key in kept if key in checkpoint.info}
+    elif prepared := trained_preparation(checkpoint, in_chans=model.in_chans):
+        metadata[schema.PREPROCESSING] = json.dumps(prepared)
     return Converted(checkpoint, model, save_weights(model, target, metadata=metadata))
 
 

@@ -364,6 +364,17 @@ def _training_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
     return vars(args) if hasattr(args, "__dict__") else {}
 
 
+def trained_preparation(checkpoint: Checkpoint, *, in_chans: int) -> dict[str, Any]:
+    """How timm's training script prepared images, if its options said so. Empty for any other file."""
+    args = _training_arguments(checkpoint)
+    types = {"mean": list[float], "std": list[float], "interpolation": str}
+    given = {key: args[key] for key in types if args.get(key) is not None and args[key] != ""}
+    schema.check_values(types, given)
+    for key in given.keys() & {"mean", "std"}:
+        given[key] = [*given[key]] * (in_chans if len(given[key]) == 1 else 1)  # one number is for all channels
+    return given
+
+
 # Finding the model of a checkpoint without our metadata, by names and shapes.
 
 

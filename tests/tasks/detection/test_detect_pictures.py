@@ -1,14 +1,16 @@
 """Pictures show the mask in its colour and the box around it, and no object below the smallest score."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from inline_attention.tasks.dense.colours import class_colour
+from inline_attention.tasks.detection.annotations import AnnotatedImage, Instance
 from inline_attention.tasks.detection.average_precision import ImageResult, as_records
-from inline_attention.tasks.detection.pictures import draw
+from inline_attention.tasks.detection.pictures import draw, draw_examples
 
 mask_utils = pytest.importorskip("pycocotools.mask")
 
@@ -74,3 +76,22 @@ def test_records_for_json() -> None:
     assert record["box"] == [40, 50, 40, 40]
     mask = mask_utils.decode([{"size": record["mask"]["size"], "counts": record["mask"]["counts"].encode()}])
     assert mask.sum() == 1600
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_examples_show_what_was_found_beside_the_annotations(tmp_path: Path, masks: bool) -> None:
+    Image.new("RGB", (120, 120)).save(tmp_path / "image.png")
+    outline = [np.array([10, 20, 30, 20, 30, 50, 10, 50], np.float32)]
+    sought = Instance(1, (10, 20, 30, 50), outline if masks else None, area=None, crowd=False)
+    found = result() if masks else replace(result(), masks=None)
+    images = [(AnnotatedImage(7, tmp_path / "image.png", (120, 120), shown), found) for shown in ([sought], [])]
+    draw_examples(images, ["cat", "dog"], tmp_path / "examples.png")
+    picture = np.asarray(Image.open(tmp_path / "examples.png"))
+    assert picture.shape == (20 + 2 * 480, 2 * 480, 3)
+    first, second = (picture[top : top + 480] for top in (20, 500))
+    dog, cat = np.array(class_colour(2)), np.array(class_colour(1))
+    assert np.array_equal(first[201, 240], dog)  # the frame that was found
+    assert np.array_equal(first[81, 480 + 80], cat)  # that of the annotation
+    assert (first[140, 480 + 80] > 0).any() == masks
+    assert (second[:, :480] > 0).any()
+    assert (second[:, 480:] == 0).all()  # nothing is annotated

@@ -141,7 +141,9 @@ def test_eval_and_predict(shapes: Path, undisturbed: Path, tmp_path: Path, capsy
     weights = f"--weights={undisturbed / 'checkpoints' / 'last.safetensors'}"
     result, classes = tmp_path / "result.json", tmp_path / "classes.csv"
     command = ["detect", "eval", weights, f"--data={shapes}", "--device=cpu", "--workers=0"]
-    assert main([*command, f"--json={result}", f"--csv={classes}"]) == 0
+    examples = tmp_path / "examples.png"
+    assert main([*command, f"--json={result}", f"--csv={classes}", f"--examples={examples}"]) == 0
+    assert Image.open(examples).size == Image.open(undisturbed / "examples.png").size
     printed = capsys.readouterr().out
     (record,) = _runs.metrics(undisturbed, "eval")
     facts = json.loads(result.read_text())

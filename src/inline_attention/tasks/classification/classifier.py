@@ -19,7 +19,7 @@ from inline_attention.models.base import input_shape, resize_input, to_pair
 from inline_attention.models.registry import find_family
 from inline_attention.models.schema import annotations_of, check_values, read_description
 from inline_attention.models.shipped import shipped_weights
-from inline_attention.models.weights import restore
+from inline_attention.models.weights import restore, trained_preparation
 
 # Settings of the data that a weights file stores: how images are prepared.
 PREPARATION = ("img_size", "mean", "std", "interpolation", "eval_transform", "crop_pct")
@@ -78,7 +78,7 @@ def load_classifier(
     if weights == "pretrained" and name is not None and (shipped := shipped_weights(name)):
         weights = str(shipped)  # unlike published weights, this file names its classes
     options = dict(arguments or {})
-    description = None
+    description, prepared = None, {}
     if weights is None or weights == "pretrained":
         if name is None:
             raise ValueError("there is neither a model nor a weights file: give one of them")
@@ -92,12 +92,15 @@ def load_classifier(
             options["img_size"] = list(img_size)
         model = restore(checkpoint, origin=str(path), name=name, arguments=options)
         description = read_description(checkpoint.info)
+        with errors_name(str(path)):
+            in_chans = input_shape(model)[0]
+            prepared = description.preprocessing if description else trained_preparation(checkpoint, in_chans=in_chans)
         if img_size is not None:
             resize_input(model, img_size)
     origin = weights or str(name)
     in_chans, *own_size = input_shape(model)
     with errors_name(origin):
-        data = _preparation(model, description.preprocessing if description else {}, in_chans=in_chans)
+        data = _preparation(model, prepared, in_chans=in_chans)
         size = img_size or (None if is_sized(model_name(model)) else data.img_size) or own_size
         data = replace(data, img_size=list(to_pair(size)), in_chans=in_chans)
         class_names = _class_names(model, description.class_names if description else None)
@@ -128,21 +131,21 @@ def preprocessing(config: DataConfig) -> str:
 
 
 def _preparation(model: nn.Module, saved: dict[str, Any], *, in_chans: int) -> DataConfig:
-    if saved:
-        known = {key: saved[key] for key in PREPARATION if key in saved}  # older files have more keys
-        check_values(annotations_of(DataConfig, PREPARATION), known)
-        config = DataConfig(**known, in_chans=in_chans)
-        config.validate()
-        return config
+    """saved: settings from the weights file, which replace those of the published model."""
+    known = {key: saved[key] for key in PREPARATION if key in saved}  # older files have more keys
+    check_values(annotations_of(DataConfig, PREPARATION), known)
     cfg = _pretrained_cfg(model)
     squashed = "resize" if cfg["crop_pct"] >= 1 else "published"
-    return DataConfig(
+    own = dict(
         mean=list(cfg["mean"]) if in_chans == 3 else None,
         std=list(cfg["std"]) if in_chans == 3 else None,
         interpolation=cfg["interpolation"],
         eval_transform=squashed if cfg["crop_mode"] == "squash" else "timm",
         crop_pct=cfg["crop_pct"],
     )
+    config = DataConfig(**{**own, **known}, in_chans=in_chans)
+    config.validate()
+    return config
 
 
 def class_descriptions(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.ops import clip_boxes_to_image
 
 from inline_attention.layers.mode import evaluation_mode
-from inline_attention.tasks.detection.annotations import check_objects
+from inline_attention.tasks.detection.annotations import AnnotatedImage, check_objects
 from inline_attention.tasks.detection.average_precision import ApResult, ImageResult, average_precision, encode_masks
 from inline_attention.tasks.detection.boxes import Size, paste_masks
 from inline_attention.tasks.detection.data import DetectionEvalLoader
@@ -17,12 +17,15 @@ from inline_attention.tasks.detection.roi_heads import Detections
 from inline_attention.tasks.evaluation import check_readable, over_ranks
 from inline_attention.training.distributed import gathered
 
+_NUM_EXAMPLES = 8
+
 
 @dataclass(frozen=True)
 class DetectionResult:
     """The result over all ranks."""
 
     precision: ApResult
+    examples: list[tuple[AnnotatedImage, ImageResult]]  # the first images, for a picture
     skipped: int  # images that could not be read
     seconds: float
 
@@ -76,4 +79,6 @@ def evaluate(
     skipped = sum(part[1] for part in parts)
     found = [result for part in parts for result in part[0]]
     check_readable(loader, images=len(found), skipped=skipped)
-    return DetectionResult(average_precision(loader.data, found), skipped, seconds)
+    by_id = {image.id: image for image in loader.data.images}
+    examples = [(by_id[result.image_id], result) for result in found[:_NUM_EXAMPLES]]
+    return DetectionResult(average_precision(loader.data, found), examples, skipped, seconds)

@@ -1,16 +1,52 @@
 """Draws detections on images."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from inline_attention.data.decode import read_image
 from inline_attention.tasks.dense.colours import Colour, class_colour, ink_on
+from inline_attention.tasks.dense.pictures import in_rows
+from inline_attention.tasks.detection.annotations import AnnotatedImage
 from inline_attention.tasks.detection.average_precision import ImageResult
-from inline_attention.tasks.detection.coco import load_pycocotools
+from inline_attention.tasks.detection.coco import load_pycocotools, mask_of
+
+_HEADINGS = ("found", "annotated")
 
 
-def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str], min_score: float = 0.5) -> Image.Image:
+def draw_examples(
+    examples: Sequence[tuple[AnnotatedImage, ImageResult]], class_names: Sequence[str], path: Path
+) -> None:
+    """One row for each image, with the objects that were found and those of the annotations."""
+    rows = []
+    for annotated, found in examples:
+        image = read_image(annotated.path)
+        truth = draw(image, _truth(annotated, masks=found.masks is not None), class_names=class_names, scores=False)
+        rows.append([draw(image, found, class_names=class_names), truth])
+    in_rows(rows, _HEADINGS).save(path)
+
+
+def _truth(image: AnnotatedImage, *, masks: bool) -> ImageResult:
+    objects = image.objects
+    return ImageResult(
+        image.id,
+        boxes=np.array([instance.box for instance in objects]),
+        scores=np.ones(len(objects)),
+        labels=np.array([instance.label for instance in objects]),
+        masks=[mask_of(instance, image.size) for instance in objects] if masks else None,
+    )
+
+
+def draw(
+    image: Image.Image,
+    result: ImageResult,
+    *,
+    class_names: Sequence[str],
+    min_score: float = 0.5,
+    scores: bool = True,
+) -> Image.Image:
     """Draw the masks (if any), boxes, classes and scores of detections with at least `min_score`"""
     pixels = np.asarray(image.convert("RGB")).astype(np.float32)
     shown = [n for n in range(len(result.scores)) if result.scores[n] >= min_score]
@@ -28,7 +64,7 @@ def draw(image: Image.Image, result: ImageResult, *, class_names: Sequence[str],
         colour = class_colour(int(result.labels[n]))
         x0, y0, x1, y1 = (float(side) for side in result.boxes[n])
         pen.rectangle((x0, y0, x1, y1), outline=colour, width=line)
-        text = f"{class_names[int(result.labels[n]) - 1]} {result.scores[n]:.2f}"
+        text = class_names[int(result.labels[n]) - 1] + (f" {result.scores[n]:.2f}" if scores else "")
         _write(pen, text, corner=(x0, y0), colour=colour, font=font, size=picture.size, margin=max(2, height // 4))
     return picture
 

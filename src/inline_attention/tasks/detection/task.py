@@ -24,15 +24,16 @@ from inline_attention.tasks.detection.data import (
     open_detection_data,
     training_images,
 )
-from inline_attention.tasks.detection.evaluation import evaluate
+from inline_attention.tasks.detection.evaluation import DetectionResult, evaluate
 from inline_attention.tasks.detection.layouts import EXPECTED, read_split
 from inline_attention.tasks.detection.model import has_masks
+from inline_attention.tasks.detection.pictures import draw_examples
 from inline_attention.tasks.detection.rpn import SMALLEST_ANCHOR
 from inline_attention.tasks.detection.weights import MODELS
 from inline_attention.training.distributed import Ranks
 from inline_attention.training.task import Evaluation, Headline, Writer
 
-PRECISION, PER_CLASS = "average_precision.json", "per_class.csv"
+PRECISION, PER_CLASS, EXAMPLES = "average_precision.json", "per_class.csv", "examples.png"
 _LARGEST_SIDE = 800  # the published short side
 MAIN_FIGURES = ("box_ap", "box_ap50", "mask_ap", "mask_ap50")
 
@@ -79,11 +80,15 @@ class Detection(DenseTask):
 
     def evaluate(self, model: nn.Module, *, device: torch.device, amp_dtype: torch.dtype | None) -> Evaluation:
         result = evaluate(model, self.data.val, device=device, amp_dtype=amp_dtype)
-        return Evaluation(self.figures(result.precision), details=result.precision)
+        return Evaluation(self.figures(result.precision), details=result)
 
     def result_files(self, evaluation: Evaluation) -> dict[str, Writer]:
-        precision: ApResult = evaluation.details
-        return {PRECISION: partial(write_figures, precision), PER_CLASS: partial(write_per_class, precision)}
+        result: DetectionResult = evaluation.details
+        return {
+            PRECISION: partial(write_figures, result.precision),
+            PER_CLASS: partial(write_per_class, result.precision),
+            EXAMPLES: partial(draw_examples, result.examples, self.data.class_names),
+        }
 
     def figures(self, precision: ApResult) -> dict[str, float]:
         """Figures by names such as box_ap50. A figure without objects is left out, or 0 if it is a main one."""

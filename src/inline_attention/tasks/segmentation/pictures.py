@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from inline_attention.tasks.dense.colours import class_colour
+from inline_attention.tasks.dense.pictures import in_rows
 from inline_attention.tasks.segmentation.sources import IGNORED
 
 _OPACITY = 0.55  # of colours over an image
@@ -55,22 +56,13 @@ def draw_examples(examples: Sequence[Example], class_names: Sequence[str], path:
     rows = []
     for example in examples:
         drawn = (overlay(example.image, classes, colours) for classes in (example.predicted, example.mask))
-        cells = (example.image, *drawn)
-        height = max(1, round(width * example.image.shape[0] / example.image.shape[1]))
-        rows.append([Image.fromarray(cell).resize((width, height), Image.Resampling.BILINEAR) for cell in cells])
+        rows.append([Image.fromarray(cell) for cell in (example.image, *drawn)])
     masks = [mask for example in examples for mask in (example.predicted, example.mask)]
     occurring = {number for mask in masks for number in np.unique(mask).tolist()}
     entries = [(name, colours[n]) for n, name in enumerate(class_names) if n in occurring and colours[n].any()]
-    legend = _legend(entries, width=3 * width)
-    top = _SWATCH + 6  # below the headings
-    picture = Image.new("RGB", (3 * width, top + sum(row[0].height for row in rows) + legend.height), "white")
-    for column, heading in enumerate(_HEADINGS):
-        ImageDraw.Draw(picture).text((column * width + 6, 4), heading, fill="black")
-    for row in rows:
-        for column, cell in enumerate(row):
-            picture.paste(cell, (column * width, top))
-        top += row[0].height
-    picture.paste(legend, (0, top))
+    legend = _legend(entries, width=len(_HEADINGS) * width)
+    picture = in_rows(rows, _HEADINGS, width=width, below=legend.height)
+    picture.paste(legend, (0, picture.height - legend.height))
     picture.save(path)
 
 

@@ -375,7 +375,7 @@ def test_a_teacher_without_softmax(tmp_path: Path, capsys: pytest.CaptureFixture
     linear = save_weights(create_model("inline_deit_tiny", num_classes=10, **SMALL), tmp_path / "linear.safetensors")
     assert main(words(linear, tmp_path / "run")) == 2
     message = capsys.readouterr().err
-    assert "there is nothing to convert in VisionTransformer: " in message
+    assert "there is nothing to convert in DeiT: " in message
     assert "it is not softmax attention" in message
 
 

@@ -65,6 +65,28 @@ def measure_images(
     return None if kwargs.get("patch_coord") is not None else measure_patches(patch_embed, args, kwargs, output)
 
 
+def measure_naflex(coordinates: Tensor, valid: Tensor | None) -> list[Grid]:
+    """(height, width) of every image, from the rows and columns of its patches (B, N, 2) and which are there (B, N).
+
+    The patches must be maps row by row, with the padding after them, as timm's collation makes them.
+    """
+    if valid is None:
+        valid = torch.ones_like(coordinates[..., 0], dtype=torch.bool)
+    height, width = (coordinates.masked_fill(~valid[..., None], 0).amax(1) + 1).unbind(1)
+    index = torch.arange(coordinates.shape[1], device=coordinates.device)
+    inside = index < (height * width)[:, None]
+    expected = torch.stack([index // width[:, None], index % width[:, None]], -1)
+    is_map = ((coordinates == expected).all(-1) | ~inside).all(1) & (valid == inside).all(1)
+    sizes = torch.stack([height, width, is_map.to(height.dtype)], 1).tolist()  # the host waits once
+    for image, (rows, columns, whole) in enumerate(sizes):
+        if not whole:
+            raise ValueError(
+                f"the patches of image {image} are not a map of {rows}×{columns} row by row with the padding after "
+                "it, which a local residual needs; pass local_residual=False"
+            )
+    return [(rows, columns) for rows, columns, _ in sizes]
+
+
 def find_patches(ancestor: Any) -> GridSource | None:
     """The patch embedding of a vision transformer of timm: `patch_embed`, or `embeds` of a NaFlexVit."""
     patch_embed: Any = getattr(ancestor, "embeds", None) or getattr(ancestor, "patch_embed", None)
@@ -99,28 +121,6 @@ def token_mask_of(attn_mask: Tensor | None, is_causal: bool, x: Tensor) -> Tenso
 # Attentions that timm builds, as `attn_layer`. They are made before the model that they belong to is complete.
 
 
-def measure_naflex(coordinates: Tensor, valid: Tensor | None) -> list[Grid]:
-    """(height, width) of every image, from the rows and columns of its patches (B, N, 2) and which are there (B, N).
-
-    The patches must be maps row by row, with the padding after them, as timm's collation makes them.
-    """
-    if valid is None:
-        valid = torch.ones_like(coordinates[..., 0], dtype=torch.bool)
-    height, width = (coordinates.masked_fill(~valid[..., None], 0).amax(1) + 1).unbind(1)
-    index = torch.arange(coordinates.shape[1], device=coordinates.device)
-    inside = index < (height * width)[:, None]
-    expected = torch.stack([index // width[:, None], index % width[:, None]], -1)
-    is_map = ((coordinates == expected).all(-1) | ~inside).all(1) & (valid == inside).all(1)
-    sizes = torch.stack([height, width, is_map.to(height.dtype)], 1).tolist()  # the host waits once
-    for image, (rows, columns, whole) in enumerate(sizes):
-        if not whole:
-            raise ValueError(
-                f"the patches of image {image} are not a map of {rows}×{columns} row by row with the padding after "
-                "it, which a local residual needs; build the attention with local_residual=False"
-            )
-    return [(rows, columns) for rows, columns, _ in sizes]
-
-
 def find_grid(attention: Any, x: Tensor) -> Grid | list[Grid]:
     """The grid of the model around, for a call without one: (height, width), or a list of one for every image."""
     grid = None if attention.model_grid is None else attention.model_grid.grid
@@ -128,15 +128,15 @@ def find_grid(attention: Any, x: Tensor) -> Grid | list[Grid]:
         others = x.shape[1] - grid[0] * grid[1]
         if others > attention.num_prefix_tokens:  # a distilled DeiT gets one more after its blocks are built
             attention.num_prefix_tokens = others
-    if attention.uses_grid and grid is not None:
-        return grid
-    if attention.uses_grid:
+    if not attention.uses_grid:
+        return 1, x.shape[1] - attention.num_prefix_tokens  # not used
+    if grid is None:
         raise ValueError(
             f"{type(attention).__name__} acts on the token map, and grid is missing: pass grid=(height, width), or "
             "call the whole timm model that it was built in. Without a local residual (local_residual=False) "
             "InLine and linear attention need none"
         )
-    return 1, x.shape[1] - attention.num_prefix_tokens  # not used
+    return grid
 
 
 _waiting: "weakref.WeakSet[Any]" = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """The attention modules of timm that call `scaled_dot_product_attention`.
 
-They keep their own `forward`. Only that call is answered by the linear form, so what surrounds it, such as pooled
-queries, gates and partitions, stays timm's.
+They keep their own `forward`. The linear form replaces only that call, so what surrounds it, such as pooled queries,
+gates and partitions, stays timm's.
 """
 
 from collections.abc import Callable
@@ -37,15 +37,15 @@ from .modules import LinearizedAttention, register
 from .timm_modules import NoMap, WholeHeads, Window
 
 
-class _Answered(TorchFunctionMode):
-    """Inside, `answer` takes the calls of `scaled_dot_product_attention`."""
+class _ReplacedSoftmax(TorchFunctionMode):
+    """Inside, `replacement` is called in the place of `scaled_dot_product_attention`."""
 
-    def __init__(self, answer: Callable[..., Tensor]) -> None:
+    def __init__(self, replacement: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.answer = answer
+        self.replacement = replacement
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self.answer if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+        return (self.replacement if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
 
 class FusedAttention(LinearizedAttention):
@@ -68,10 +68,10 @@ class FusedAttention(LinearizedAttention):
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         grid = self.token_map(*args)
 
-        def answer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             return self.attend_heads(q, k, v, grid, **options)
 
-        with _Answered(answer):
+        with _ReplacedSoftmax(attend):
             return super().forward(*args, **kwargs)
 
     def attend_heads(

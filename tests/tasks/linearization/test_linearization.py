@@ -220,7 +220,7 @@ def test_a_model_without_a_head_learns_the_features_of_all_tokens(
     task = build(Distillation, teacher, "data.mixup=0")
     student = task.build_model()
     batch = next(task.data.train.epoch(0))
-    loss = float(task.losses(student, batch, epoch=0, step=0)["features"])
+    loss = task.losses(student, batch, epoch=0, step=0)["features"].item()
     ours, theirs = student.forward_features(batch.images), task.teacher.forward_features(batch.images)
     assert ours.shape == (32, 17, 16)
     expected = sum(float((a - b).square().sum() / b.square().sum()) for a, b in zip(ours, theirs, strict=True)) / 32
@@ -375,7 +375,7 @@ def test_a_teacher_without_softmax(tmp_path: Path, capsys: pytest.CaptureFixture
     linear = save_weights(create_model("inline_deit_tiny", num_classes=10, **SMALL), tmp_path / "linear.safetensors")
     assert main(words(linear, tmp_path / "run")) == 2
     message = capsys.readouterr().err
-    assert "there is nothing to convert in VisionTransformer: " in message
+    assert "there is nothing to convert in DeiT: " in message
     assert "it is not softmax attention" in message
 
 

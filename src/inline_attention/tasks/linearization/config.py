@@ -54,9 +54,7 @@ class DistillConfig:
     """Stage 2: the whole student learns the teacher's output."""
 
     enabled: bool = True  # false skips this stage
-    labels: float = (
-        0.1  # share of the loss that compares with labels, if the teacher has a head and the data have labels
-    )
+    labels: float = 0.1  # share of the loss that labels have, if the teacher has a head and the data have labels
     temperature: float = 2.0  # of the softmax of teacher and student; not used without a head
 
     def __post_init__(self) -> None:

@@ -236,11 +236,3 @@ def test_an_analysis_is_one_file(weights: Path, images: Path, tmp_path: Path, mo
     assert content["warning"].startswith("1 image is too few for brightness: give at least 3")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "How bright are the images?" in page
-
-
-def test_model_with_arguments() -> None:
-    assert parse_model("inline_swin_tiny,attention=IISS,window_size=7") == (
-        "inline_swin_tiny",
-        {"attention": "IISS", "window_size": 7},
-    )
-    assert parse_model(None) == (None, {})

@@ -53,10 +53,13 @@ def test_injectivity_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["locality", "--taus", 0.1], "--taus is an option of confusion, not of locality"),
-        (["injectivity", "inline_deit_tiny"], "injectivity uses no model: leave out the models and --weights"),
+        (["injectivity", "inline_deit_tiny"], "injectivity uses no model and no images: leave them out"),
+        (["injectivity", "--data", "digits"], "injectivity uses no model and no images: leave them out"),
+        (["rank", "--split", "test"], "--split test is a split of --data: give --data too"),
+        (["rank", "inline_deit_tinny"], "did you mean inline_deit_tiny"),
     ],
 )
-def test_what_an_analysis_does_not_use_is_refused(
+def test_what_an_analysis_cannot_use_is_refused_before_it_writes(
     arguments: list[object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert analyze(*arguments, "--output", tmp_path / "out") == 2
@@ -110,9 +113,10 @@ def test_data_with_labels(weights: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert result["outcomes"][0]["top1"] == pytest.approx(top1)
 
 
-def test_timm_on_the_sample_photographs(tmp_path: Path) -> None:
+def test_timm_on_the_sample_photographs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert analyze("rank", VIT, "--output", out) == 0
+    assert capsys.readouterr().out.endswith(f"\n{out / 'rank.png'}\n")
     model = read(out / "rank.json")["models"][0]
     assert (model["images"], model["img_size"], model["attention"]) == (2, "32×32", "softmax")
     assert [Path(p).name for p in sample_photographs()] == ["china.jpg", "flower.jpg"]
@@ -149,7 +153,6 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys: pytest.Capt
     for arguments, message in (
         (("inline_deit_tiny", "softmax_deit_tiny", "--weights", weights), "2 models and 1 weights"),
         (("--weights", tmp_path / "other.pth"), "does not say which model it is for"),
-        (("inline_deit_tinny",), "did you mean inline_deit_tiny"),
         (("inline_deit_tiny,linear",), "expected NAME,key=value"),
         (("--weights", weights, "--labels", "a", "b"), "1 models and 2 labels"),
         (("--weights", weights, "--max-images", 0), "--max-images is 0"),
@@ -233,11 +236,3 @@ def test_an_analysis_is_one_file(weights: Path, images: Path, tmp_path: Path, mo
     assert content["warning"].startswith("1 image is too few for brightness: give at least 3")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "How bright are the images?" in page
-
-
-def test_model_with_arguments() -> None:
-    assert parse_model("inline_swin_tiny,attention=IISS,window_size=7") == (
-        "inline_swin_tiny",
-        {"attention": "IISS", "window_size": 7},
-    )
-    assert parse_model(None) == (None, {})

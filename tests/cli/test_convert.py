@@ -146,13 +146,6 @@ def test_identify_models_that_differ_in_input_size_alone():
     assert identify(checkpoint, filename="cswin_b_384.pth") == "inline_cswin_base"
 
 
-def test_file_names_are_not_markup(official_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "[").mkdir()
-    assert main(["convert", str(official_file), "[/bold].safetensors"]) == 0
-    assert "[/bold].safetensors" in capsys.readouterr().out
-
-
 def test_mean_of_several_files(tmp_path, capsys):
     torch.manual_seed(0)
     models = [create_model("inline_deit_tiny", depth=1, img_size=32, num_classes=2) for _ in range(3)]

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from inline_attention import create_model, linearize
 from inline_attention.cli import main
 from inline_attention.data import DataConfig, open_eval_data
+from inline_attention.models.weights import save_weights
 from inline_attention.tasks.classification.classifier import load_classifier
 from inline_attention.tasks.classification.evaluation import evaluate
 
@@ -101,6 +103,17 @@ def test_weights_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "gone.safetensors" in capsys.readouterr().err
     assert main(["eval", "inline_deit_small", *command(weights)[2:]]) == 2
     assert "holds weights of inline_deit_tiny, not of inline_deit_small" in capsys.readouterr().err
+
+
+def test_a_student_is_called_linearised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = dict(img_size=8, embed_dim=16, depth=1, num_heads=2, patch_size=4)
+    student = create_model("softmax_deit_tiny", in_chans=1, num_classes=10, **small)
+    linearize(student)
+    file = save_weights(student, tmp_path / "student.safetensors")
+    assert main(["eval", "--weights", str(file), "--data", "digits", "--device", "cpu", "--workers", "0"]) == 0
+    assert "linearised softmax_deit_tiny on digits [val]" in capsys.readouterr().out
+    assert main(["info", "--weights", str(file)]) == 0
+    assert "linearised softmax_deit_tiny at 8×8" in capsys.readouterr().out
 
 
 def test_nearest_neighbours(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

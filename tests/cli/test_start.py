@@ -13,7 +13,7 @@ import torch
 import training_runs
 from PIL import Image
 
-from inline_attention import create_model
+from inline_attention import __version__, create_model
 from inline_attention.cli import COMMANDS, main
 from inline_attention.cli._words import FILE, as_text
 from inline_attention.data import DataConfig
@@ -53,7 +53,7 @@ print(*sorted({"torch", "timm", "numpy", "rich", "inline_attention"} & set(sys.m
     ("words", "status", "said"),
     [
         (["--help"], 0, "table of the models"),
-        (["--version"], 0, "inline-attention "),
+        (["--version"], 0, f"inline-attention {__version__}\n"),
         ([], 2, "name a command"),
         (["trian"], 2, "there is no command 'trian'; did you mean 'train'?"),
         (["--trian"], 2, "unrecognized arguments: --trian"),

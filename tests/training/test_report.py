@@ -125,12 +125,12 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     with reporter(tmp_path, "log.tensorboard=false") as report:
         report.start(total_updates=300, done_updates=0)
         values = {"images_per_second": 1234.5, "waiting": 0.25, "memory": 2**31, "grad_norm": 1.5}
-        report.record(record(1, **values), eta_seconds=3725)
+        report.record(record(1, epoch=1 / 6, **values), eta_seconds=3725)
         report.record({"kind": "eval", "update": 1, "epoch": 1, "val_top1": 61.5, "val_top5": 90.0})
         report.note("[bold]")
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "epoch 0.1/300  loss 2.0000  lr 1.00e-03  gradient 1.50  1,234 images/s  waiting 25%  2.00 GiB  left 1:02:05",
+        "epoch 0.17/300  loss 2.0000  lr 1.00e-03  gradient 1.50  1,234 images/s  waiting 25%  2.00 GiB  left 1:02:05",
         "epoch 1/300  loss 2.0000  val top-1 61.50%  lr 1.00e-03  gradient 1.50  1,234 images/s  waiting 25%  2.00 GiB"
         "  left 1:02:05",
         "[bold]",

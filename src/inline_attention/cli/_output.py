@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
 
+from inline_attention.models.weights import architecture
 from inline_attention.printing import STANDARD_OUTPUT, say
 
 
@@ -25,6 +27,11 @@ def parse_size(values: Sequence[int] | None, *, option: str = "--img-size") -> t
     if len(values) > 2 or min(values) < 1:
         raise ValueError(f"{option} is {' '.join(map(str, values))}; expected a side, or height and width")
     return values[0], values[-1]
+
+
+def model_title(model: nn.Module) -> str:
+    """The name of a model, and whether it was made linear: its name may still be that of a softmax model."""
+    return f"{'linearised ' if hasattr(model, 'linearization') else ''}{architecture(model)}"
 
 
 @contextmanager

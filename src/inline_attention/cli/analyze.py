@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--data", metavar="PATH", help="images with known classes: folder, digits, hfds/NAME, …")
     images.add_argument("--images", nargs="+", metavar="IMAGE", help="image files or folders")
     add_output(parser)
-    parser.add_argument("--split", metavar="NAME", default="val", help="split of --data (default: val)")
+    parser.add_argument("--split", metavar="NAME", help="split of --data (default: val)")
     parser.add_argument("--max-images", type=int, metavar="N", help="use N images, evenly spaced in --data")
     add_img_size(parser)
     add_loading(parser, batch_size=8)
@@ -80,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and not {*names} & {*users}:
             raise ValueError(f"--{option} is an option of {' and '.join(users)}, not of {args.analysis}")
     analyses = [build(name, args) for name in names]
-    if (args.arguments or args.weights) and not any(analysis.needs_models for analysis in analyses):
-        raise ValueError(f"{args.analysis} uses no model: leave out the models and --weights")
-    out = args.output
-    out.mkdir(parents=True, exist_ok=True)
+    given = args.arguments or args.weights or args.data or args.images
+    if given and not any(analysis.needs_models for analysis in analyses):
+        raise ValueError(f"{args.analysis} uses no model and no images: leave them out")
+    if args.split is not None and args.data is None:
+        raise ValueError(f"--split {args.split} is a split of --data: give --data too")
     subjects: list[Subject] = []
     if any(analysis.needs_models for analysis in analyses):
         subjects = open_subjects(
@@ -92,13 +93,15 @@ def run(args: argparse.Namespace) -> int:
             data=args.data,
             images=args.images or (),
             labels=args.labels,
-            split=args.split,
+            split=args.split or "val",
             max_images=args.max_images,
             img_size=parse_size(args.img_size),
             batch_size=args.batch_size,
             workers=args.workers,
             device=device,
         )
+    out = args.output
+    out.mkdir(parents=True, exist_ok=True)
     total = max((subject.facts["images"] for subject in subjects), default=0)
     done = []
     for analysis in analyses:
@@ -109,8 +112,7 @@ def run(args: argparse.Namespace) -> int:
         if findings.warning is not None:
             say(f"warning: {findings.warning} (--data, --images)", file=sys.stderr)
         done.append(findings)
-    if args.analysis == "all":
-        say("", write_report(done, subjects, out, device=device))
+    say("", write_report(done, subjects, out, device=device) if args.analysis == "all" else out / f"{names[0]}.png")
     return 0
 
 
@@ -127,10 +129,12 @@ def build(name: str, args: argparse.Namespace) -> "Analysis":
 def print_summary(findings: "Findings") -> None:
     say("", findings.name)
     for label, summary in findings.summaries.items():
-        parts = []
-        for key, value in summary.items():
-            if isinstance(value, dict):
-                parts.append(f"{key} " + ", ".join(f"{name} {number:.3f}" for name, number in value.items()))
-            elif value is not None:
-                parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
-        say(f"  {label}: {'; '.join(parts).replace('_', ' ')}")
+        figures = {key.replace("_", " "): value for key, value in summary.items() if value is not None}
+        tables = {key: figures.pop(key) for key, value in [*figures.items()] if isinstance(value, dict)}
+        parts = (
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
+        )
+        say(f"  {label}: {'; '.join(parts)}")
+        for key, values in tables.items():
+            numbers = (f"{name.replace('_', ' ')}: {number:.4g}" for name, number in values.items())
+            say(f"    {key}: {'; '.join(numbers)}")

@@ -24,7 +24,7 @@ from inline_attention.cli._options import (
     add_weights,
     check_at_least,
 )
-from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, parse_size
+from inline_attention.cli._output import autocast_dtype, check_writable, image_progress, model_title, parse_size
 from inline_attention.printing import STANDARD_OUTPUT, say, write_csv, write_json
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _describe(
 
     name = model_name(classifier.model)
     if ranks.is_first and args.json != STANDARD_OUTPUT:
-        say(f"{name} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
+        say(f"{model_title(classifier.model)} on {args.data} [{args.split}] at {config.size[0]}×{config.size[1]}")
     return {
         "model": name,
         "weights": args.weights,

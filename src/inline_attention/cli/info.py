@@ -7,7 +7,7 @@ for the backward pass in float32, without gradient checkpointing and fused kerne
 import argparse
 
 from inline_attention.cli._options import add_img_size, add_results, add_weights
-from inline_attention.cli._output import check_writable, parse_size
+from inline_attention.cli._output import check_writable, model_title, parse_size
 from inline_attention.printing import STANDARD_OUTPUT, say, say_text, table, write_json
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json == STANDARD_OUTPUT:
         return
 
-    say(f"{architecture(model)} at {img_size[0]}×{img_size[1]}")
+    say(f"{model_title(model)} at {img_size[0]}×{img_size[1]}")
     rows = [[cost.name, " × ".join(map(str, cost.shape)), *_in_units(*cost[2:])] for cost in costs]
     totals = [sum(values) for values in zip(*(cost[2:] for cost in costs), strict=True)]
     say_text(table(["stage", "output", "params", "MACs", "activations"], [*rows, ["total", "", *_in_units(*totals)]]))

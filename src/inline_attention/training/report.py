@@ -118,7 +118,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         schedule = self.config.schedule
         if schedule.steps is not None:
             return f"update {record['update']}/{self.total_updates}"
-        return f"epoch {record['epoch']:g}/{schedule.epochs + schedule.cooldown_epochs}"
+        return f"epoch {round(record['epoch'], 2):g}/{schedule.epochs + schedule.cooldown_epochs}"
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         if self.active:

@@ -20,6 +20,11 @@ def printable(text: object) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
 
 
+def counted(number: float, noun: str) -> str:
+    """The number and the noun: 1 epoch, 2.5 epochs"""
+    return f"{number:.12g} {noun}{'' if number == 1 else 's'}"
+
+
 def say(*lines: object, file: TextIO | None = None) -> None:
     """Print each line, made printable, at once. A line feed inside a line is escaped too."""
     for line in lines:

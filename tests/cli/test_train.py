@@ -177,12 +177,13 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *SHORT, "model.kwargs.depth=1", "schedule.epochs=1", "schedule.warmup_epochs=0"]) == 0
+    one = ["schedule.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=1346"]
+    assert main(["train", *SHORT, "model.kwargs.depth=1", *one]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("quickstart-")
     summary = json.loads((folder / "summary.json").read_text())
     shown = capsys.readouterr().out
-    assert "(1 epoch)," in shown
+    assert " 1 update of 1346 images (1 epoch)," in shown
     assert f"top-1 {summary['val_top1']:.2f}%" in shown
     assert f"curves    runs/{folder.name}/curves.png" in shown
     weights = f"runs/{folder.name}/checkpoints/best.safetensors"

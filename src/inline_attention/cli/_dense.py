@@ -17,7 +17,7 @@ from inline_attention.cli._options import (
 from inline_attention.cli._output import autocast_dtype, image_progress
 from inline_attention.cli._training import configure_training
 from inline_attention.environment import choose_device
-from inline_attention.printing import say, write_json
+from inline_attention.printing import counted, say, write_json
 
 if TYPE_CHECKING:
     from inline_attention.data.skipped import SkippedImage
@@ -121,7 +121,7 @@ def predict(
         done = predict_files(trained, paths, args.output, **options)
     if not done:
         raise ValueError("no image could be read")
-    say(f"{files} of {len(done)} image{'' if len(done) == 1 else 's'} in {args.output}")
+    say(f"{files} of {counted(len(done), 'image')} in {args.output}")
     return 0
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inline_attention.data.seeding import derive_seed
 from inline_attention.layers.drop import SampledDepth
+from inline_attention.printing import counted
 from inline_attention.training import settings
 from inline_attention.training.checkpoint import Checkpoints, Progress, newest_checkpoint, read_manifest, restore
 from inline_attention.training.config import LoopConfig
@@ -411,14 +412,13 @@ class Trainer:
         config, ranks = self.config, self.ranks
         trained = sum(p.numel() for p in self.optimizer.parameters)
         epochs = round(self.schedule.total_steps / self.steps_per_epoch, 2)
-        length = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
         precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.amp_dtype]
         compiled = "" if self.compile_mode is None else f", compile mode {self.compile_mode}"
         classes = f"{len(self.data.class_names)} classes, " if self.data.class_names else ""
         self.reporter.note(
             f"{self.task.title}: {trained / 1e6:.2f}M trained parameters, {classes}"
-            f"{self.schedule.total_steps} updates of {config.global_batch(ranks.world_size)} images "
-            f"({length}), {ranks.world_size} × {ranks.device.type}, {precision}{compiled}"
+            f"{counted(self.schedule.total_steps, 'update')} of {config.global_batch(ranks.world_size)} images "
+            f"({counted(epochs, 'epoch')}), {ranks.world_size} × {ranks.device.type}, {precision}{compiled}"
         )
         self.reporter.note(f"run folder: {self.folder}")
 

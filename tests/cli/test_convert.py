@@ -119,13 +119,21 @@ def test_identify(name):
 
 
 ALIKE = ["softmax_deit_study", "linear_deit_study"]  # the same parameters under other attention
+TIMMS = [f"softmax_deit_{size}" for size in ("tiny", "small", "base")]  # the same parameters as a ViT of timm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in list_models() if name not in ALIKE])
+@pytest.mark.parametrize("name", [name for name in list_models() if name not in [*ALIKE, *TIMMS]])
 def test_identify_every_model(name):
     side = timm.models.get_pretrained_cfg(name).input_size[1]  # decides between models of the same shapes
     assert identify(checkpoint_of(name, num_classes=0), filename=f"epoch_299_{side}.pth") == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIMMS)
+def test_weights_that_also_fit_a_vit_of_timm_need_its_name(name):
+    with pytest.raises(ValueError, match=f"fit {name} and timm's vit_.*name the model"):
+        identify(checkpoint_of(name, num_classes=0), filename="epoch_299_224.pth")
 
 
 @pytest.mark.parametrize("name", ALIKE)

@@ -153,7 +153,7 @@ def make_report(plan: LinearizationPlan, *, log: Callable[[str], None] = lambda 
     known = None
     if config.data.labels and not teacher.num_classes:
         known = open_eval_data(data, max_images=KNOWN_IMAGES, split=data.train_split, seed=config.seed)
-    models = {TEACHER: teacher, CARRIED_OVER: make_student(teacher, config.model, seed=config.seed)[0]}
+    models = {TEACHER: teacher, CARRIED_OVER: make_student(classifier, config.model, seed=config.seed)[0]}
     models |= {TITLES[stage]: load_model(plan.weights(stage)) for stage, _ in plan.stages}
     quality = []
     for title, model in models.items():

@@ -20,6 +20,7 @@ from inline_attention.bench.linearization import SCALES
 from inline_attention.cli import main
 from inline_attention.data import DataConfig, open_eval_data
 from inline_attention.models import create_model
+from inline_attention.models.schema import ARCHITECTURE, ARGUMENTS
 from inline_attention.models.weights import load_model, save_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from inline_attention.tasks.linearization import plan_linearization, stages
@@ -419,3 +420,13 @@ def test_the_plan_of_a_timm_model_names_its_arguments(tmp_path: Path) -> None:
     plan = prepare(plan_linearization(flags=flags, overrides=overrides), device=torch.device("cpu"), log=said.append)
     assert [name for name, _ in plan.stages] == ["match", "distill"]
     assert "blocks.1.attn" in said[-1]
+
+
+def test_the_arguments_of_a_timm_model_come_from_its_file(tmp_path: Path) -> None:
+    arguments = dict(img_size=32, depth=2, embed_dim=24, num_heads=2, num_classes=10)
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
+    path = tmp_path / "vit.safetensors"
+    save_weights(model, path, metadata={ARCHITECTURE: "vit_tiny_patch16_224", ARGUMENTS: json.dumps(arguments)})
+    flags = {"model": {"name": "", "weights": str(path)}, "data": {"path": "digits"}}
+    plan = prepare(plan_linearization(flags=flags), device=torch.device("cpu"))
+    assert [name for name, _ in plan.stages] == ["match", "distill"]

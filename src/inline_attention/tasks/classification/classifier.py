@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import timm
@@ -23,7 +23,7 @@ from inline_attention.models.weights import restore, trained_preparation
 
 # Settings of the data that a weights file stores: how images are prepared.
 PREPARATION = ("img_size", "mean", "std", "interpolation", "eval_transform", "crop_pct")
-assert set(PREPARATION) <= {field.name for field in fields(DataConfig)}
+assert set(PREPARATION) <= {entry.name for entry in fields(DataConfig)}
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Classifier:
     class_names: list[str] | None  # None: unknown, because the file does not name them and they are not ImageNet's
     data: DataConfig  # img_size, channels, normalisation and evaluation transform
     multi_label: bool = False  # an image may have several classes, or none: probabilities are sigmoids of the logits
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the model, as its file names them
 
     def readable_names(self) -> list[str] | None:
         """Class names for people, such as "goldfish, Carassius auratus" for the WordNet number n01443537.
@@ -106,7 +107,9 @@ def load_classifier(
         class_names = _class_names(model, description.class_names if description else None)
     if eval_transform is not None:
         data = replace(data, eval_transform=eval_transform)
-    return Classifier(model, class_names, data, multi_label=description is not None and description.multi_label)
+    if description is None:
+        return Classifier(model, class_names, data)
+    return Classifier(model, class_names, data, description.multi_label, description.arguments)
 
 
 def model_name(model: nn.Module) -> str:

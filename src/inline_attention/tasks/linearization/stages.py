@@ -20,7 +20,7 @@ from inline_attention.linearize import linearize
 from inline_attention.models._download import atomic_path
 from inline_attention.models.schema import ARCHITECTURE
 from inline_attention.models.weights import describe_model, save_weights
-from inline_attention.tasks.classification.classifier import Classifier
+from inline_attention.tasks.classification.classifier import Classifier, model_name
 from inline_attention.tasks.linearization.config import LinearizationConfig
 from inline_attention.tasks.linearization.task import (
     Distillation,
@@ -128,9 +128,10 @@ def prepare(
     if config.model.kept is None and config.model.chooses_layers:
         log(f"choosing the layers that stay softmax, on up to {CALIBRATION_IMAGES} images")
         config = replace(config, model=replace(config.model, kept=choose_layers(teacher, config, device=device)))
-    student, report = make_student(teacher.model, config.model, seed=config.seed)
+    student, report = make_student(teacher, config.model, seed=config.seed)
     if ARCHITECTURE not in describe_model(student):
-        raise ValueError(f"a weights file cannot describe how to build this {config.model.name}: see the warning above")
+        name = model_name(teacher.model)
+        raise ValueError(f"a weights file cannot describe how to build this {name}: see the warning above")
     log(str(report))
     stages: list[tuple[str, type[Linearization]]] = []
     if config.match.steps:
@@ -194,6 +195,6 @@ def write_student(plan: LinearizationPlan) -> None:
             shutil.copyfile(plan.weights(plan.stages[-1][0]), temporary)
     else:
         teacher = load_teacher(plan.config)
-        student, _ = make_student(teacher.model, plan.config.model, seed=plan.config.seed)
+        student, _ = make_student(teacher, plan.config.model, seed=plan.config.seed)
         plan.folder.mkdir(parents=True, exist_ok=True)
         save_weights(student, plan.student, metadata=student_metadata(teacher, plan.config))

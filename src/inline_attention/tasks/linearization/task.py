@@ -79,9 +79,9 @@ def mentioning_no_labels(config: LinearizationConfig) -> Iterator[None]:
         raise
 
 
-def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tuple[nn.Module, Report]:
+def make_student(teacher: Classifier, wanted: StudentConfig, *, seed: int) -> tuple[nn.Module, Report]:
     """A linearised copy of the teacher, and a report on its layers."""
-    student = deepcopy(teacher)
+    student = deepcopy(teacher.model)
     torch.manual_seed(derive_seed("weights", seed))  # for the local residual's first layer
     report = linearize(
         student,
@@ -90,7 +90,7 @@ def make_student(teacher: nn.Module, wanted: StudentConfig, *, seed: int) -> tup
         feature_map=wanted.feature_map,
         local_residual=wanted.local_residual,
         keep_softmax=wanted.keep_softmax if wanted.kept is None else wanted.kept,
-        arguments=wanted.kwargs,
+        arguments={**teacher.arguments, **wanted.kwargs},
     )
     return student, report
 
@@ -159,7 +159,7 @@ class Linearization(Task):
 
     def build_model(self) -> nn.Module:
         wanted = self.config.model
-        self.student, _ = make_student(self.classifier.model, wanted, seed=self.config.seed)
+        self.student, _ = make_student(self.classifier, wanted, seed=self.config.seed)
         if wanted.start is not None:
             load_weights(self.student, wanted.start)
         return self.student.requires_grad_(True)

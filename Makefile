@@ -13,7 +13,7 @@ help:
 	@echo "make test         lint and the fast tests"
 	@echo "make test-all     every test, slow ones too"
 	@echo "make test-timm    timm's own tests of models, downloaded, over our names; ARGS='-- -k tiny' for the small ones"
-	@echo "make test-versions  ops, layers and models with the oldest, a middle and the newest supported versions; downloads gigabytes"
+	@echo "make test-versions  ops, layers, models and linearize with the oldest, a middle and the newest supported versions; downloads gigabytes"
 	@echo "make soak         tries to break the package thousands of times, about 15 minutes; PART=weights for one part"
 	@echo "make bench        the operation against its peers on the CPU, under a minute"
 	@echo "make docs         the site in build/site: every page of docs/, and the API from docstrings"

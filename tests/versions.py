@@ -2,7 +2,7 @@
 
 | set | what is installed | what is run |
 |---|---|---|
-| oldest | torch, torchvision and timm at the floors of pyproject.toml | the fast tests of ops, layers and models |
+| oldest | torch, torchvision and timm at the floors of pyproject.toml | fast tests of ops, layers, models, linearize |
 | middle | torch 2.11, whose torch.compile differs from that of both others | the same |
 | newest | the newest release of everything | the same |
 | floors | every dependency at its floor | forward passes, and an epoch of the quickstart |
@@ -31,7 +31,7 @@ SHOWN = ("torch", "torchvision", "triton", "timm", "numpy", "pillow", "safetenso
 RELEASED_TOGETHER = ("torch", "torchvision", "timm")  # what "oldest" holds at its floor
 MIDDLE = ("torch==2.11.*", "torchvision==0.26.*")
 OLDER_NUMPY = "numpy<2.4"  # the interpreter of Triton 3.5 and 3.6 takes no newer one
-TESTS = ("tests/ops", "tests/layers", "tests/models")
+TESTS = ("tests/ops", "tests/layers", "tests/models", "tests/linearize")
 SMOKE = """
 import torch, inline_attention
 for name in ("inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"):
@@ -138,9 +138,9 @@ def run_smoke(interpreter: Path, scratch: Path) -> tuple[int, int, int, list[str
 
 
 CHECKS = {
-    "oldest": ("fast tests of ops, layers and models", run_tests),
-    "middle": ("fast tests of ops, layers and models", run_tests),
-    "newest": ("fast tests of ops, layers and models", run_tests),
+    "oldest": ("fast tests of ops, layers, models, linearize", run_tests),
+    "middle": ("fast tests of ops, layers, models, linearize", run_tests),
+    "newest": ("fast tests of ops, layers, models, linearize", run_tests),
     "floors": ("forward passes, and an epoch of the quickstart", run_smoke),
 }
 

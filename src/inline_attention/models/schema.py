@@ -172,7 +172,8 @@ def _has_type(value: Any, expected: Any, largest: int) -> bool:
 
 
 def _name(expected: Any) -> str:
-    return expected.__name__ if inspect.isclass(expected) else str(expected).replace("typing.", "")
+    plain = inspect.isclass(expected) and not typing.get_args(expected)  # list[float] is a class on Python 3.10
+    return expected.__name__ if plain else str(expected).replace("typing.", "")
 
 
 def _read_json(info: Mapping[str, Any], key: str, default: Any) -> Any:

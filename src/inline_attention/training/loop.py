@@ -247,10 +247,11 @@ class Trainer:
         norm = self.optimizer.step(self.rate(progress.position))
         if self.average is not None:
             self.average.update(progress.updates)
-        # The fp16 scaler raises its scale until gradients overflow. Unless its scale is tiny, only a non-finite loss
-        # shows divergence.
-        scaler = self.optimizer.scaler
-        checked = norm if scaler is None or scaler.get_scale() < MIN_SCALE else total
+        checked = norm
+        if (scaler := self.optimizer.scaler) is not None:
+            # It raises its scale until gradients overflow. Unless its scale is tiny, only a non-finite loss shows
+            # divergence. `get_scale` would wait for the device.
+            checked = torch.where(scaler.scale(torch.ones_like(total)) < MIN_SCALE, norm, total)
         self.meter.add(total, norm, bad=~checked.isfinite(), parts=parts)
 
     def rate(self, position: int) -> float:

@@ -198,11 +198,12 @@ def _draw(results: Results, claims: Sequence[Claim], out: Path) -> list[Path]:
         for setting in [main, *results.longer_settings]
     }
     effects = [
-        (f"{claim.claim}{_lowest(claim)}", claim.effect, claim.verdict)
+        (f"{claim.claim}{_lowest(claim)}", claim.effect, claim.limit, claim.verdict)
         for claim in claims
         if claim.effect and _is_drawn(claim)
     ]
-    caption = f"{DATASETS[main.dataset].title}. Above: a point for each seed. Below: 95 % intervals, paired by seed"
+    caption = f"{DATASETS[main.dataset].title}. Above: a point for each seed. "
+    caption += "Below: 95 % intervals, paired by seed; dotted: the limit that decides"
     keep(plots.draw_answer(accuracies, effects, caption=caption), "answer.png")
     curves = {ROWS[row].title: [r.curve for r in results.runs if r.setting == main and r.run.row == row]
               for row in results.rows(main) if row in MAIN}  # fmt: skip

@@ -44,6 +44,7 @@ class Claim:
     where: str = ""  # the setting of the effect
     verdict: str = INCONCLUSIVE
     parts: Mapping[str, Effect] = field(default_factory=dict)  # of several comparisons; `effect` is the lowest
+    missing: int = 0  # comparisons without which the claim cannot be supported
 
     @property
     def reading(self) -> str:
@@ -59,8 +60,9 @@ class Claim:
         if self.effect.margin is None:
             return "There is one seed, so there is no interval."
         if self.parts and self.verdict != CONTRADICTED:
-            some = "All" if self.verdict == SUPPORTED else "Not all"
-            return f"{some} of {len(self.parts)} intervals are above {limit}."
+            above = {verdict_on(effect, limit=self.limit) for effect in self.parts.values()} == {SUPPORTED}
+            missing = f", and {self.missing} are missing" if self.missing else ""
+            return f"{'All' if above else 'Not all'} of {len(self.parts)} intervals are above {limit}{missing}."
         if self.verdict == INCONCLUSIVE:
             return f"The interval contains {limit}."
         which = "lowest" if self.parts else "whole"
@@ -70,17 +72,18 @@ class Claim:
         """The same claim with this effect, and what its interval says."""
         return replace(self, effect=effect, where=where, verdict=verdict_on(effect, limit=self.limit))
 
-    def judged_by_all(self, parts: Mapping[str, Effect], where: str = "") -> "Claim":
+    def judged_by_all(self, parts: Mapping[str, Effect], where: str = "", *, missing: int = 0) -> "Claim":
         """The same claim, resting on several comparisons by name.
 
-        It is supported if all of them support it, and contradicted if the one with the lowest mean contradicts it. That
-        any interval is below would be too weak a reason: of nine rivals that are all level, chance puts one there in
-        one of six studies.
+        It is supported if all of them support it and none is missing. It is contradicted if the one with the lowest
+        mean contradicts it. That any interval is below would be too weak a reason: of nine rivals that are all level,
+        chance puts one there in one of six studies.
         """
         lowest = self.judged(min(parts.values(), key=lambda effect: effect.mean), where)
         supports = {verdict_on(effect, limit=self.limit) for effect in parts.values()} == {SUPPORTED}
-        verdict = SUPPORTED if supports else CONTRADICTED if lowest.verdict == CONTRADICTED else INCONCLUSIVE
-        return replace(lowest, verdict=verdict, parts=dict(parts))
+        verdict = CONTRADICTED if lowest.verdict == CONTRADICTED else INCONCLUSIVE
+        verdict = SUPPORTED if supports and not missing else verdict
+        return replace(lowest, verdict=verdict, parts=dict(parts), missing=missing)
 
 
 def verdict_on(effect: Effect | None, *, limit: float = 0.0) -> str:
@@ -185,7 +188,7 @@ def _other_linear(results: Results) -> Claim:
     setting = max(rivals, key=evidence)
     parts = {f"against {ROWS[row].title}": effect for row, effect in rivals[setting].items()}
     lowest = min(parts.values(), key=lambda effect: effect.mean)
-    return empty.judged_by_all(parts, _at(setting, lowest))
+    return empty.judged_by_all(parts, _at(setting, lowest), missing=len(others) - len(parts))
 
 
 # Probes

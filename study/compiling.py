@@ -38,21 +38,21 @@ class CompileCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / model).touch()
 
-    def run(self, arguments: Sequence[str], *, model: str, metrics: Path, log: IO[bytes]) -> tuple[int, float]:
-        """The exit status and the seconds of a process, which waits until no other thread compiles the model.
+    def run(self, arguments: Sequence[str], *, model: str, metrics: Path, log: IO[bytes]) -> int:
+        """The exit status of a process, which waits until no other thread compiles the model.
 
         metrics: the file of its first record.
         """
         with self._compiling[model]:
             if self.closed:
-                return INTERRUPTED, 0.0
-            start, before = time.monotonic(), written(metrics)
+                return INTERRUPTED
+            before = written(metrics)
             process = subprocess.Popen(arguments, stdout=log, stderr=log, env=self.environment())
             while not self.has(model) and process.poll() is None:
                 if written(metrics) > before:
                     self.add(model)
                 time.sleep(POLL_SECONDS)
-        return process.wait(), time.monotonic() - start
+        return process.wait()
 
 
 def written(path: Path) -> float:

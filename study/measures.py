@@ -29,7 +29,7 @@ from inline_attention.training.files import write_atomically
 from study.ablation import ablate, open_model
 from study.grid import DATASETS, Run
 from study.intervals import bootstrap
-from study.results import ANALYSIS, SPEED, run_folders
+from study.results import ANALYSIS, SPEED, is_early, run_folders
 from study.runner import is_finished
 
 IMAGES = 1000  # evenly spaced in the validation split; a fifth of the images above MANY_TOKENS
@@ -58,6 +58,8 @@ def analyse_runs(
 ) -> None:
     """Write analysis.json for each finished run that has weights. Parts that it has already are kept.
 
+    An interrupted analysis of another number of images, or of an early definition, begins again.
+
     shipped: runs without a folder, whose weights are in the package.
     """
     files = {run: weights_file(folder) for run, folder in run_folders(out) if is_finished(folder)}
@@ -74,6 +76,8 @@ def analyse_runs(
         model, loader = open_model(
             None, str(weights), path=paths[run.dataset], device=device, images=few, batch_size=BATCH
         )
+        if found.get("images") != few or is_early(found):
+            found, due = {}, list(PARTS)
         found |= dict(images=few, commit=describe_environment()["inline-attention"], machine=machine_name(device))
         for part in due:
             log(f"analysing {run.name}: {part}")

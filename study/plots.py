@@ -97,11 +97,14 @@ def draw_probes(content: Mapping[str, Any]) -> Figure:
 
 def draw_answer(
     accuracies: Mapping[int, Mapping[str, Sequence[float]]],
-    effects: Sequence[tuple[str, Effect, str]],
+    effects: Sequence[tuple[str, Effect, float, str]],
     *,
     caption: str,
 ) -> Figure:
-    """Above: top-1 of each row by length of training, a point for each seed. Below: effects with intervals."""
+    """Above: top-1 of each row by length of training, a point for each seed. Below: effects with intervals and limits.
+
+    An effect is (claim, effect, limit, verdict).
+    """
     figure = _figure(3.2 + 0.55 * len(effects))
     above, below = figure.subplots(2, 1, height_ratios=(2.4, max(1, 0.5 * len(effects))))
     rows = list(dict.fromkeys(title for by_row in accuracies.values() for title in by_row))
@@ -117,16 +120,15 @@ def draw_answer(
                 )  # fmt: skip
     above.set_yticks(range(len(rows)), rows[::-1])
     above.set(title="Accuracy", xlabel="validation top-1 (%)", ylim=(-0.6, len(rows) - 0.1))
-    for i, (_, effect, verdict) in enumerate(effects):
+    for i, (_, effect, limit, verdict) in enumerate(effects):
+        at = len(effects) - 1 - i
+        below.vlines(limit, at - 0.5, at + 0.5, linestyle=":", color=GREY)
         # Full and black where the interval decides: the verdict is written beside it.
         colour, inside = (GREY, "white") if verdict == "inconclusive" else ("black", "black")
-        below.errorbar(
-            effect.mean, len(effects) - 1 - i, xerr=effect.margin, marker="o", color=colour, mfc=inside, capsize=3
-        )
-    names = [textwrap.fill(f"{claim}: {verdict}", 46) for claim, _, verdict in effects]
+        below.errorbar(effect.mean, at, xerr=effect.margin, marker="o", color=colour, mfc=inside, capsize=3)
+    names = [textwrap.fill(f"{claim}: {verdict}", 46) for claim, *_, verdict in effects]
     below.set_yticks(range(len(effects)), names[::-1], fontsize=SMALL)
-    below.axvline(0, linestyle=":", color=GREY)
-    below.set(title="Claims", xlabel="points")
+    below.set(title="Claims", xlabel="points", ylim=(-0.5, max(len(effects), 1) - 0.5))
     for axes in (above, below):
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
@@ -286,10 +288,11 @@ def draw_causes(models: Sequence[tuple[str, Mapping[str, Any]]], *, title: str) 
     _finish(figure, masking, title=what, xlabel="tokens masked for each query", ylabel="points", legend=False)
     _finish(figure, rank, title="Rank of the attention matrices", xlabel="layer", ylabel="effective rank", legend=False)
     figure.legend(*rank.get_legend_handles_labels(), fontsize=SMALL, loc="outside upper center", ncols=3)
+    random = "as many random tokens" if counted else "as many random tokens, and more at borders"
     caption = (
         f"{title}; first seed's weights, {first['images']} validation images ({first['rank']['images']} for the rank): "
         f"one image is {100 / first['masking']['images']:g} points. Neighbourhood: ··· chance, -·- attention that is "
-        "spread evenly. Masking: — is the local window, ··· as many random tokens"
+        f"spread evenly. Masking: — is the local window, ··· {random}"
     )
     _caption(figure, caption)
     return figure

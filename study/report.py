@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from inline_attention.bench.model import EAGER
+from inline_attention.training.files import write_atomically
 from study.ablation import SPREAD_EVENLY, WITHOUT_RESIDUAL
 from study.claims import CONTRADICTED, EARLIER, INCONCLUSIVE, NOT_TESTABLE, POINTS, SUPPORTED, Claim, explain, judge
 from study.grid import (
@@ -75,9 +76,9 @@ def write_report(results: Results, out: Path) -> list[Path]:
     claims = judge(results)
     figures = _draw(results, claims, out)
     names = [path.name for path in figures]
-    (out / RESULTS).write_text(_dump(results, claims))
-    (out / PAGE).write_text(page(results, claims, names))
-    (out / TABLES).write_text(tables(results, claims, names))
+    _write(out / RESULTS, _dump(results, claims))
+    _write(out / PAGE, page(results, claims, names))
+    _write(out / TABLES, tables(results, claims, names))
     return [out / RESULTS, out / PAGE, out / TABLES, *figures]
 
 
@@ -94,17 +95,22 @@ def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Pa
     for source, copy in zip(figures, copies, strict=True):
         shutil.copyfile(source, copy)
     numbers, target, rows = docs / "results" / "study.json", docs / PAGE, docs / "results" / "study-tables.md"
-    numbers.write_text(_dump(results, claims))
+    _write(numbers, _dump(results, claims))
     links = [path.relative_to(docs).as_posix() for path in copies]
-    target.write_text(fill("docs", {"page": page(results, claims, links)}))
-    rows.write_text(fill("docs_tables", {"page": tables(results, claims, [f"../{link}" for link in links])}))
+    _write(target, fill("docs", {"page": page(results, claims, links)}))
+    _write(rows, fill("docs_tables", {"page": tables(results, claims, [f"../{link}" for link in links])}))
     written = [target, rows, numbers, *copies]
     readme = docs.parent / "README.md"
-    if readme.exists() and all(mark in (text := readme.read_text()) for mark in _MARKS):
+    if readme.exists() and all(mark in (text := readme.read_text(encoding="utf-8")) for mark in _MARKS):
         before, after = text.split(_MARKS[0])[0], text.split(_MARKS[1])[1]
-        readme.write_text(f"{before}{_MARKS[0]}\n\n{front(results, claims)}\n{_MARKS[1]}{after}")
+        _write(readme, f"{before}{_MARKS[0]}\n\n{front(results, claims)}\n{_MARKS[1]}{after}")
         written.append(readme)
     return written
+
+
+def _write(path: Path, text: str) -> None:
+    """As a whole: a report may replace the record that it adds to."""
+    write_atomically(path, text.encode())
 
 
 _MARKS = ("<!-- results of the study -->", "<!-- end of the results -->")
@@ -148,7 +154,7 @@ def to_json(results: Results, claims: Sequence[Claim]) -> dict[str, Any]:
         "explanations": [_claim(claim) for claim in explain(results)],
         "again": [{"run": r.run.name, "top1": r.top1, "commit": r.commit, "machine": r.machine} for r in results.again],
         "failures": results.failures,
-        "device_minutes": round(results.device_seconds / 60, 1),
+        "sessions": results.sessions,
         "speed": results.speed,
         "sweep": None if results.sweep is None else results.sweep._asdict(),
         "probes": results.probes,
@@ -192,11 +198,12 @@ def _draw(results: Results, claims: Sequence[Claim], out: Path) -> list[Path]:
         for setting in [main, *results.longer_settings]
     }
     effects = [
-        (f"{claim.claim}{_lowest(claim)}", claim.effect, claim.verdict)
+        (f"{claim.claim}{_lowest(claim)}", claim.effect, claim.limit, claim.verdict)
         for claim in claims
         if claim.effect and _is_drawn(claim)
     ]
-    caption = f"{DATASETS[main.dataset].title}. Above: a point for each seed. Below: 95 % intervals, paired by seed"
+    caption = f"{DATASETS[main.dataset].title}. Above: a point for each seed. "
+    caption += "Below: 95 % intervals, paired by seed; dotted: the limit that decides"
     keep(plots.draw_answer(accuracies, effects, caption=caption), "answer.png")
     curves = {ROWS[row].title: [r.curve for r in results.runs if r.setting == main and r.run.row == row]
               for row in results.rows(main) if row in MAIN}  # fmt: skip

@@ -117,10 +117,14 @@ class Results:
     runs: list[RunResult]
     again: list[RunResult]
     failures: dict[str, str]  # run → error message
-    device_seconds: float  # total time of all calls of `python -m study train`
+    sessions: list[tuple[str, float]]  # start and seconds of each call of `python -m study train`
     probes: dict[str, Any] | None
     speed: dict[str, Any] | None
     sweep: Sweep | None
+
+    @property
+    def device_seconds(self) -> float:
+        return sum(seconds for _, seconds in self.sessions)
 
     @property
     def settings(self) -> list[Setting]:
@@ -212,8 +216,8 @@ def _read_folder(out: Path) -> Results:
     return Results(
         runs=_finished(folders),
         again=_finished(run_folders(out / AGAIN)),
-        failures={folder.name: (folder / FAILURE).read_text().strip() for _, folder in folders if has_failed(folder)},
-        device_seconds=sum(session["seconds"] for session in sessions),
+        failures={folder.name: _text(folder / FAILURE).strip() for _, folder in folders if has_failed(folder)},
+        sessions=[(session["start"], session["seconds"]) for session in sessions],
         probes=_read_json(out / PROBES),
         speed=_read_json(out / SPEED),
         sweep=_read_sweep(out / SWEEP),
@@ -231,7 +235,7 @@ def read_report(path: Path) -> Results:
             ],
             again=[_made_again(entry) for entry in content["again"]],
             failures=content["failures"],
-            device_seconds=60 * content["device_minutes"],
+            sessions=[(start, seconds) for start, seconds in content["sessions"]],
             probes=content["probes"],
             speed=content["speed"],
             sweep=sweep and _sweep_of(sweep),
@@ -281,18 +285,22 @@ def _made_again(entry: dict[str, Any]) -> RunResult:
 
 
 def _added(old: Results, new: Results, out: Path) -> Results:
-    """Add new runs, which replace old ones of the same name, and analyses in `out` of old runs."""
+    """Add new runs, which replace old ones of the same name, and analyses in `out` of old runs.
+
+    A folder that was added before changes nothing, so that a report can be repeated.
+    """
     kept = [replace(r, analysis=_read_json(out / r.run.name / ANALYSIS) or r.analysis) for r in old.runs]
-    made = {result.run for result in new.runs}
+    made, again = ({result.run for result in results} for results in (new.runs, new.again))
+    failures = {**old.failures, **new.failures}
     speed = old.speed or new.speed
     if old.speed and new.speed and old.speed["machine"] == new.speed["machine"]:
         commits = sorted({*old.speed["commits"], *new.speed["commits"]})
         speed = {**old.speed, "rows": {**old.speed["rows"], **new.speed["rows"]}, "commits": commits}
     return Results(
         runs=sorted([*(r for r in kept if r.run not in made), *new.runs], key=lambda r: r.run.name),
-        again=[*old.again, *new.again],
-        failures={**old.failures, **new.failures},
-        device_seconds=old.device_seconds + new.device_seconds,
+        again=[*(r for r in old.again if r.run not in again), *new.again],
+        failures={name: text for name, text in failures.items() if name not in {run.name for run in made}},
+        sessions=[*old.sessions, *(session for session in new.sessions if session not in old.sessions)],
         probes=new.probes or old.probes,
         speed=speed,
         sweep=new.sweep or old.sweep,
@@ -313,11 +321,11 @@ def _read_run(run: Run, folder: Path) -> RunResult:
 
 
 def _read(run: Run, folder: Path) -> RunResult:
-    summary = _parse((folder / SUMMARY).read_text(), folder / SUMMARY)
+    summary = _parse(_text(folder / SUMMARY), folder / SUMMARY)
     evaluations = [record for record in _read_lines(folder / METRICS) if record["kind"] == "eval"]
     if not evaluations:
         raise ValueError(f"there is no evaluation in {METRICS}")
-    environment = json.loads((folder / ENVIRONMENT).read_text())[-1]
+    environment = json.loads(_text(folder / ENVIRONMENT))[-1]
     gpus = [value for key, value in environment.items() if key.startswith("gpu ")]
     return RunResult(
         run=run,
@@ -336,7 +344,7 @@ def _read(run: Run, folder: Path) -> RunResult:
 
 def _changed_settings(run: Run, folder: Path) -> list[str]:
     """Settings in which a run differs from the current grid, by `--set` or because the grid has changed."""
-    text = (folder / CONFIG).read_text()
+    text = _text(folder / CONFIG)
     was, now = settings.update(TrainConfig(), read_yaml(text, str(folder / CONFIG))), run.config()
     values = ((key, attrgetter(key)(was), attrgetter(key)(now)) for key in settings.keys(was) if key not in _PLACES)
     return [f"{key}={as_yaml(value)}" for key, value, expected in values if value != expected]
@@ -358,11 +366,15 @@ def _read_sweep(path: Path) -> Sweep | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    return _parse(path.read_text(), path) if path.exists() else None
+    return _parse(_text(path), path) if path.exists() else None
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [_parse(line, path) for line in path.read_text().splitlines()]
+    return [_parse(line, path) for line in _text(path).splitlines()]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

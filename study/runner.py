@@ -269,8 +269,8 @@ class GridRunner:
                 summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
                 self.log(f"{name}: top-1 {summary['val_top1']:.2f}% in {seconds:.0f} s ({self.done}/{self.total})")
             elif not job.stopped and job.process.returncode not in STOPPED:
-                lines = (folder / LOG).read_text(errors="replace").splitlines()
-                (folder / FAILURE).write_text("\n".join(lines[-5:]) + "\n")
+                lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+                (folder / FAILURE).write_text("\n".join(lines[-5:]) + "\n", encoding="utf-8")
                 self.outcome.failed.append(name)
                 self.log(f"{name} failed: {lines[-1] if lines else 'nothing was printed'}")
 

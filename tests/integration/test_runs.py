@@ -19,6 +19,7 @@ from study import runner as _runner
 from study.__main__ import main
 from study.claims import INCONCLUSIVE, NOT_TESTABLE
 from study.grid import CHECK_EPOCHS, Run
+from study.measures import analyse_runs
 from study.runner import CLAIM, GridRunner, has_failed, is_finished
 
 SHORT = ["schedule.epochs=2"]
@@ -124,6 +125,20 @@ def test_report(grid: Path, tmp_path: Path) -> None:
     assert front.endswith("\n\n<!-- end of the results -->\nafter\n")
     assert "of before" not in front
     assert "| InLine (with residual) |" in front
+
+
+@pytest.mark.slow
+def test_an_interrupted_analysis_of_other_images_begins_again(grid: Path, tmp_path: Path) -> None:
+    """Its parts would be of other images than the record says."""
+    shutil.copytree(grid / RUNS[0].name, tmp_path / RUNS[0].name)
+    path = tmp_path / RUNS[0].name / "analysis.json"
+    path.write_text(json.dumps({"images": 5, "locality": {"images": 5}}))
+    options = dict(paths=DIGITS, device=torch.device("cpu"), log=lambda line: None)
+    analyse_runs(tmp_path, images=10, **options)
+    found = json.loads(path.read_text())
+    assert found["images"] == found["locality"]["images"] == found["masking"]["images"] == 10
+    analyse_runs(tmp_path, images=5, **options)  # nothing is missing
+    assert json.loads(path.read_text()) == found
 
 
 @pytest.mark.slow

@@ -93,10 +93,10 @@ def test_threads_take_turns_until_a_model_is_compiled(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(path.read_text() for path in tmp_path.glob("*.txt")) == ["False\n", "True\n", "True\n"]
-    assert all(status == 0 and seconds < 60 for status, seconds in seen)
+    assert seen == [0, 0, 0]
     cache.closed = True
     with open(os.devnull, "wb") as log:
-        assert cache.run([], model="a", metrics=tmp_path / "none", log=log) == (INTERRUPTED, 0.0)
+        assert cache.run([], model="a", metrics=tmp_path / "none", log=log) == INTERRUPTED
 
 
 @pytest.mark.slow

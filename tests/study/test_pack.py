@@ -49,7 +49,7 @@ def finished(out: Path, row: str, *, epochs: int, seed: int = 0, top1: float = 1
 
 
 def as_results(runs: list[RunResult]) -> Results:
-    return Results(runs, again=[], failures={}, device_seconds=0.0, probes=None, speed=None, sweep=None)
+    return Results(runs, again=[], failures={}, sessions=[], probes=None, speed=None, sweep=None)
 
 
 def test_the_longest_training_is_packed(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Tables and pictures of the study say what the runs' files say."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -259,6 +262,44 @@ def test_new_runs_go_onto_an_earlier_report(tmp_path: Path) -> None:
     (first / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not a results\.json that"):
         collect(second, onto=first / "results.json")
+
+
+def test_a_report_can_be_repeated(tmp_path: Path) -> None:
+    """Each report replaces the record that the next one adds to."""
+    write_runs(tmp_path, {"inline": [43.0, 43.4], "linear": LINEAR})
+    write_runs(tmp_path / "again", {"inline": [43.1]})
+    session = {"start": "2026-01-01T00:00:00+0000", "seconds": 600.0}
+    (tmp_path / "sessions.jsonl").write_text(json.dumps(session) + "\n")
+    record, texts = tmp_path / "study.json", []
+    for onto in (None, record, record):
+        results = collect(tmp_path, onto=onto)
+        record.write_text(json.dumps(to_json(results, judge(results))))
+        texts.append(record.read_text())
+    assert texts[0] == texts[1] == texts[2]
+    assert "10 minutes" in page(results, judge(results), [])
+
+
+def test_a_failed_run_that_was_made_later_has_not_failed(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_runs(first, {"linear": LINEAR})
+    (first / "tiny_imagenet-p4-e60-inline-s0").mkdir()
+    (first / "tiny_imagenet-p4-e60-inline-s0" / "failure.txt").write_text("diverged")
+    results = collect(first)
+    assert list(results.failures) == ["tiny_imagenet-p4-e60-inline-s0"]
+    (tmp_path / "study.json").write_text(json.dumps(to_json(results, judge(results))))
+    write_runs(second, {"inline": [43.0]})
+    assert collect(second, onto=tmp_path / "study.json").failures == {}
+
+
+def test_a_report_is_utf8_everywhere(tmp_path: Path) -> None:
+    """Also where the system's encoding is another one."""
+    write_runs(tmp_path, {"linear": LINEAR})
+    code = "from study.__main__ import main; raise SystemExit(main())"
+    words = ["report", str(tmp_path), "--no-analyses", "--no-speed"]
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=DOCS.parent, env={**os.environ, **ascii_only})
+    for name in ("results.json", "results.md", "tables.md"):
+        assert "φ" in (tmp_path / name).read_text(encoding="utf-8")
 
 
 def test_the_recorded_results_can_be_added_to(tmp_path: Path) -> None:

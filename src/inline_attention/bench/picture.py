@@ -6,9 +6,10 @@ from typing import Any
 
 from .contenders import CONTENDERS, counterpart
 from .model import best_of, describe_size, fastest_peers, row_of
+from .record import fastest
 
 COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "peer_math": "C5",
-           "free": "0.6", "peer_optimized": "C3", "tangent": "C0", "inline": "C2"}  # fmt: skip
+           "free": "0.6", "peer_optimized": "C6", "tangent": "C8", "inline": "C9"}  # fmt: skip
 
 
 def check_picture(path: Path) -> None:
@@ -21,7 +22,10 @@ def check_picture(path: Path) -> None:
 
 
 def draw_sweep(results: Sequence[dict], path: Path) -> None:
-    """Images a second against the size, a panel for each task. Each size shows our ratio to the fastest counterpart."""
+    """Images a second against the size, a panel for each task. Each size shows our ratio to the fastest counterpart.
+
+    Of several batches of one size, the fastest is drawn.
+    """
     from matplotlib.figure import Figure
 
     best = [r for r in best_of(results) if r["images_per_second"]]
@@ -32,7 +36,8 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
     figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
     for axes, (model, task) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         speeds: dict[str, dict[int, float]] = {}
-        shown = [r for r in best if (r["model"], r["task"]) == (model, task) and r["batch"] > 1]
+        of_panel = [r for r in best if (r["model"], r["task"]) == (model, task) and r["batch"] > 1]
+        shown = sorted(fastest(of_panel, lambda r: (r["img_size"],)), key=lambda r: r["img_size"])
         for r in shown:
             speeds.setdefault(r["contender"], {})[r["img_size"]] = r["images_per_second"]
         for contender, speed in speeds.items():
@@ -57,7 +62,7 @@ def draw_sweep(results: Sequence[dict], path: Path) -> None:
 
 
 def draw_bars(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Milliseconds an image and peak memory side by side, with a group of bars for each model and task."""
+    """Milliseconds an image and, if it was measured, peak memory: a group of bars for each model and task."""
     from matplotlib.figure import Figure
 
     best = [r for r in best_of(results) if r["timing"] is not None]
@@ -66,17 +71,18 @@ def draw_bars(results: Sequence[dict[str, Any]], path: Path) -> None:
     groups = list(dict.fromkeys(row_of(r) for r in best))
     shown = [contender for contender in CONTENDERS if any(r["contender"] == contender for r in best)]
     figure = Figure(figsize=(11, 1.4 + 0.35 * len(groups) * len(shown)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
     measures: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
-        ("milliseconds an image", lambda r: 1e3 / r["images_per_second"]),
-        ("peak memory, GiB", lambda r: (r["peak_bytes"] or 0) / 2**30),
+        ("milliseconds an image", lambda r: 1e3 / r["images_per_second"])
     ]
+    if all(r["peak_bytes"] is not None for r in best):
+        measures.append(("peak memory, GiB", lambda r: r["peak_bytes"] / 2**30))
+    panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
     height = 0.8 / len(shown)
     for axes, (label, value) in zip(panels, measures, strict=True):
         for number, contender in enumerate(shown):
-            of_group = {row_of(r): value(r) for r in best if r["contender"] == contender}
-            places = [i + (number - (len(shown) - 1) / 2) * height for i in range(len(groups))]
-            bars = axes.barh(places, [of_group.get(g, 0) for g in groups], height, label=CONTENDERS[contender].title)
+            of_group = {groups.index(row_of(r)): value(r) for r in best if r["contender"] == contender}
+            places = [i + (number - (len(shown) - 1) / 2) * height for i in of_group]
+            bars = axes.barh(places, list(of_group.values()), height, label=CONTENDERS[contender].title)
             axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
         axes.set_xlabel(label)
         axes.margins(x=0.12)  # room for the numbers beside the bars
@@ -84,5 +90,5 @@ def draw_bars(results: Sequence[dict[str, Any]], path: Path) -> None:
     names = [f"{model}\n{task}, {batch} × {describe_size(size)}" for model, size, batch, task in groups]
     panels[0].set_yticks(range(len(groups)), names)
     panels[0].invert_yaxis()  # the first on top
-    panels[1].legend()
+    panels[-1].legend()
     figure.savefig(path, dpi=150)

@@ -1,0 +1,277 @@
+"""The tables of the documentation show the numbers of their records."""
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inline_attention.bench.kernels import kernel_table
+from inline_attention.bench.model import best_of
+from inline_attention.bench.op import op_table
+from inline_attention.bench.profile import kind_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+STUDY = ("softmax_deit_study", "linear_deit_study", "inline_deit_study")
+Cells = dict[str, list[str]]
+
+
+def record(name: str) -> Any:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    return record(name)["results"]
+
+
+def table(page: str, header: str, *, after: str = "", labels: int = 1) -> Cells:
+    """The first table of a page whose header begins so, below some text: its cells by the first columns.
+
+    Bold marks are left out. An empty label is that of the line above.
+    """
+    text = (DOCS / page).read_text(encoding="utf-8").replace("**", "")
+    lines = (cells_of(line) for line in text[text.index(after) :].splitlines())
+    wanted = cells_of(f"|{header}|")
+    next(line for line in lines if line[: len(wanted)] == wanted)
+    found: Cells = {}
+    above = [""] * labels
+    for line in itertools.islice(itertools.takewhile(len, lines), 1, None):  # below the rule
+        above = [cell or before for cell, before in zip(line[:labels], above, strict=True)]
+        found[" ".join(above)] = line[labels:]
+    return found
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == "|" else []
+
+
+def test_analysis() -> None:
+    found = table("analysis.md", " | softmax | linear | InLine", after="## Results")
+    analyses = record("analysis")["analyses"]
+
+    def each(name: str, value: Callable[[dict[str, Any]], float | None]) -> list[float | None]:
+        return [value(analyses[name]["models"][model]) for model in STUDY]
+
+    def shown(name: str, value: Callable[[dict[str, Any]], float], digits: int) -> list[str]:
+        return [f"{value(analyses[name]['models'][model]):.{digits}f}" for model in STUDY]
+
+    def agreement(what: str, taps: str) -> list[str]:
+        values = each("masking", lambda of: of["agreement"].get(f"{what}, taps {taps}"))
+        plain = each("masking", lambda of: of["agreement"].get(what) if taps == "kept" else None)
+        return [
+            "–" if value is None else f"{100 * value:.0f}%"
+            for value in (one if one is not None else other for one, other in zip(values, plain, strict=True))
+        ]
+
+    for tau, rho in ((0.1, 0.3), (0.3, 1)):
+        at = f"rows < {tau:g}, queries > {rho:g}"
+        pairs = shown("confusion", lambda of, at=at: of["pairs_in_a_million"][at], 1)
+        assert found[f"confused pairs in a million, τ = {tau:g}, ρ = {rho:g}"] == pairs
+    images = [100 * (value or 0) for value in each("confusion", lambda of: of["share_of_images_with_any"])]
+    assert found["images with a confused pair, τ = 0.3, ρ = 1"] == [f"{value:.0f}%" for value in images]
+    first = shown("locality", lambda of: of["first_layer_over_chance"], 2)
+    assert found["attention to the 3×3 over chance (9/N), first layer"] == first
+    assert found["the same, mean of the layers"] == shown("locality", lambda of: of["mean_over_chance"], 2)
+    assert found["numerical rank of 257"] == shown("rank", lambda of: of["mean_numerical"], 1)
+    assert found["effective rank"] == shown("rank", lambda of: of["mean_effective"], 1)
+    masks = {name: cells for name, cells in found.items() if " tokens masked, " in name}
+    assert len(masks) == 6
+    for name, cells in masks.items():
+        tokens, what, taps = re.findall(r"(\d+) (local|random) tokens masked, taps (\w+)", name)[0]
+        assert cells == agreement(f"{what} {tokens}", taps), name
+
+
+def test_analysis_of_accuracy() -> None:
+    analyses = record("analysis")["analyses"]
+    lost = table("analysis.md", "points of accuracy lost | softmax | InLine")
+    for epochs, end in ((120, ""), (40, ", models of 40 epochs")):
+        of = {name: model["top1"] for name, model in analyses[f"masking, 1000 images{end}"]["models"].items()}
+        softmax, inline = of[STUDY[0]], of[STUDY[2]]
+        points = (softmax["none"] - softmax["local 49"], inline["none"] - inline["local 49, taps kept"])
+        assert lost[f"models of {epochs} epochs"] == [f"{100 * value:.1f}" for value in points]
+    untrained = table("analysis.md", "confused pairs in a million, untrained")
+    models = analyses["confusion, untrained, 20 images"]["models"]
+    for tau, rho in ((0.1, 0.3), (0.3, 1)):
+        pairs = [models[name]["pairs_in_a_million"][f"rows < {tau:g}, queries > {rho:g}"] for name in STUDY]
+        assert untrained[f"τ = {tau:g}, ρ = {rho:g}"] == [f"{value:.1f}" for value in pairs]
+
+
+def test_ablation() -> None:
+    found = table("study.md", "model | what is taken away", labels=2)
+    rows = {row["title"]: row for row in record("ablation")["rows"]}
+    names = {"the residual": "without the residual", "attention": "attention spread evenly", "both": "without both"}
+    for title, name in names.items():
+        row, (low, high) = rows[name], rows[name]["lost_interval"]
+        assert found[f"InLine (with residual) {title}"] == [
+            f"{row['top1']:.1f}", f"{low:.1f} to {high:.1f}", f"{row['changed']:.1f}",
+        ]  # fmt: skip
+    assert found["InLine (with residual) nothing"][0] == f"{rows['the whole model']['top1']:.1f}"
+    masked = record("analysis")["analyses"]["masking, 1000 images"]["models"][STUDY[2]]["top1"]
+    shown = table("study.md", "120 epochs, first seed")["InLine (with residual)"]
+    assert shown[1:4] == [
+        f"{100 * masked[name]:.1f}" for name in ("none", "local 49, taps kept", "local 49, taps zeroed")
+    ]
+
+
+def test_precision() -> None:
+    found = table("performance.md", " | top-1 % | predictions changed, %")
+    conditions = {"float32 stream": "bf16 products, float32 stream", "bf16 stream": "bf16 weights and stream"}
+    conditions["float64 and float32"] = "float32"
+    rows = {(row["model"], row["condition"]): row for row in record("precision")["rows"]}
+    for title, model in zip(("softmax", "linear (ReLU)", "InLine"), STUDY, strict=True):
+        for shown, condition in conditions.items():
+            row = rows[model, condition]
+            error = f"{100 * row['error']:.{4 if condition == 'float32' else 1}f}"
+            assert found[f"{title}, {shown}"] == [
+                f"{row['top1']:.1f}",
+                f"{row['changed']:.1f}".replace("0.0", "0"),
+                error,
+            ]
+
+
+def rates(name: str) -> dict[tuple[int, str], dict[str, Any]]:
+    """(size, contender): the fastest mode"""
+    return {(r["img_size"], r["contender"]): r for r in best_of(results(name))}
+
+
+SIZES = (224, 384, 640, 1024, 2048)
+
+
+@pytest.mark.parametrize(("task", "name"), [("inference", "sweep-mlp-h200"), ("training step", "sweep-train-h200")])
+def test_sweeps(task: str, name: str) -> None:
+    speeds = table("performance.md", f" | {SIZES[0]} × 256", after="## Speed over resolution")
+    memory = table("performance.md", f" | {SIZES[0]} × 256", after="## Memory")
+    found = rates(name)
+    for title, contender in (("DeiT-T, FlashAttention", "peer"), ("InLine-DeiT-T", "fused")):
+        of = [found[size, contender] for size in SIZES]
+        cells = []
+        for size, r in zip(SIZES, of, strict=True):
+            text = f"{r['images_per_second']:,.0f}" + ("ᵃ" if r["mode"] == "max-autotune" else "")
+            ratio = r["images_per_second"] / found[size, "peer"]["images_per_second"]
+            cells.append(text if contender == "peer" else f"{text} ({ratio:.2f})")
+        assert speeds[f"{task}, {title}"] == cells
+        assert memory[f"{task}, {title}"] == [f"{r['peak_bytes'] / 2**30:.2f}" for r in of]
+
+
+def test_free_attention() -> None:
+    found = table("performance.md", "inference, ÷ DeiT-T with FlashAttention")
+    free = rates("sweep-free-h200")
+    ratios = [free[size, "free"]["images_per_second"] / free[size, "peer"]["images_per_second"] for size in SIZES]
+    assert found["DeiT-T with q + k + v instead of attention"] == [f"{ratio:.2f}" for ratio in ratios]
+
+
+def test_other_models() -> None:
+    found = table("performance.md", " | size × batch | softmax, img/s", labels=2)
+    assert len(found) == 18
+    of = {(r["model"], r["img_size"], r["batch"], r["contender"]): r for r in results("models-h200")}
+    again = {(r["model"], r["img_size"], r["batch"], r["contender"]): r for r in results("models-second-h200")}
+    names = {"S": "small", "B": "base", "T": "tiny"}
+    for title, cells in found.items():
+        _, family, letter, size, batch = re.findall(r"(InLine)-(\w+)-(\w) (\d+) × (\d+)", title)[0]
+        model = f"inline_{family.lower()}_{names[letter]}"
+        source = again if family == "Swin" else of
+        softmax, inline = (source[model, int(size), int(batch), contender] for contender in ("peer", "fused"))
+        speeds = [r["images_per_second"] for r in (softmax, inline)]
+        assert cells[:3] == [*(f"{speed:,.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}"], title
+        assert cells[3:] == [f"{r['peak_bytes'] / 2**30:.2f}" for r in (softmax, inline)], title
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward and backward"])
+def test_the_family(direction: str) -> None:
+    found = table("performance.md", f"{direction} | 14² × 256")
+    titles = {"InLine": "fused", "linear (ReLU)": "linear", "MALA (ELU + 1)": "mala", "tangent, one anchor": "tangent"}
+    cases = ("256, 14², 6×32", "32, 40², 6×32", "16, 64², 6×32", "1, 256², 6×32")
+    times = {
+        (r["case"], r["contender"]): 1e6 * r["timing"]["median"]
+        for r in results("family-h200")
+        if r["direction"] == direction.replace(" and ", "+")
+    }
+    for title, contender in titles.items():
+        expected = [
+            f"{times[case, contender]:.0f}"
+            + ("" if contender == "fused" else f" ({times[case, contender] / times[case, 'fused']:.2f})")
+            for case in cases
+        ]
+        assert found[title] == expected
+
+
+def micro(seconds: float) -> str:
+    return f"{1e6 * seconds:,.0f}" if seconds >= 1e-3 else f"{1e6 * seconds:.1f}"
+
+
+def test_the_operation_on_a_gpu() -> None:
+    found = table("results/performance-tables.md", "batch, map, heads×d |  | InLine, fused", labels=2)
+    of = {(f"{r['case']} {r['direction']}", r["contender"]): r for r in results("op-h200")}
+    assert found.keys() == {title for title, _ in of}
+    for title, cells in found.items():
+        fused = of[title, "fused"]
+        times = [of[title, name]["timing"]["median"] for name in ("fused", "textbook", "softmax", "softmax_wide")]
+        peaks = [of[title, name]["peak_bytes"] / 1e6 for name in ("fused", "softmax_wide")]
+        floor = f"{times[0] / fused['floor_seconds']:.2f}"
+        assert cells == [micro(times[0]), floor, *map(micro, times[1:]), *(f"{peak:.1f}" for peak in peaks)], title
+
+
+def test_printed_tables() -> None:
+    page = "results/performance-tables.md"
+    kernels = table(page, "batch, map, heads×d | kernel | µs", labels=2)
+    printed = [cells_of(line) for line in kernel_table(results("kernels-h200")).splitlines()[2:]]
+    assert kernels == {" ".join(line[:2]): line[2:6] for line in printed}
+    on_cpu = table(page, "batch, map, heads×d |  | contender", labels=3)
+    printed = [cells_of(line) for line in op_table(results("op-cpu")).splitlines()[2:]]
+    assert on_cpu == {" ".join(line[:3]): [*line[3:5], *line[6:]] for line in printed}  # without "timed"
+
+
+def test_the_operation_on_a_cpu() -> None:
+    found = table("performance.md", "batch, map, heads×d | InLine, reference", after="## On a CPU")
+    of = {
+        (r["case"], r["contender"]): f"{1e3 * r['timing']['median']:.1f}"
+        for r in results("op-cpu")
+        if r["direction"] == "forward+backward"
+    }
+    for case, cells in found.items():
+        assert cells == [of[case, contender] for contender in ("reference", "textbook", "softmax")]
+
+
+def test_one_launch() -> None:
+    found = table("results/performance-tables.md", "map, heads×d", after="## One launch")
+    assert len(found) == len(record("short-h200")["timed"])
+    for entry in record("short-h200")["timed"]:
+        _, side, heads, dim = entry["sizes"]
+        times: list[float] = []
+        for form in ("made", "given"):
+            today, best = entry[form]["today"], min(t for name, t in entry[form].items() if name != "today")
+            times += [today, best, today / best]
+        shown = [float(cell) for cell in found[f"{side}², {heads}×{dim}"]]
+        assert shown == pytest.approx(times, abs=0.0501)
+
+
+def test_the_profile_of_one_image() -> None:
+    found = table("results/performance-tables.md", "µs a call (launches)")
+    kernels: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    for r in results("profile-h200"):
+        kind = kind_of(r["kernel"].replace("taps_kernel", "local_weight_kernel"))  # its name today
+        for name in (kind, "all"):
+            kernels.setdefault((r["img_size"], r["contender"], name), []).append(r)
+    for name in ("attention", "matrix products", "norms, elementwise", "all"):
+        parts = [kernels[size, contender, name] for size in (224, 1024) for contender in ("peer", "fused")]
+        assert found[name] == [
+            f"{sum(r['microseconds'] for r in part):,.0f} ({sum(r['launches'] for r in part):.0f})" for part in parts
+        ]
+
+
+def test_linearised_without_training() -> None:
+    found = table("linearize.md", " | `softmax_deit_study`, top-1 %")
+    titles = {"InLine": "InLine, the tangent at zero", "tangent": "tangent at the mean query"}
+    titles |= {f"tangent, {count} anchors": f"tangent at {count} anchors" for count in (4, 16)}
+    top1 = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
+    cosines = {
+        (row["title"], row["img_size"]): f"{row['class_token']:.2f} / {row['patches']:.2f}"
+        for row in record("pretrained")["rows"]
+    }
+    for title, cells in found.items():
+        assert cells[0] == top1.get(titles.get(title, title), "–")
+        if title != "softmax":
+            assert cells[1:] == [cosines[title, size] for size in (224, 518)]

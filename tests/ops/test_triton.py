@@ -362,6 +362,23 @@ def test_no_query(path):
     assert not torch.autograd.grad(out.sum(), k)[0].any()
 
 
+@pytest.mark.parametrize("kind", [TANGENT, FAMILY[3]], ids=str)
+def test_autocast_does_not_reach_the_backward(kind, path, monkeypatch):
+    """A loop may call `backward` inside its autocast region. Gradients of a scaled loss would overflow float16."""
+    qkv, weight, grad, options = make_inputs(1, (2, 3), 0, 1, 16, torch.float32, masked=True)
+    inputs = (qkv, weight, 1e5 * grad, options)
+    expected = run(*inputs, backend="triton", kind=kind)
+    differentiate = torch.autograd.grad
+
+    def inside(*args):
+        with torch.autocast(DEVICE, torch.float16):
+            return differentiate(*args)
+
+    monkeypatch.setattr(torch.autograd, "grad", inside)
+    for name, x in run(*inputs, backend="triton", kind=kind).items():
+        assert torch.equal(x, expected[name]), name
+
+
 def test_a_frozen_local_weight(path):
     """Its gradient is neither computed nor returned. The other gradients do not change."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -766,6 +783,24 @@ class TestOnGPU:
             inline_attention_packed(*qkv, cu_seqlens=[0, 3, 10], backend="triton")
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    def test_packed_in_a_cuda_graph(self):
+        """A replay reads nothing from memory of the host, which other tensors have taken over by then."""
+        qkv = torch.randn(3, 10, 1, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+        def call():
+            out = inline_attention_packed(*qkv, cu_seqlens=[0, 4, 10], backend="triton")
+            return out, *torch.autograd.grad(out.float().square().sum(), qkv)
+
+        expected = call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
+        others = [torch.full((n, 4), 1 << 40).pin_memory() for n in (1, 2, 2, 3)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+        del others
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
     def test_runs_where_its_inputs_are(self):

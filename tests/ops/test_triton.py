@@ -26,6 +26,7 @@ from kernel_cases import (
     PATHS,
     TANGENT,
     Kind,
+    NoGradient,
     compare,
     configured,
     errors,
@@ -377,6 +378,22 @@ def test_autocast_does_not_reach_the_backward(kind, path, monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", inside)
     for name, x in run(*inputs, backend="triton", kind=kind).items():
         assert torch.equal(x, expected[name]), name
+
+
+def test_no_gradient_arrives():
+    """It counts as zero."""
+    q = torch.randn(1, 4, 1, 16, device=DEVICE, requires_grad=True)
+    (NoGradient.apply(inline_attention(q, q, q, backend="triton")).sum() + q.sum()).backward()
+    assert torch.equal(q.grad, torch.ones_like(q))
+
+
+def test_the_backward_fills_nothing_with_zeros(path):
+    """As it would for the gradients of the state and the scores, which nobody uses."""
+    qkv, _, grad, options = make_inputs(1, (2, 3), 0, 2, 16, torch.float32, local=False)
+    out = tangent_attention(*qkv.requires_grad_().unbind(2), backend="triton", **options)
+    with torch.profiler.profile() as profiled:
+        out.backward(grad)
+    assert "aten::zeros" not in {event.key for event in profiled.key_averages()}
 
 
 def test_a_frozen_local_weight(path):

@@ -540,8 +540,10 @@ def time_training(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> dict[st
     inputs = drawn(half, dtype, use)
     tiles = {str(tuple(tile)): tile for tile in timed_tiles(half, dtype, use)}
     forward, failed = measured({name: mlp_calls(inputs, tile) for name, tile in tiles.items()})
-    best = min(forward, key=forward.__getitem__)
-    compared = {"compiled": None, best: tiles[best]}
+    compared: dict[str, fused_mlp.Tile | None] = {"compiled": None}
+    if forward:
+        best = min(forward, key=forward.__getitem__)
+        compared[best] = tiles[best]
     micros, also_failed = measured({name: training_calls(half, dtype, tile) for name, tile in compared.items()})
     return dict(half=half, flops=3 * inputs.flops, forward=forward, micros=micros, failed=failed | also_failed)
 

@@ -290,6 +290,18 @@ def random_case(seed: int, *, longest: int = 95) -> RandomCase:
     return RandomCase((qkv, weight, grad, options), kernels.kind, PATHS[kernels.path], mean)
 
 
+class NoGradient(torch.autograd.Function):
+    """The identity. Its backward returns None, which stands for a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 # The forward pass in one launch
 
 

@@ -69,12 +69,16 @@ def compile_one(share: tuple[Setting, str]) -> str | None:
 
 
 def time_one(setting: Setting, case: str, inputs: Mapping[str, list[Inputs]]) -> dict[str, Any]:
-    """Microseconds of the whole operation."""
+    """Microseconds of the whole operation, or why it cannot run."""
     calls = [bind(CONTENDERS[setting.kind], x, setting.direction) for x in inputs[case]]
     device = torch.device(DEVICE)
-    with applied(setting):
-        call, _ = in_turn(calls, device)
-    timing = measure({"": call}, device=device, effort=Effort(rounds=5, seconds=0.002))[""]
+    timing: Timing | str
+    try:
+        with applied(setting):
+            call, _ = in_turn(calls, device)
+        timing = measure({"": call}, device=device, effort=Effort(rounds=5, seconds=0.002))[""]
+    except Exception as error:  # such as out of resources; the other settings are timed
+        timing = repr(error)[:300]
     micros = 1e6 * timing.shared(len(calls)).median if isinstance(timing, Timing) else None
     return dict(setting._asdict(), case=case, micros=micros, error=None if micros else timing)
 

@@ -608,6 +608,7 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(grid=(4, 4)), "grid 4×4 with 0 prefix tokens makes 16 tokens, but there are 21"),
         (dict(grid=(21,)), r"expected \(height, width\)"),
         (dict(grid=21), r"grid=21; expected \(height, width\)"),
+        (dict(grid=(3.0, 7)), r"grid=\(3.0, 7\); expected \(height, width\) as integers"),
         (dict(grid=(2, 11), num_prefix_tokens=-1), "num_prefix_tokens=-1; expected 0 or more"),
         (dict(scale=torch.tensor(0.5)), "scale is a tensor; expected a number"),
         (dict(grid=(-3, -7)), "pass the"),
@@ -640,6 +641,7 @@ def test_errors(arguments: dict, message: str) -> None:
     [
         (dict(cu_seqlens=torch.tensor([0.0, 21.0])), r"expected \(images \+ 1,\) integers"),
         (dict(cu_seqlens=[0]), r"expected \(images \+ 1,\) integers"),
+        (dict(cu_seqlens=[0, 4.0, 21]), r"cu_seqlens=\[0, 4.0, 21\]; expected \(images \+ 1,\) integers"),
         (dict(cu_seqlens=[0, 20]), "must rise from 0 to the token count 21"),
         (dict(cu_seqlens=torch.tensor([0, 20])), "must rise from 0 to the token count 21"),
         (dict(cu_seqlens=torch.tensor([0, 9, 9, 21])), "every image at least one token"),

@@ -15,6 +15,7 @@ from kernel_cases import (
     DEVICE,
     DTYPES,
     GPU,
+    NoGradient,
     last_step,
     mlp_errors,
     mlp_inputs,
@@ -135,6 +136,14 @@ def test_only_some_gradients(wanted):
         out = add_mlp(*tensors, backend=backend)
         grads.append(torch.autograd.grad(out.square().sum(), [tensors[i] for i in wanted]))
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_no_gradient_arrives():
+    """It counts as zero."""
+    x, *tensors = mlp_inputs((3,), 16, 16, torch.float32)
+    x.requires_grad_()
+    (NoGradient.apply(add_mlp(x, *tensors, backend="triton")).sum() + x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
 
 
 def test_second_derivatives():

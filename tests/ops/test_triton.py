@@ -26,6 +26,7 @@ from kernel_cases import (
     PATHS,
     TANGENT,
     Kind,
+    NoGradient,
     compare,
     configured,
     errors,
@@ -360,6 +361,39 @@ def test_no_query(path):
     out = inline_attention(q, k, k, backend="triton")
     assert out.shape == q.shape
     assert not torch.autograd.grad(out.sum(), k)[0].any()
+
+
+@pytest.mark.parametrize("kind", [TANGENT, FAMILY[3]], ids=str)
+def test_autocast_does_not_reach_the_backward(kind, path, monkeypatch):
+    """A loop may call `backward` inside its autocast region. Gradients of a scaled loss would overflow float16."""
+    qkv, weight, grad, options = make_inputs(1, (2, 3), 0, 1, 16, torch.float32, masked=True)
+    inputs = (qkv, weight, 1e5 * grad, options)
+    expected = run(*inputs, backend="triton", kind=kind)
+    differentiate = torch.autograd.grad
+
+    def inside(*args):
+        with torch.autocast(DEVICE, torch.float16):
+            return differentiate(*args)
+
+    monkeypatch.setattr(torch.autograd, "grad", inside)
+    for name, x in run(*inputs, backend="triton", kind=kind).items():
+        assert torch.equal(x, expected[name]), name
+
+
+def test_no_gradient_arrives():
+    """It counts as zero."""
+    q = torch.randn(1, 4, 1, 16, device=DEVICE, requires_grad=True)
+    (NoGradient.apply(inline_attention(q, q, q, backend="triton")).sum() + q.sum()).backward()
+    assert torch.equal(q.grad, torch.ones_like(q))
+
+
+def test_the_backward_fills_nothing_with_zeros(path):
+    """As it would for the gradients of the state and the scores, which nobody uses."""
+    qkv, _, grad, options = make_inputs(1, (2, 3), 0, 2, 16, torch.float32, local=False)
+    out = tangent_attention(*qkv.requires_grad_().unbind(2), backend="triton", **options)
+    with torch.profiler.profile() as profiled:
+        out.backward(grad)
+    assert "aten::zeros" not in {event.key for event in profiled.key_averages()}
 
 
 def test_a_frozen_local_weight(path):
@@ -766,6 +800,24 @@ class TestOnGPU:
             inline_attention_packed(*qkv, cu_seqlens=[0, 3, 10], backend="triton")
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    def test_packed_in_a_cuda_graph(self):
+        """A replay reads nothing from memory of the host, which other tensors have taken over by then."""
+        qkv = torch.randn(3, 10, 1, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+        def call():
+            out = inline_attention_packed(*qkv, cu_seqlens=[0, 4, 10], backend="triton")
+            return out, *torch.autograd.grad(out.float().square().sum(), qkv)
+
+        expected = call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
+        others = [torch.full((n, 4), 1 << 40).pin_memory() for n in (1, 2, 2, 3)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+        del others
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
     def test_runs_where_its_inputs_are(self):

@@ -518,10 +518,14 @@ def _attention(
 
 
 def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """A tensor on the device, copied without waiting for queued work."""
-    if device.type == "cuda" and not torch.compiler.is_compiling():
-        return torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
-    return torch.tensor(rows, device=device)
+    """A tensor on the device, made without waiting for queued work."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(rows, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        # A replay would read the host's memory again, which is freed below. A number that fills a tensor is recorded.
+        numbers = [torch.full((), number, device=device) for row in rows for number in row]
+        return torch.stack(numbers).view(len(rows), -1)
+    return torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
 
 
 def local_residual(

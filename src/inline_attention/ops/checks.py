@@ -155,6 +155,8 @@ def check_grid(grid: Grid, *, tokens: int, num_prefix_tokens: int) -> None:
         height, width = grid
     except (TypeError, ValueError):
         raise ValueError(f"grid={grid!r}; expected (height, width)") from None
+    if isinstance(height, float) or isinstance(width, float):
+        raise ValueError(f"grid={grid!r}; expected (height, width) as integers")
     if height < 1 or width < 1 or num_prefix_tokens + height * width != tokens:
         raise ValueError(
             f"grid {height}×{width} with {num_prefix_tokens} prefix tokens makes "
@@ -228,7 +230,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], *, total: int) -> list[
         bounds: list[int] = cu_seqlens.tolist()
     else:
         bounds = list(cu_seqlens)
-    if len(bounds) < 2:
+    if len(bounds) < 2 or any(isinstance(bound, float) for bound in bounds):
         raise ValueError(f"cu_seqlens={bounds}; expected (images + 1,) integers")
     if bounds[0] != 0 or bounds[-1] != total or any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(

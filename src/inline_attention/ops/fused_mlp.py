@@ -226,8 +226,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.eps = eps
 
 
-def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
     """Four products. What lies between them is computed again from x and from what enters the GELU."""
+    if grad is None:
+        return (None,) * 13
     x, norm_weight, norm_bias, w1, b1, w2, hidden = ctx.saved_tensors
     dtype, shape = w1.dtype, x.shape[-1:]
     rows, grad_rows = x.reshape(-1, *shape).float(), grad.reshape(-1, *shape)

@@ -117,13 +117,11 @@ def _offset_grad(
         return grad_mean.new_empty(0)
     if options.feature_map != "identity":
         return -unstack(grads)[0].sum(1, keepdim=True, dtype=torch.float32)
-    # Σ dq = dv̄·Sᵀ, without a pass over the queries.
-    total = grad_mean @ state.float().mT
+    # Σ dq = dv̄·Sᵀ, without a pass over the queries. `@` would round under autocast, which may be on in a backward pass.
+    grad = -(grad_mean * state).sum(-1).unsqueeze(1)
     if tensors.shares is None:
         mask = tensors.token_mask
-        count = plan.tokens if mask is None else mask.sum(1).clamp(min=1)[:, None, None, None]
-        total = total * count
-    grad = -total.transpose(1, 2)
+        grad *= plan.tokens if mask is None else mask.sum(1).clamp(min=1)[:, None, None, None]
     if not options.anchored:
         return grad
     parts = split(plan, plan.tokens, k.device)

@@ -93,11 +93,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, state, means, scores, lse = output
     if options.anchored:
         tensors = tensors._replace(shares=scores)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or each backward would fill gradients of these outputs with zeros
     ctx.save_for_backward(*projections, *tensors, state, means, lse)
     ctx.options = options
 
 
-def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return ([None] * len(ctx.needs_input_grad[0]), *[None] * 13)
     *projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means, lse = ctx.saved_tensors
     grad_of_local = ctx.needs_input_grad[1]
     *grads, grad_local, grad_shares, grad_offset = backward_op(

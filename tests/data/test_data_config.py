@@ -1,9 +1,11 @@
+import math
 from dataclasses import asdict
 
 import pytest
 import yaml
 
-from inline_attention.data import DataConfig, open_data
+from inline_attention.data import DataConfig, open_data, open_eval_data
+from inline_attention.data.config import AUGMENTING, INTERPOLATIONS
 
 
 def test_yaml_knows_every_value() -> None:
@@ -48,11 +50,34 @@ def test_greyscale_statistics() -> None:
         ({"eval_transform": "crop"}, r"data\.eval_transform is 'crop'; expected one of published, timm, resize"),
         ({"crop_pct": 0.0}, r"data\.crop_pct is 0\.0"),
         ({"max_broken": -0.1}, r"data\.max_broken is -0\.1"),
+        ({"mixup": math.inf}, r"data\.mixup is inf; expected 0 or more, and finite"),
+        ({"scale": [1.0, math.inf]}, r"data\.scale is \[1\.0, inf\]; expected \[low, high\]"),
+        ({"mean": [math.nan] * 3}, r"data\.mean is \[nan, nan, nan\]; expected 3 value\(s\), finite"),
+        (
+            {"interpolation": "lanczos"},
+            r"data\.interpolation is 'lanczos'; expected .* with data\.auto_augment",
+        ),
     ],
 )
 def test_values_that_cannot_work(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_data(DataConfig(**{"img_size": 8, **options}))
+
+
+def test_any_number_of_broken_images() -> None:
+    assert DataConfig(max_broken=math.inf).max_broken_count(10) == 10
+    assert DataConfig(max_broken=1e300).max_broken_count(10) == 10
+    assert [DataConfig(max_broken=m).max_broken_count(150) for m in (0, 0.01, 0.5, 1, 7.9)] == [0, 2, 75, 1, 7]
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_every_interpolation(interpolation: str) -> None:
+    """Pillow rotates with three of them only, so that the others exclude RandAugment."""
+    options = {} if interpolation in AUGMENTING else {"auto_augment": None}
+    assert len(open_eval_data(DataConfig(img_size=8, workers=0, interpolation=interpolation)).class_names) == 10
+    data = open_data(DataConfig(img_size=8, workers=0, interpolation=interpolation, max_broken=0, **options))
+    assert next(data.train.epoch(0)).images.isfinite().all()
+    assert next(iter(data.val)).images.isfinite().all()
 
 
 def test_workers_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

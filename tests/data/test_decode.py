@@ -97,6 +97,18 @@ def test_photographs_are_upright(tmp_path: Path) -> None:
     assert image_size(path) == upright.shape[:2] == (8, 5)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 mean nothing
+def test_sizes_are_those_of_upright_images(tmp_path: Path, kind: str, orientation: int) -> None:
+    """Pillow turns TIFF files itself."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "photo"
+    path.write_bytes(encoded(Image.fromarray(COLOURS[:5]), kind, exif=exif).getvalue())
+    image = read_image(path)
+    assert image_size(path) == (image.height, image.width) == ((8, 5) if 5 <= orientation <= 8 else (5, 8))
+
+
 def test_every_command_reads_photographs_alike(tmp_path: Path) -> None:
     """Classification, segmentation with its masks, detection and the web page."""
     content, upright = turned()

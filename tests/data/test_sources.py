@@ -1,7 +1,9 @@
+import io
 import json
 import os
 import shutil
 import struct
+import tarfile
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from inline_attention.data import DataConfig, open_data, open_eval_data
+from inline_attention.data import DataConfig, open_data, open_eval_data, typical_side
 from inline_attention.data.dataset import load_image
 from inline_attention.data.factory import open_source
 from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource
@@ -50,6 +52,20 @@ def test_folder(make_folder: MakeFolder) -> None:
     assert labels == {str(path): source.class_names.index(path.relative_to(root / "train").parts[0]) for path in images}
 
 
+def test_class_names_that_differ_in_case_or_zeros(make_folder: MakeFolder) -> None:
+    """Natural order alone would leave them to the file system, or to the process's hashes of strings."""
+    names = ["A1", "a1", "a01", "A01", "b"]
+    root = make_folder(train=dict.fromkeys(names, 1), val=dict.fromkeys(reversed(names), 1))
+    data = open_data(config(root))
+    assert data.class_names == data.val.class_names == ["A01", "A1", "a01", "a1", "b"]
+    (root / "loose").mkdir()
+    for number, name in enumerate(names):
+        shutil.copy(root / "train" / name / "000.png", root / "loose" / f"{number}.png")
+    lines = (f"{number}.png,{name},val\n" for number, name in enumerate(names))
+    (root / "loose" / "labels.csv").write_text("file,label,split\n" + "".join(lines))
+    assert open_eval_data(config(root / "loose")).class_names == data.class_names
+
+
 def test_splits_are_named(make_folder: MakeFolder) -> None:
     root = make_folder(train={"a": 2}, validation={"a": 3}, test={"a": 1})
     assert open_data(config(root, val_split="validation")).val.num_images == 3
@@ -64,6 +80,9 @@ def test_images_without_labels(make_folder: MakeFolder, tmp_path: Path) -> None:
     Image.new("RGB", (9, 9)).save(root / "train" / "top.png")
     data = open_data(config(root, labels=False))
     assert (data.train.steps_per_epoch, data.val.num_images, data.class_names) == (2, 3, [])
+    known = open_data(config(root, labels=False), class_names=["of", "a", "model"])
+    assert [target for batch in known.val for target in batch.targets.tolist()] == [0, 0, 0]
+    assert open_eval_data(config(root, labels=False), class_names=["of", "a", "model"]).num_images == 3
     with pytest.raises(ValueError, match="no split 'test'"):
         open_data(config(root, labels=False, val_split="test"))
     for number in range(21):
@@ -240,6 +259,13 @@ def test_zip(tmp_path: Path, workers: int, method: int) -> None:
     assert [target for batch in data.val for target in batch.targets.tolist()] == [1, 0, 1]
 
 
+def test_zip_map_of_a_windows_editor(tmp_path: Path) -> None:
+    make_zip(tmp_path / "zip", "val", TRAIN_LINES)
+    text = (tmp_path / "zip" / "val_map.txt").read_text()
+    (tmp_path / "zip" / "val_map.txt").write_text(text, encoding="utf-8-sig", newline="\r\n")
+    assert open_eval_data(config(tmp_path / "zip")).num_images == 4
+
+
 def test_zip_without_folders_numbers_its_classes(tmp_path: Path) -> None:
     make_zip(tmp_path / "zip", "val", ["1.JPEG\t0", "2.JPEG\t2", "3.JPEG\t1"])
     assert open_eval_data(config(tmp_path / "zip")).class_names == ["0", "1", "2"]
@@ -282,6 +308,7 @@ def test_damage_inside_a_zip_is_an_unreadable_image(tmp_path: Path) -> None:
     (skipped,) = loader.skipped
     assert skipped.path.endswith("val.zip:n02/x.JPEG")
     assert "wrong checksum" in skipped.reason
+    assert typical_side(config(tmp_path / "zip", train_split="val")) == 8
 
 
 def patched_zip(archive: Path, sizes: bytes) -> None:
@@ -333,13 +360,23 @@ def test_zip_is_damaged_or_incomplete(tmp_path: Path) -> None:
         open_eval_data(config(root))
 
 
-# Tar files and Hugging Face data sets, through timm
+# Tar files
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def encoded(grey: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (grey, grey, grey)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_tar(make_folder: MakeFolder, tmp_path: Path, workers: int) -> None:
-    import tarfile
-
     root = make_folder(train={"cat": 4, "dog": 3}, val={"cat": 1, "dog": 2})
     (tmp_path / "tars" / "val").mkdir(parents=True)
     with tarfile.open(tmp_path / "tars" / "train.tar", "w") as tar:  # one tar with class folders
@@ -359,17 +396,55 @@ def test_tar(make_folder: MakeFolder, tmp_path: Path, workers: int) -> None:
             assert (a.targets == b.targets).all()
 
 
-def test_tar_errors(tmp_path: Path) -> None:
-    import tarfile
+def test_tar_with_other_formats_and_hidden_files(tmp_path: Path) -> None:
+    """The files are those that a folder would show. macOS adds ._NAME to every file."""
+    with tarfile.open(tmp_path / "val.tar", "w") as tar:
+        for name in (
+            "a/1.webp",
+            "a/._1.webp",
+            "./b/2.GIF",
+            "__MACOSX/b/2.GIF",
+            "preview.png",
+            "./preview.png",
+            "c/3.txt",
+        ):
+            add(tar, name, b"RIFF" if "._" in name else encoded())
+    loader = open_eval_data(config(tmp_path))
+    assert loader.class_names == ["a", "b"]
+    assert [target for batch in loader for target in batch.targets.tolist()] == [1, 0]
+    assert len(loader.skipped) == 0
 
+
+def test_tar_of_tars(tmp_path: Path) -> None:
+    """As ImageNet's training images come."""
+    with tarfile.open(tmp_path / "val.tar", "w") as tar:
+        for label in range(2):
+            inner = io.BytesIO()
+            with tarfile.open(fileobj=inner, mode="w") as classes:
+                for number in range(3):
+                    add(classes, f"n{label}_{number}.JPEG", encoded(40 * (3 * label + number)))
+            add(tar, f"n{label}.tar", inner.getvalue())
+    loader = open_eval_data(config(tmp_path, mean=[0.0] * 3, std=[1.0] * 3))
+    assert loader.class_names == ["n0", "n1"]
+    found = [(round(float(i.mean()) * 255), int(t)) for b in loader for i, t in zip(b.images, b.targets, strict=True)]
+    assert found == [(0, 0), (40, 0), (80, 0), (120, 1), (160, 1), (200, 1)]
+    content = (tmp_path / "val.tar").read_bytes()
+    (tmp_path / "val.tar").write_bytes(
+        content.replace(b"n1_1.JPEG", b"n1_1.JPEh", 1)
+    )  # a wrong checksum in the inner one
+    with pytest.raises(
+        ValueError, match=r"val\.tar' cannot be read as a tar file .it is damaged or cut off after byte"
+    ):
+        open_eval_data(config(tmp_path))
+
+
+def test_tar_errors(tmp_path: Path) -> None:
     root = tmp_path / "tars"
     root.mkdir()
-    (root / "val.tar").write_bytes(b"this is no tar file")
-    with pytest.raises(ValueError, match=r"val\.tar' has no end-of-archive mark after its 19 bytes"):
-        open_eval_data(config(root))
-    (root / "val.tar").write_bytes(b"this is no tar file".ljust(1024, b"\0"))
-    with pytest.raises(ValueError, match=r"val\.tar' cannot be read .*; repair or remove it"):
-        open_eval_data(config(root))
+    for content in (b"this is no tar file", b"this is no tar file".ljust(1024, b"\0")):
+        (root / "val.tar").write_bytes(content)
+        with pytest.raises(ValueError, match=r"val\.tar' cannot be read as a tar file .*; copy it again"):
+            open_eval_data(config(root))
     with tarfile.open(root / "val.tar", "w"):
         pass
     with pytest.raises(ValueError, match=r"no images in .*val\.tar'"):
@@ -378,19 +453,26 @@ def test_tar_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0.3, 0.5, 0.9])
 def test_a_tar_file_that_was_cut_off(make_folder: MakeFolder, tmp_path: Path, kept: float) -> None:
-    import tarfile
-
     root = make_folder(val={"cat": 8, "dog": 8})
     (tmp_path / "whole").mkdir()
-    with tarfile.open(tmp_path / "whole" / "val.tar", "w") as tar:
+    path = tmp_path / "whole" / "val.tar"
+    with tarfile.open(path, "w") as tar:
         tar.add(root / "val", arcname=".")
+        starts = [member.offset for member in tar.getmembers()]
         blocks = tar.offset // 512
-    content = (tmp_path / "whole" / "val.tar").read_bytes()
+    content = path.read_bytes()
     assert open_eval_data(config(tmp_path / "whole")).num_images == 16
-    for end in (int(kept * blocks) * 512, int(kept * blocks) * 512 + 100):
-        (tmp_path / "whole" / "val.tar").write_bytes(content[:end])
-        with pytest.raises(ValueError, match=r"val\.tar' has no end-of-archive mark .*Copy it again"):
+    start = starts[int(kept * len(starts))]
+    damaged = [content[: int(kept * blocks) * 512], content[: int(kept * blocks) * 512 + 100], content[:start]]
+    for header in (bytes(512), b"\xff" * 512):  # tarfile takes both for the end of the archive
+        damaged.append(content[:start] + header + content[start + 512 :])
+    for part in damaged:
+        path.write_bytes(part)
+        with pytest.raises(ValueError, match=r"val\.tar' cannot be read as a tar file .*copy it again"):
             open_eval_data(config(tmp_path / "whole"))
+
+
+# Hugging Face data sets, through timm
 
 
 def test_hugging_face_data_set(make_folder: MakeFolder) -> None:

@@ -6,15 +6,22 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from inline_attention.data.config import MAX_CLASSES
 from inline_attention.data.decode import MAX_BYTES, UnreadableImage
-from inline_attention.data.sources import PackedStrings, check_every_class_has_images, list_some
+from inline_attention.data.sources import (
+    IMAGE_EXTENSIONS,
+    PackedStrings,
+    check_every_class_has_images,
+    class_order,
+    is_hidden,
+    list_some,
+)
 
 
 class ZipSource:
@@ -53,23 +60,19 @@ class ZipSource:
         self._checksums = np.array([member.CRC for member in chosen])
         self._deflated = np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in chosen])
         self._paths, self.labels, self._archive = PackedStrings(paths), labels, str(archive)
-        self._opened: tuple[int, BinaryIO] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        # Processes must not share a file handle: its position is shared too.
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), open(self._archive, "rb"))  # noqa: SIM115  # for the life of the process
-        file = self._opened[1]
-        file.seek(self._offsets[index])
-        name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # lengths differ from the directory's
-        file.seek(name_length + extra_length, os.SEEK_CUR)
         size, packed_size = int(self._sizes[index]), int(self._packed_sizes[index])
         if max(size, packed_size) > MAX_BYTES:
             raise UnreadableImage(f"{max(size, packed_size):,} bytes, more than the limit of {MAX_BYTES:,}")
-        content = file.read(packed_size)
+        with open(self._archive, "rb") as file:
+            file.seek(self._offsets[index])
+            name_length, extra_length = struct.unpack("<26x2H", file.read(30))  # lengths differ from the directory's
+            file.seek(name_length + extra_length, os.SEEK_CUR)
+            content = file.read(packed_size)
         if self._deflated[index]:
             content = zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(content, size + 1)
         if len(content) != size:
@@ -81,15 +84,12 @@ class ZipSource:
     def path(self, index: int) -> str:
         return f"{self._archive}:{self._paths[index]}"
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
-
 
 def _read_map(map_file: Path, *, num_classes: int = MAX_CLASSES) -> tuple[list[str], np.ndarray]:
     if not map_file.is_file():
         raise ValueError(f"{str(map_file)!r} is missing: the zip layout needs it, with 'path<TAB>label' lines")
     paths, labels = [], []
-    with open(map_file, encoding="utf-8", errors="surrogateescape") as lines:
+    with open(map_file, encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -120,48 +120,70 @@ def _folder_names(paths: list[str], labels: np.ndarray, *, count: int) -> tuple[
 
 
 class TarSource:
-    """A tar file, or a folder with one tar file per class, through timm's reader."""
+    """A tar file, or a folder with one tar file per class. Tar files inside tar files are searched, too.
+
+    The class of an image is its folder, or the tar file that it is in. Images in neither are left out.
+    """
 
     named = True
 
     def __init__(self, root: Path) -> None:
-        for path in sorted(root.glob("*.tar")) if root.is_dir() else [root]:
-            check_tar_end(path)
-        try:
-            # Not cached: workers would share the position of a tar file that was opened before they start.
-            self._reader = ReaderImageInTar(str(root), cache_tarfiles=False, cache_tarinfo=False)
-        except tarfile.TarError as error:
-            what = "a tar file in " if root.is_dir() else ""
-            raise ValueError(f"{what}{str(root)!r} cannot be read ({error}); repair or remove it") from error
-        except ValueError as error:  # timm unpacks an empty list
-            raise ValueError(f"no images in {str(root)!r}; known in tar files: .png, .jpg, .jpeg") from error
-        self._root = root
-        self.class_names = sorted(self._reader.class_name_to_idx, key=self._reader.class_name_to_idx.__getitem__)
-        # timm orders equal names in different tar files by the file system; ranks need the same order.
-        names = [(tar or "", member.name) for member, tar, _ in self._reader.samples]
-        self._order = np.array(sorted(range(len(names)), key=names.__getitem__))
-        self.labels = np.array(self._reader.targets)[self._order]
+        found = []
+        self._tars = [root]
+        if root.is_dir():
+            self._tars = sorted(path for path in root.glob("*.tar") if not is_hidden(path.name))
+        for number, path in enumerate(self._tars):
+            try:
+                with tarfile.open(path, "r:") as tar:
+                    images = list(_images_in_tar(tar, folder=path.stem if root.is_dir() else ""))
+            except (tarfile.TarError, ValueError) as error:
+                raise ValueError(
+                    f"{str(path)!r} cannot be read as a tar file ({error}); copy it again, or pack it again"
+                ) from error
+            found += [(number, image) for image in sorted(images, key=lambda image: image.name)]
+        if not found:
+            raise ValueError(f"no images in folders in {str(root)!r}; known: {', '.join(IMAGE_EXTENSIONS)}")
+        self.class_names = sorted({image.class_name for _, image in found}, key=class_order)
+        position = {name: label for label, name in enumerate(self.class_names)}
+        self.labels = np.array([position[image.class_name] for _, image in found])
+        self._numbers = np.array([number for number, _ in found])
+        self._places = np.array([(image.start, image.size) for _, image in found])
+        self._names = PackedStrings(image.name for _, image in found)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[BinaryIO, int]:
-        file, label = self._reader[self._order[index]]
-        return file, int(label)
+        start, size = self._places[index].tolist()
+        with open(self._tars[self._numbers[index]], "rb") as file:
+            file.seek(start)
+            return io.BytesIO(file.read(size)), int(self.labels[index])
 
     def path(self, index: int) -> str:
-        member, tar, _ = self._reader.samples[self._order[index]]
-        return f"{self._root / tar if tar else self._root}:{member.name}"
+        return f"{self._tars[self._numbers[index]]}:{self._names[index]}"
 
 
-def check_tar_end(path: str | Path) -> None:
-    """Raise ValueError for a truncated tar file. Readers would silently return only its first part."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - tarfile.BLOCKSIZE))
-        is_whole = size % tarfile.BLOCKSIZE == 0 and file.read() == bytes(tarfile.BLOCKSIZE)
-    if not is_whole:
-        raise ValueError(
-            f"{str(path)!r} has no end-of-archive mark after its {size:,} bytes: it was cut off, or is not a tar file. "
-            "Copy it again, or pack it again"
-        )
+class _TarImage(NamedTuple):
+    class_name: str
+    name: str
+    start: int
+    size: int
+
+
+def _images_in_tar(tar: tarfile.TarFile, *, folder: str, start: int = 0) -> Iterator[_TarImage]:
+    """The images below a folder. `start` is the place of this tar file in its outermost one."""
+    for member in tar:
+        path = PurePosixPath(folder, member.name)
+        if not member.isreg() or any(map(is_hidden, path.parts)):
+            continue
+        if path.suffix.lower() == ".tar":
+            with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
+                yield from _images_in_tar(inner, folder=str(path.with_suffix("")), start=start + member.offset_data)
+        elif path.suffix.lower() in IMAGE_EXTENSIONS and path.parent.name:
+            yield _TarImage(path.parent.name, member.name, start + member.offset_data, member.size)
+    # tarfile takes a damaged header for the end. After the true one there are only zeros.
+    file = cast(BinaryIO, tar.fileobj)
+    file.seek(tar.offset)
+    rest = file.read(2**20)
+    if len(rest) < tarfile.BLOCKSIZE or rest.strip(b"\0"):
+        raise ValueError(f"it is damaged or cut off after byte {start + tar.offset:,}")

@@ -8,7 +8,8 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 EVAL_TRANSFORMS = ("published", "timm", "resize")
 MAX_CLASSES = 1_000_000  # far above any data set; a damaged label must not allocate gigabytes of class names
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random")
+AUGMENTING = ("nearest", "bilinear", "bicubic", "random")  # by which Pillow rotates
+INTERPOLATIONS = (*AUGMENTING, "box", "hamming", "lanczos")
 
 
 @dataclass
@@ -36,7 +37,7 @@ class LoaderConfig:
 
     def max_broken_count(self, total: int) -> int:
         """How many of `total` images may be unreadable. A share is rounded up."""
-        return int(self.max_broken) if self.max_broken >= 1 else math.ceil(self.max_broken * total)
+        return math.floor(min(self.max_broken, total)) if self.max_broken >= 1 else math.ceil(self.max_broken * total)
 
     def check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -124,8 +125,8 @@ class DataConfig(LoaderConfig):
         for name, values in (("mean", self.mean), ("std", self.std)):
             check(
                 name,
-                values is None or len(values) == self.in_chans,
-                f"{self.in_chans} value(s), one per channel",
+                values is None or (len(values) == self.in_chans and all(map(math.isfinite, values))),
+                f"{self.in_chans} value(s), finite, one per channel",
             )
         check("std", self.std is None or min(self.std) > 0, "positive values")
         check("interpolation", self.interpolation in INTERPOLATIONS, _one_of(INTERPOLATIONS))
@@ -136,11 +137,11 @@ class DataConfig(LoaderConfig):
         has_splits = is_named or self.path == "digits"
         check("split_file", self.split_file is None or not has_splits, f"null: {self.path!r} has splits of its own")
         for name, bounds in (("scale", self.scale), ("ratio", self.ratio)):
-            check(name, len(bounds) == 2 and 0 < bounds[0] <= bounds[1], "[low, high] with 0 < low <= high")
+            check(name, len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf, "[low, high] with 0 < low <= high")
         for name in ("hflip", "random_erase", "mixup_switch", "mixup_prob"):
             check(name, 0 <= getattr(self, name) <= 1, "a probability")
         for name in ("color_jitter", "repeats", "mixup", "cutmix"):
-            check(name, getattr(self, name) >= 0, "0 or more")
+            check(name, 0 <= getattr(self, name) < math.inf, "0 or more, and finite")
         check("eval_transform", self.eval_transform in EVAL_TRANSFORMS, _one_of(EVAL_TRANSFORMS))
         check("train_share", 0 < self.train_share <= 1, "above 0, at most 1")
         check("crop_pct", 0 < self.crop_pct <= 1, "above 0, at most 1")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from PIL import Image
 from torch import Tensor
@@ -34,14 +34,19 @@ class Augment:
         return pixels, None if self._erasing is None else self._erasing(pixels)
 
 
-def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image.Image, Label]:
-    """The decoded image and its label. Raises UnreadableImage with the reason on failure."""
+def read_sample(source: Source, index: int) -> tuple[BinaryIO | Image.Image, Label]:
+    """`source.read`. Raises UnreadableImage with the reason on failure."""
     try:
-        file, label = source.read(index)
+        return source.read(index)
     except UnreadableImage:
         raise
-    except Exception as error:  # a file was removed, or an archive is damaged: zip, tar and zlib errors
+    except Exception as error:  # a file was removed, or an archive is damaged: OSError, struct and zlib errors
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
+
+
+def load_image(source: Source, index: int, *, config: DataConfig) -> tuple[Image.Image, Label]:
+    """The decoded image and its label. Raises UnreadableImage with the reason on failure."""
+    file, label = read_sample(source, index)
     with file:
         return decode_image(file, in_chans=config.in_chans), label
 

@@ -94,7 +94,8 @@ def image_size(path: str | Path) -> tuple[int, int]:
         image = open_image(file)
         orientation = None
         with suppress(Exception):
-            orientation = image.getexif().get(ExifTags.Base.Orientation)
+            if image.format != "TIFF":  # Pillow exchanges height and width of TIFF files itself
+                orientation = image.getexif().get(ExifTags.Base.Orientation)
         return (image.width, image.height) if orientation in _QUARTER_TURNS else (image.height, image.width)
 
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
-from timm.utils.misc import natural_key
 
 from inline_attention.data.archives import TarSource, ZipSource
 from inline_attention.data.batch_augment import BatchAugment
 from inline_attention.data.collate import RawBatch
 from inline_attention.data.config import DataConfig
-from inline_attention.data.dataset import EvalDataset, TrainDataset
+from inline_attention.data.dataset import EvalDataset, TrainDataset, read_sample
 from inline_attention.data.decode import UnreadableImage, open_image
 from inline_attention.data.loaders import Data, EvalLoader, TrainLoader
 from inline_attention.data.memory import DecodedSource, EvalMemoryLoader, PixelStore, TrainMemoryLoader
@@ -30,6 +29,7 @@ from inline_attention.data.sources import (
     Source,
     SpreadSource,
     check_every_class_has_images,
+    class_order,
     count_images,
     find_images,
     is_hidden,
@@ -55,7 +55,8 @@ def open_data(
     """Open both splits. Raises ValueError if something is wrong with the configuration or the data.
 
     Args:
-        class_names: the classes of a model. Labels are matched to them by name. None: those of the data.
+        class_names: the classes of a model. Labels are matched to them by name. None: those of the data. Without
+            effect on data without labels.
     """
     config.validate()
     if is_stream(config.path):
@@ -85,7 +86,7 @@ def open_data(
     else:
         train_source, val_source = (open_source(config, split) for split in splits)
         check_same_classes(train_source, val_source, train_split=config.train_split, val_split=config.val_split)
-    names = class_names or train_source.class_names
+    names = train_source.class_names if class_names is None or not config.labels else class_names
     if train_source.class_names != names:
         train_source = RelabelledSource(train_source, names)
     if val_source.class_names != names:  # also unnamed ones: the split may lack the last labels
@@ -125,7 +126,7 @@ def open_eval_data(
     split = split or config.val_split
     if not is_stream(config.path):
         source = _open_split(config, split, of_table=split, seed=seed)
-        if class_names is not None:
+        if class_names is not None and config.labels:
             source = RelabelledSource(source, class_names)
         if max_images is not None and max_images < len(source):
             source = SpreadSource(source, max_images)
@@ -154,7 +155,7 @@ def typical_side(config: DataConfig, *, images: int = 100) -> float | None:
     source = _open_split(config, config.train_split, of_table=WHOLE)
     sides = []
     for index in range(0, len(source), -(-len(source) // images)):
-        with suppress(UnreadableImage), source.read(index)[0] as file:
+        with suppress(UnreadableImage), read_sample(source, index)[0] as file:
             sides.append(min((file if isinstance(file, Image.Image) else open_image(file)).size))
     return statistics.median(sides) if sides else None
 
@@ -230,8 +231,8 @@ def _is_split(path: Path) -> bool:
 def check_same_classes(train: Source, val: Source, *, train_split: str, val_split: str) -> None:
     if train.class_names == val.class_names or not (train.named and val.named):
         return
-    only_train = sorted(set(train.class_names) - set(val.class_names), key=natural_key)
-    only_val = sorted(set(val.class_names) - set(train.class_names), key=natural_key)
+    only_train = sorted(set(train.class_names) - set(val.class_names), key=class_order)
+    only_val = sorted(set(val.class_names) - set(train.class_names), key=class_order)
     raise ValueError(
         f"splits {train_split!r} and {val_split!r} have different classes: "
         f"only in {train_split!r}: {list_some(only_train)}; only in {val_split!r}: {list_some(only_val)}. "

@@ -48,6 +48,11 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
+def class_order(name: str) -> tuple[list[int | str], str]:
+    """Sorts names naturally, as timm does. That leaves open whether 1 or 01, a or A comes first."""
+    return natural_key(name), name
+
+
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """False for a link to itself, for which `entry.is_dir` raises an error."""
     try:
@@ -151,7 +156,7 @@ class FolderSource(PathSource):
     def __init__(self, folder: Path) -> None:
         names = sorted(
             (entry.name for entry in os.scandir(folder) if is_folder(entry) and not is_hidden(entry.name)),
-            key=natural_key,
+            key=class_order,
         )
         self.class_names = [utf8_name(name) for name in names]
         if not names:

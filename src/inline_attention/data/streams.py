@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -19,7 +20,6 @@ from PIL import Image
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from inline_attention.data.archives import check_tar_end
 from inline_attention.data.collate import RawBatch, Sample, collate
 from inline_attention.data.config import DataConfig
 from inline_attention.data.dataset import MAX_REPLACEMENTS, Augment, transform_errors
@@ -234,7 +234,20 @@ def _check_shards(shards: list[str]) -> None:
         raise ValueError(f"{len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:3])}")
     for shard in shards:
         if shard.endswith(".tar"):
-            check_tar_end(shard)
+            _check_tar_end(shard)
+
+
+def _check_tar_end(path: str) -> None:
+    """Raise ValueError for a truncated tar file. webdataset would silently return only its first part."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - tarfile.BLOCKSIZE))
+        is_whole = size % tarfile.BLOCKSIZE == 0 and file.read() == bytes(tarfile.BLOCKSIZE)
+    if not is_whole:
+        raise ValueError(
+            f"{path!r} has no end-of-archive mark after its {size:,} bytes: it was cut off, or is not a tar file. "
+            "Copy it again, or pack it again"
+        )
 
 
 def _whole_number(value: object, split: str, config: DataConfig) -> int:

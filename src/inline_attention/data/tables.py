@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-from timm.utils.misc import natural_key
 
 from inline_attention.data.config import DataConfig
 from inline_attention.data.seeding import derive_seed
@@ -25,6 +24,7 @@ from inline_attention.data.sources import (
     IMAGE_EXTENSIONS,
     FolderSource,
     PathSource,
+    class_order,
     find_files,
     is_folder,
     is_hidden,
@@ -88,7 +88,7 @@ class TableSource(PathSource):
             there = ", ".join(map(repr, sorted(set(table.splits) - {""})))
             raise ValueError(f"no images of split {split!r} in {table.origin}; there is {there}")
         label_sets = table.label_sets()
-        self.class_names = sorted(set().union(*label_sets), key=natural_key)
+        self.class_names = sorted(set().union(*label_sets), key=class_order)
         position = {name: label for label, name in enumerate(self.class_names)}
         super().__init__(root, (table.files[row] for row in rows))
         if table.multi_label:

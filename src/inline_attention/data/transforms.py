@@ -12,7 +12,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import Compose
 
-from inline_attention.data.config import DataConfig
+from inline_attention.data.config import AUGMENTING, DataConfig
 from inline_attention.data.decode import check_pixels
 
 Transform = Callable[[Image.Image], Tensor]  # PIL image -> (C, H, W) uint8
@@ -25,6 +25,11 @@ def train_transform(config: DataConfig) -> Transform:
     """Random crop, flip, and RandAugment or colour jitter. The random numbers come from the global generators."""
     if not config.augment:
         return eval_transform(config)
+    if config.auto_augment is not None and config.interpolation not in AUGMENTING:
+        raise ValueError(
+            f"data.interpolation is {config.interpolation!r}; expected one of {', '.join(AUGMENTING)} with "
+            "data.auto_augment, whose rotations know no other"
+        )
     try:
         transform = create_transform(
             config.size,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
-from timm.utils.misc import natural_key
 
 from inline_attention.data.archives import TarSource, ZipSource
 from inline_attention.data.batch_augment import BatchAugment
@@ -34,6 +33,7 @@ from inline_attention.data.sources import (
     find_images,
     is_hidden,
     list_some,
+    natural_key,
 )
 from inline_attention.data.streams import Stream, StreamDataset, StreamLoader, is_stream
 from inline_attention.data.tables import WHOLE, TableSource, divide, open_table

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-from timm.utils.misc import natural_key
 
 from inline_attention.data.config import DataConfig
 from inline_attention.data.seeding import derive_seed
@@ -29,6 +28,7 @@ from inline_attention.data.sources import (
     is_folder,
     is_hidden,
     list_some,
+    natural_key,
     utf8_name,
 )
 

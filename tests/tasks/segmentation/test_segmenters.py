@@ -138,6 +138,16 @@ def test_batch_norm_of_a_single_pixel_keeps_its_statistics_finite() -> None:
     assert torch.equal(norm.running_var, torch.full((3,), 0.9))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", ["upernet", "fpn"])
+def test_parameters_in_half_precision(head: str, dtype: torch.dtype) -> None:
+    model = small_segmenter("inline_pvt_tiny", head).to(dtype).train()
+    logits = model(torch.randn(2, 3, 64, 64, dtype=dtype), torch.tensor([[64, 64], [40, 64]]))
+    assert logits.main.dtype == dtype
+    logits.main.sum().backward()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
 @pytest.mark.parametrize(
     ("side", "window", "stride", "expected"),
     [

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from small import shrunk
+from tensor_sizes import Largest
 
 from inline_attention.tasks.segmentation.heads import PyramidPooling
 from inline_attention.tasks.segmentation.inference import Inference, places, segment_images
@@ -178,6 +179,16 @@ def test_windows_and_mirror_images_of_a_pointwise_model_change_nothing(size: tup
         Inference(scales=(1.0, 1.0), flip=True),
     ):
         assert torch.equal(inference(by_colour, image, size), expected)
+
+
+def test_scores_of_a_large_image_are_enlarged_a_few_at_a_time() -> None:
+    logits = torch.randn(1, 40, 5, 6)
+    with Largest() as made:
+        found = Inference()(lambda images: logits, torch.zeros(1, 3, 5, 6), (2000, 1500))
+    assert made.numel <= 2**26
+    for row in (0, 777, 1999):
+        whole = torch.nn.functional.interpolate(logits, (2000, 1500), mode="bilinear")[:, :, row]
+        assert torch.equal(found[:, row], whole.argmax(1))
 
 
 def test_windows_are_averaged() -> None:

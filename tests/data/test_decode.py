@@ -80,18 +80,19 @@ def test_animation_gives_its_first_frame() -> None:
     assert (decoded == [255, 0, 0]).all()
 
 
-def turned() -> tuple[bytes, np.ndarray]:
-    """A PNG file as phones write photographs, and its pixels upright."""
+def turned(form: str = "PNG") -> tuple[bytes, np.ndarray]:
+    """A file as phones write photographs, and its pixels upright."""
     exif = Image.Exif()
     exif[0x0112] = 6  # shown correctly after a quarter turn clockwise
     landscape = COLOURS[:5]
-    return encoded(Image.fromarray(landscape), exif=exif).getvalue(), np.rot90(landscape, -1)
+    return encoded(Image.fromarray(landscape), form, exif=exif).getvalue(), np.rot90(landscape, -1)
 
 
-def test_photographs_are_upright(tmp_path: Path) -> None:
-    content, upright = turned()
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])  # Pillow treats the orientation of a TIFF file in another way
+def test_photographs_are_upright(form: str, tmp_path: Path) -> None:
+    content, upright = turned(form)
     assert (pixels(io.BytesIO(content)) == upright).all()
-    path = tmp_path / "photo.png"
+    path = tmp_path / "photo"
     path.write_bytes(content)
     assert (np.asarray(read_image(path)) == upright).all()
     assert image_size(path) == upright.shape[:2] == (8, 5)

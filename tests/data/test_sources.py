@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm.utils.misc
 from PIL import Image
 
 from inline_attention.data import DataConfig, open_data, open_eval_data, typical_side
 from inline_attention.data.dataset import load_image
 from inline_attention.data.factory import open_source
-from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource
+from inline_attention.data.sources import FolderSource, PackedStrings, SpreadSource, natural_key
 
 MakeFolder = Callable[..., Path]
 
@@ -34,6 +35,12 @@ def test_packed_strings() -> None:
 
 
 # Folders
+
+
+def test_natural_order_is_timms_and_takes_every_name() -> None:
+    names = ["b", "A10", "a9", "10", "9", "٣", "x2y10", "x2y9", ""]
+    assert sorted(names, key=natural_key) == sorted(names, key=timm.utils.misc.natural_key)
+    assert sorted(["10²", "9²", "9"], key=natural_key) == ["9", "9²", "10²"]  # "²".isdigit(), but int("²") fails
 
 
 def test_folder(make_folder: MakeFolder) -> None:

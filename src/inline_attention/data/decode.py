@@ -94,9 +94,10 @@ def image_size(path: str | Path) -> tuple[int, int]:
         image = open_image(file)
         orientation = None
         with suppress(Exception):
-            if image.format != "TIFF":  # Pillow exchanges height and width of TIFF files itself
-                orientation = image.getexif().get(ExifTags.Base.Orientation)
-        return (image.width, image.height) if orientation in _QUARTER_TURNS else (image.height, image.width)
+            orientation = image.getexif().get(ExifTags.Base.Orientation)
+        # Pillow already exchanges the sides of a TIFF file.
+        turned = orientation in _QUARTER_TURNS and image.format != "TIFF"
+        return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def _to_eight_bit(image: Image.Image, *, mode: str) -> Image.Image:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from inline_attention.tasks.dense.pictures import in_rows
 from inline_attention.tasks.dense.prediction import open_output
 
 
@@ -24,6 +26,16 @@ def test_no_result_replaces_an_image(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.jpg would be replaced by a result; give another folder \(--output\)"):
         names([str(image)], tmp_path)
     assert names([str(tmp_path / "a.png")], tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(("size", "expected"), [((40, 20), 40), ((20, 40), 160), ((1, 5000), 160), ((5000, 1), 1)])
+def test_rows_of_narrow_images_are_not_endless(size: tuple[int, int], expected: int) -> None:
+    """An image of 1 × 5000 pixels, enlarged to a width of 480, would take gigabytes."""
+    cell = Image.new("RGB", size, "red")
+    picture = in_rows([[cell, cell]], ("found", "annotated"), width=80)
+    assert picture.size == (160, 20 + expected)
+    for column in range(2):
+        assert picture.getpixel((80 * column, 20)) == (255, 0, 0)
 
 
 def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:

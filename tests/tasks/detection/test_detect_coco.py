@@ -83,16 +83,20 @@ def test_boxes_are_cut_at_the_border_and_empty_ones_not_learnt(
 ) -> None:
     polygon = [[0, 0, 9, 0, 9, 9]]
     boxes = [[-5, 60, 10, 10], [10, 10, 0, 5], [200, 10, 5, 5], [50, 10, 1e-6, 5]]  # 50 + 1e-6 is 50 in float32
-    content["annotations"] = [
-        {"image_id": 0, "category_id": 3, "bbox": box, "segmentation": polygon} for box in boxes
-    ] + [{"image_id": 0, "category_id": 3, "bbox": [1, 1, 5, 5], "segmentation": [[1, 1, 4, 4]]}]
+    content["annotations"] = [{"image_id": 0, "category_id": 3, "bbox": box, "segmentation": polygon} for box in boxes]
+    for nothing in (
+        [[1, 1, 4, 4]],
+        {"size": [64, 96], "counts": [64 * 96]},
+        {"size": [64, 96], "counts": [64 * 96, 0]},
+    ):
+        content["annotations"].append({"image_id": 0, "category_id": 3, "bbox": [1, 1, 5, 5], "segmentation": nothing})
     with caplog.at_level(logging.WARNING):
         image = read(tmp_path, content).images[0]
     (instance,) = image.objects
     assert instance.box == (0, 60, 5, 64)
-    assert "4 objects with an empty box or mask are not used in training" in caplog.text
-    assert [instance.empty for instance in image.instances] == [False, True, True, True, True]
-    assert decode_masks(image, image.instances).any((1, 2)).tolist() == [True, True, True, True, False]
+    assert "6 objects with an empty box or mask are not used in training" in caplog.text
+    assert [instance.empty for instance in image.instances] == [False, *[True] * 6]
+    assert decode_masks(image, image.instances).any((1, 2)).tolist() == [*[True] * 4, *[False] * 3]
 
 
 def annotation(**changes: Any) -> dict[str, Any]:

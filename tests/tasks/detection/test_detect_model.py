@@ -152,6 +152,18 @@ def test_half_precision_keeps_coordinates() -> None:
     assert (right % 1 != 0).float().mean() > 0.9  # bfloat16 holds whole multiples of four there
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_half_precision(dtype: torch.dtype) -> None:
+    model = small_detector().to(dtype)
+    images, sizes, found, keys = batch()
+    losses = model(images.to(dtype), sizes, found, keys)
+    assert losses.keys() == {"proposal_score", "proposal_box", "class", "box", "mask"}
+    sum(losses.values()).backward()
+    with torch.no_grad():
+        first, *_ = model.eval()(images.to(dtype), sizes)
+    assert first.boxes.dtype == torch.float32
+
+
 def test_the_stages_demand_more_and_more_overlap() -> None:
     stages = small_detector(head="cascade_mask_rcnn").heads.in_order()
     target = targets([[10, 10, 50, 50]], [2], (64, 64))
@@ -193,5 +205,7 @@ def test_scores_are_the_mean_of_the_stages() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="head='retina'; expected one of faster_rcnn, cascade_rcnn, mask_rcnn"):
         small_detector(head="retina")
+    with pytest.raises(ValueError, match="num_classes=0; expected 1 or more"):
+        create_detector("inline_pvt_tiny", num_classes=0)
     with pytest.raises(ValueError, match="channels=48; expected a multiple of 32"):
         create_detector("inline_pvt_tiny", num_classes=1, channels=48)

@@ -5,14 +5,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from tensor_sizes import Largest
 
 from inline_attention.tasks.dense.colours import class_colour
 from inline_attention.tasks.detection.annotations import AnnotatedImage, Instance
 from inline_attention.tasks.detection.average_precision import ImageResult, as_records
+from inline_attention.tasks.detection.evaluation import to_image
 from inline_attention.tasks.detection.pictures import draw, draw_examples
+from inline_attention.tasks.detection.roi_heads import Detections
 
 mask_utils = pytest.importorskip("pycocotools.mask")
+
+
+def test_masks_of_a_large_image_are_pasted_a_few_at_a_time() -> None:
+    size, count = (2000, 1500), 40
+    boxes = torch.tensor([[3.0 * n, 2.0 * n, 10.0 + 3 * n, 20.0 + 2 * n] for n in range(count)])
+    ones = torch.ones(count)
+    found = Detections(boxes, ones, ones.long(), torch.ones(count, 28, 28))
+    with Largest() as made:
+        masks = to_image(found, image_id=1, shown=size, original=size).masks
+    assert made.numel <= 2 * 2**24
+    pasted = mask_utils.decode(masks)
+    assert pasted.sum((0, 1)).tolist() == [200] * count
+    assert pasted[2 * 7 : 20 + 2 * 7, 3 * 7 : 10 + 3 * 7, 7].all()
 
 
 def result() -> ImageResult:

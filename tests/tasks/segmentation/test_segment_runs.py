@@ -110,6 +110,7 @@ def test_two_ranks_are_one(strategy: str, undisturbed: Path, tmp_path: Path) -> 
     log = tmp_path / "log.txt"
     command = arguments(tmp_path / "run", "data.batch_size=4", f"run.strategy={strategy}")
     assert _runs.run_ranks(command, 2, log=log) == [0, 0], log.read_text()
+    assert "Warning" not in log.read_text()
     one, two = _runs.metrics(undisturbed), _runs.metrics(tmp_path / "run")
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
     assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=1e-3)

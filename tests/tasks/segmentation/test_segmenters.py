@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from small import shrunk
+from tensor_sizes import Largest
 
 from inline_attention.tasks.segmentation.heads import PyramidPooling
 from inline_attention.tasks.segmentation.inference import Inference, places, segment_images
@@ -138,6 +139,16 @@ def test_batch_norm_of_a_single_pixel_keeps_its_statistics_finite() -> None:
     assert torch.equal(norm.running_var, torch.full((3,), 0.9))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", ["upernet", "fpn"])
+def test_parameters_in_half_precision(head: str, dtype: torch.dtype) -> None:
+    model = small_segmenter("inline_pvt_tiny", head).to(dtype).train()
+    logits = model(torch.randn(2, 3, 64, 64, dtype=dtype), torch.tensor([[64, 64], [40, 64]]))
+    assert logits.main.dtype == dtype
+    logits.main.sum().backward()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
 @pytest.mark.parametrize(
     ("side", "window", "stride", "expected"),
     [
@@ -168,6 +179,16 @@ def test_windows_and_mirror_images_of_a_pointwise_model_change_nothing(size: tup
         Inference(scales=(1.0, 1.0), flip=True),
     ):
         assert torch.equal(inference(by_colour, image, size), expected)
+
+
+def test_scores_of_a_large_image_are_enlarged_a_few_at_a_time() -> None:
+    logits = torch.randn(1, 40, 5, 6)
+    with Largest() as made:
+        found = Inference()(lambda images: logits, torch.zeros(1, 3, 5, 6), (2000, 1500))
+    assert made.numel <= 2**26
+    for row in (0, 777, 1999):
+        whole = torch.nn.functional.interpolate(logits, (2000, 1500), mode="bilinear")[:, :, row]
+        assert torch.equal(found[:, row], whole.argmax(1))
 
 
 def test_windows_are_averaged() -> None:

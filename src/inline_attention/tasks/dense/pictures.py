@@ -10,10 +10,11 @@ _HEADING = 20  # pixels
 def in_rows(
     rows: Sequence[Sequence[Image.Image]], headings: Sequence[str], *, width: int = 480, below: int = 0
 ) -> Image.Image:
-    """Rows of pictures, all resized to `width`, under headings. `below`: white pixels at the bottom."""
+    """Rows of pictures under headings, resized to `width` or to twice that height. `below`: white pixels at the end."""
     resized = []
     for row in rows:
-        size = (width, max(1, round(width * row[0].height / row[0].width)))
+        scale = min(width / row[0].width, 2 * width / row[0].height)
+        size = (max(1, round(scale * row[0].width)), max(1, round(scale * row[0].height)))
         resized.append([cell.resize(size, Image.Resampling.BILINEAR) for cell in row])
     top = _HEADING
     height = top + sum(row[0].height for row in resized) + below

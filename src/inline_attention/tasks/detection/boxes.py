@@ -39,8 +39,8 @@ class PyramidAlign(nn.Module):
         pooled = maps[0].new_zeros(shape)
         for level, (features, stride) in enumerate(zip(maps, STRIDES, strict=True)):
             chosen = (levels == level).nonzero().squeeze(1)
-            regions = roi_align(
-                features, rois[chosen], self.output_size, spatial_scale=1 / stride, sampling_ratio=0, aligned=True
+            regions = roi_align(  # which takes regions and maps of one type
+                in_full_precision(features), rois[chosen], self.output_size, spatial_scale=1 / stride, aligned=True
             )
             pooled.index_copy_(0, chosen, regions.to(pooled.dtype))
         return pooled
@@ -64,24 +64,16 @@ def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, *, side: int) ->
     return roi_align(masks.unsqueeze(1).to(boxes.dtype), rois, side, aligned=True).squeeze(1)
 
 
-def paste_masks(masks: Tensor, boxes: Tensor, size: Size, *, chunk: int = 32) -> Tensor:
-    """Probabilities (n, M, M) inside boxes (n, 4) → bool (n, height, width), True where they are at least 0.5
-
-    `chunk` masks are pasted at a time, because interpolated masks take four bytes per pixel.
-    """
-    height, width = size
-    rows = torch.arange(height, device=boxes.device) + 0.5
-    columns = torch.arange(width, device=boxes.device) + 0.5
-    pasted = []
-    for part, box in zip(masks.split(chunk), boxes.split(chunk), strict=True):
-        x0, y0, x1, y1 = (side.unsqueeze(1) for side in box.unbind(1))
-        # From image coordinates to grid_sample's, −1 to 1 from edge to edge of the box.
-        x = (columns - x0) / (x1 - x0).clamp(min=1e-6) * 2 - 1
-        y = (rows - y0) / (y1 - y0).clamp(min=1e-6) * 2 - 1
-        shape = (len(part), height, width)
-        grid = torch.stack([x.unsqueeze(1).expand(shape), y.unsqueeze(2).expand(shape)], dim=3)
-        pasted.append(F.grid_sample(part.unsqueeze(1), grid, align_corners=False).squeeze(1) >= 0.5)
-    return torch.cat(pasted) if pasted else masks.new_zeros((0, *size), dtype=torch.bool)
+def paste_masks(masks: Tensor, boxes: Tensor, size: Size) -> Tensor:
+    """Probabilities (n, M, M) inside boxes (n, 4) → bool (n, height, width), True where they are at least 0.5"""
+    x0, y0, x1, y1 = (side.unsqueeze(1) for side in boxes.unbind(1))
+    rows, columns = (torch.arange(side, device=boxes.device) + 0.5 for side in size)
+    # From image coordinates to grid_sample's, −1 to 1 from edge to edge of the box.
+    x = (columns - x0) / (x1 - x0).clamp(min=1e-6) * 2 - 1
+    y = (rows - y0) / (y1 - y0).clamp(min=1e-6) * 2 - 1
+    shape = (len(masks), *size)
+    grid = torch.stack([x.unsqueeze(1).expand(shape), y.unsqueeze(2).expand(shape)], dim=3)
+    return F.grid_sample(masks.unsqueeze(1), grid, align_corners=False).squeeze(1) >= 0.5
 
 
 class KeyedSampler:

@@ -216,7 +216,7 @@ def _box(bbox: list[Any], where: str) -> Box:
 
 
 def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation:
-    """The checked mask of an annotation. An empty list: its polygons enclose nothing."""
+    """The checked mask of an annotation. An empty list: it encloses nothing."""
     if isinstance(value, dict):
         if value.get("size") != list(image.size):
             raise ValueError(
@@ -232,7 +232,7 @@ def _segmentation(value: Any, image: AnnotatedImage, where: str) -> Segmentation
             )
         if sum(runs) != math.prod(image.size):
             raise ValueError(f"{where}: its run lengths add up to {sum(runs)} pixels, not {math.prod(image.size)}")
-        return {"size": list(image.size), "counts": counts}
+        return {"size": list(image.size), "counts": counts} if any(runs[1::2]) else []
     if not isinstance(value, list):
         raise ValueError(f"{where}: segmentation is {excerpt(value)}; expected polygons or run lengths")
     for polygon in value:

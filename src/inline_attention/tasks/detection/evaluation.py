@@ -1,23 +1,26 @@
 """Detection over a loader, and its average precision, on one rank or many."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchvision.ops import clip_boxes_to_image
 
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.tasks.detection.annotations import AnnotatedImage, check_objects
 from inline_attention.tasks.detection.average_precision import ApResult, ImageResult, average_precision, encode_masks
 from inline_attention.tasks.detection.boxes import Size, paste_masks
+from inline_attention.tasks.detection.coco import Rle
 from inline_attention.tasks.detection.data import DetectionEvalLoader
 from inline_attention.tasks.detection.roi_heads import Detections
 from inline_attention.tasks.evaluation import check_readable, over_ranks
 from inline_attention.training.distributed import gathered
 
 _NUM_EXAMPLES = 8
+_PASTED_PIXELS = 2**24  # of the masks that are pasted at a time; each takes 12 bytes
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,16 @@ def to_image(found: Detections, *, image_id: int, shown: Size, original: Size) -
     """Detections in an image that was resized to `shown` → the same in pixels of the original image"""
     scale = found.boxes.new_tensor([original[1] / shown[1], original[0] / shown[0]]).repeat(2)
     boxes = clip_boxes_to_image(found.boxes * scale, original)
-    masks = None if found.masks is None else encode_masks(paste_masks(found.masks, boxes, original))
+    masks = None if found.masks is None else _run_lengths(found.masks, boxes, original)
     scores, labels = found.scores.cpu().numpy(), found.labels.cpu().numpy()
     return ImageResult(image_id, boxes.cpu().numpy(), scores, labels, masks)
+
+
+def _run_lengths(masks: Tensor, boxes: Tensor, size: Size) -> list[Rle]:
+    """Masks (n, M, M) inside boxes (n, 4) of an image. Large images get few at a time, since pasting takes memory."""
+    few = max(1, _PASTED_PIXELS // math.prod(size))
+    parts = zip(masks.split(few), boxes.split(few), strict=True)
+    return [runs for part, inside in parts for runs in encode_masks(paste_masks(part, inside, size))]
 
 
 @torch.no_grad()

@@ -94,6 +94,8 @@ class Detector(HeadedModel):
         super().__init__(backbone)
         if head not in HEADS:
             raise ValueError(f"head={head!r}; expected one of {', '.join(HEADS)}")
+        if num_classes < 1:
+            raise ValueError(f"num_classes={num_classes}; expected 1 or more")
         if channels < 1 or channels % NORM_GROUPS:
             raise ValueError(f"channels={channels}; expected a multiple of {NORM_GROUPS}")
         if regions < 1:

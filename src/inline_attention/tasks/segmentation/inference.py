@@ -1,5 +1,6 @@
 """Segments images of any size, as a whole or in windows, averaged over scales and mirror images."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from inline_attention.tasks.segmentation.config import SegmentDataConfig
 from inline_attention.tasks.segmentation.heads import resize
+
+_ENLARGED = 2**26  # logits that are enlarged at a time
 
 Segment = Callable[[Tensor], Tensor]  # (B, 3, h, w) → logits (B, classes, h, w) float32
 
@@ -28,7 +31,7 @@ class Inference:
     def __call__(self, segment: Segment, images: Tensor, size: Sequence[int]) -> Tensor:
         """Classes (B, *size) of images (B, 3, h, w)."""
         if len(self.scales) == 1 and not self.flip:  # no softmax: the largest logit has the largest probability
-            return _fitted(self._logits(segment, images, self.scales[0]), size).argmax(1)
+            return _largest(self._logits(segment, images, self.scales[0]), size)
         total: Tensor | None = None
         for scale in self.scales:
             for flipped in (False, True) if self.flip else (False,):
@@ -64,6 +67,17 @@ class Inference:
 
 def _fitted(logits: Tensor, size: Sequence[int]) -> Tensor:
     return logits if tuple(logits.shape[2:]) == tuple(size) else resize(logits, size)
+
+
+def _largest(logits: Tensor, size: Sequence[int]) -> Tensor:
+    """The class of the largest logit (B, *size). Few classes are enlarged at a time: those of a photo take gigabytes."""
+    few = max(1, _ENLARGED // (len(logits) * math.prod(size)))
+    best, classes = _fitted(logits[:, :few], size).max(1)
+    for first in range(few, logits.shape[1], few):
+        largest, index = _fitted(logits[:, first : first + few], size).max(1)
+        classes = torch.where(largest > best, index + first, classes)
+        best = torch.maximum(best, largest)
+    return classes
 
 
 def places(side: int, window: int, *, stride: float) -> list[int]:

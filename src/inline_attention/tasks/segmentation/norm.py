@@ -1,11 +1,26 @@
 """Batch norm over all ranks that ignores the padding of images."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 from inline_attention.training.distributed import is_distributed
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' tensors. Its gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return SumOverRanks.apply(gradient)
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -28,14 +43,15 @@ class BatchNorm(nn.BatchNorm2d):
         own = wide.new_ones(()).mul(x.numel() // x.shape[1]) if present is None else present.sum().to(wide.dtype)
         sums = torch.cat([kept.sum((0, 2, 3)), own[None]])
         if ranks > 1:  # they may have different amounts of padding
-            sums = all_reduce(sums)
+            sums = SumOverRanks.apply(sums)
         mean, count = sums[:-1] / sums[-1], sums[-1]
         centred = wide - mean[:, None, None]
         squares = (centred if present is None else centred.masked_fill(~present, 0)).square().sum((0, 2, 3))
-        variance = (all_reduce(squares) if ranks > 1 else squares) / count
+        variance = (SumOverRanks.apply(squares) if ranks > 1 else squares) / count
         with torch.no_grad():
             self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), self.momentum)
+            unbiased = variance * count / (count - 1).clamp(min=1)
+            for running, found in ((self.running_mean, mean), (self.running_var, unbiased)):
+                running.lerp_(found.to(running.dtype), self.momentum)
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from timm.utils.misc import natural_key
 
 from inline_attention.data.decode import (
     UnreadableImage,
@@ -20,7 +19,7 @@ from inline_attention.data.decode import (
     read_image,
     reason,
 )
-from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files, list_some
+from inline_attention.data.sources import IMAGE_EXTENSIONS, find_files, list_some, natural_key
 from inline_attention.tasks.segmentation.config import Layout, SegmentDataConfig
 
 _logger = logging.getLogger(__name__)

@@ -217,6 +217,18 @@ def test_features_of_a_pyramid_with_two_stages() -> None:
     assert [y.shape[1:] for y in model(image())] == [(16, 16, 16), (32, 8, 8)]
 
 
+@one_per_family
+def test_features_from_timms_hooks(name: str) -> None:
+    options = dict(features_only=True, **shrunk(name))
+    torch.manual_seed(0)
+    getter = timm.create_model(name, **options).eval()
+    torch.manual_seed(0)
+    hooked = timm.create_model(name, feature_cls="hook", **options).eval()
+    for seen, expected in zip(hooked(image(65, 91)), getter(image(65, 91)), strict=True):
+        tokens = seen[:, 1:] if "deit" in name else seen.flatten(1, 2)
+        assert torch.equal(tokens.mT, expected.flatten(2))
+
+
 @every_distinct_model
 def test_intermediates_belong_to_the_features(name: str) -> None:
     model = create_small(name)
@@ -413,6 +425,15 @@ def test_set_input_size(name: str) -> None:
         }
     with pytest.raises(ValueError, match=r"img_size=\(3, 96, 160\); expected"):
         model.set_input_size((3, 96, 160))
+
+
+@every_distinct_model
+@pytest.mark.parametrize("options", [{}, dict(attention="focused")])
+def test_an_optimizer_keeps_parameters_that_are_not_resized(name: str, options: dict) -> None:
+    model = create_small(name, **options)
+    before = dict(model.named_parameters())
+    model.set_input_size(model.img_size)
+    assert all(parameter is before[n] for n, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize("name", [*ONE_PER_FAMILY, "softmax_swin_tiny"])

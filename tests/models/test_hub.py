@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from small import DISTINCT, create_small, image
 
+from inline_attention import linearize
 from inline_attention.export import export_model
 from inline_attention.models.hub import hf_arguments, save_for_hf
 
@@ -43,6 +44,10 @@ def test_models_that_cannot_be_described():
     model.prune_intermediate_layers([1])
     with pytest.raises(ValueError, match="changed since it was built"):
         hf_arguments(model)
+    student = create_small("softmax_pvt_tiny")
+    linearize(student, local_residual=False)  # its weights would fit the model of softmax
+    with pytest.raises(ValueError, match="was linearised"):
+        hf_arguments(student)
     with pytest.raises(ValueError, match="2 class names for the 5 classes"):
         hf_arguments(create_small("inline_cswin_tiny"), class_names=["a", "b"])
 

@@ -247,6 +247,22 @@ def test_another_class_count_is_an_error_unless_the_head_is_reset(tmp_path):
     assert equal(model, {**other_state(), **head})
 
 
+def test_the_head_of_a_model_of_timm():
+    """Its configuration names the layer."""
+    three, other, five = (timm.create_model("test_resnet", num_classes=n) for n in (3, 3, 5))
+    assert three.pretrained_cfg["classifier"] == "fc"
+    for model in (other, five):
+        own = model.get_classifier().weight.detach().clone()
+        load_weights(model, three.state_dict(), reset_head=True)
+        assert torch.equal(model.get_classifier().weight, own)
+        assert torch.equal(model.layer1[0].conv1.weight, three.layer1[0].conv1.weight)
+    with pytest.raises(ValueError, match=r"has 3 classes and the model has 5.*reset_head=True"):
+        load_weights(five, three.state_dict())
+    plain = torch.nn.Linear(2, 3)
+    with pytest.raises(ValueError, match="reset_head=True: the Linear does not say which layer is its head"):
+        load_weights(plain, plain.state_dict(), reset_head=True)
+
+
 def test_models_and_files_without_a_head(tmp_path):
     features = small(num_classes=0)
     with pytest.raises(ValueError, match="has 10 classes and the model has 0"):

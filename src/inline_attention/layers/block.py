@@ -118,8 +118,16 @@ class Block(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
     def pays(self, use: str, x: Tensor) -> bool:
-        """Whether `optimize` allows the kernel, and it was measured to be faster for so many tokens."""
-        return use in self.fused and pays_for(x, self.mlp.fc1.weight.shape[0], use)
+        """Whether `optimize` allows the kernel, and it was measured to be faster for so many tokens.
+
+        Hooks and adapters may have come after `optimize`, so every call looks for them.
+        """
+        return (
+            use in self.fused
+            and self.has_plain_mlp(training=self.training)
+            and (use != "projected" or self.attn.has_plain_projection())
+            and pays_for(x, self.mlp.fc1.weight.shape[0], use)
+        )
 
     def add_mlp(self, x: Tensor, projection: OutputProjection | None = None) -> Tensor:
         """The second half of the block, and before it the end of the attention, if it is given."""

@@ -19,7 +19,12 @@ def resize_map(x: Tensor, size: Grid, *, mode: str) -> Tensor:
 
 
 def with_value(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter that holds a copy of the value, and is trained or frozen as the given one is."""
+    """A parameter that holds a copy of the value, and is trained or frozen as the given one is.
+
+    The parameter itself if it is the value: an optimizer that holds it still trains it.
+    """
+    if value is parameter:
+        return parameter
     return nn.Parameter(value.detach().clone(), requires_grad=parameter.requires_grad)
 
 

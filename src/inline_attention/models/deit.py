@@ -139,7 +139,9 @@ class DeiT(VisionModel):
 
     def _resized_pos_embed(self, pos_embed: Tensor, old: Grid, new: Grid) -> Tensor:
         prefix, rest = pos_embed.split([self.num_prefix_tokens, old[0] * old[1]], dim=1)
-        return torch.cat([prefix, resize_map(rest.unflatten(1, old), new, mode="bicubic").flatten(1, 2)], dim=1)
+        own = rest.unflatten(1, old)
+        resized = resize_map(own, new, mode="bicubic")
+        return pos_embed if resized is own else torch.cat([prefix, resized.flatten(1, 2)], dim=1)
 
     def _own_pos_embed(self, sizes: Tensor, grid: Grid) -> Tensor:
         """Position embeddings of padded images (B, 1 + H·W, C), each at the size of its image"""

@@ -11,6 +11,7 @@ import torch
 from timm.data import resolve_data_config
 from torch import nn
 
+from . import schema
 from .base import VisionModel, input_shape
 from .registry import create_model
 from .weights import architecture
@@ -79,6 +80,11 @@ def hf_arguments(
     """
     if class_names is not None and len(class_names) != model.num_classes:
         raise ValueError(f"there are {len(class_names)} class names for the {model.num_classes} classes of the model")
+    if any(conversion.describe(model) for conversion in schema.CONVERSIONS.values()):
+        raise ValueError(
+            "the model was linearised, and timm would build it with the softmax attention that it had: save it with "
+            "save_weights, whose files load_model opens"
+        )
     # transformers passes the number of classes separately, and the configuration has its own entry for it.
     options = {key: value for key, value in model.config.items() if key != "num_classes"}
     options |= {"img_size": list(model.img_size), "global_pool": model.global_pool}

@@ -88,7 +88,8 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, kwargs: Mapping[str
         return model if dtype is None else model.to(dtype)
 
     kwargs = {**architecture, **kwargs}
-    out_indices = kwargs.pop("out_indices", cls.out_indices)
+    # timm's getter takes None for all features, but its other `feature_cls` do not.
+    out_indices = kwargs.pop("out_indices", cls.out_indices or len(kwargs.get("depths", ())) or None)
     overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
     if pretrained and not (cfg.source or cfg.hf_hub_id or cfg.state_dict or overlay.get("file")):

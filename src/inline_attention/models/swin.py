@@ -126,6 +126,8 @@ def offsets(window: Grid) -> int:
 
 def resize_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
     """Resizes a bias table (offsets, heads) from one window to another."""
+    if old == new:
+        return table
     (oh, ow), (nh, nw) = old, new
     grid = table.unflatten(0, (2 * oh - 1, 2 * ow - 1))[None]
     return resize_map(grid, (2 * nh - 1, 2 * nw - 1), mode="bicubic")[0].flatten(0, 1)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -244,12 +244,15 @@ def fit(target: nn.Module, checkpoint: Checkpoint, *, origin: str, reset_head: b
             state_dict = target.adapt_state_dict(state_dict, img_size=source_size(checkpoint))
         except _MISFITS as error:  # also for impossible shapes
             raise WeightsError(f"{origin} does not fit the model: {hint}{one_line(error)}") from error
-        if reset_head:
-            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in HEAD_NAMES}
-            state_dict.update({name: own[name] for name in HEAD_NAMES if name in own})
-        with errors_name(origin):
-            _check_class_count(own, state_dict)
         _adapt_input_channels(own, state_dict, name=first_conv_name(target))
+    head = _head_names(target)
+    if reset_head:
+        if not head:
+            raise ValueError(f"reset_head=True: the {type(target).__name__} does not say which layer is its head")
+        state_dict = {name: tensor for name, tensor in state_dict.items() if name not in head}
+        state_dict |= {name: own[name] for name in head if name in own}
+    with errors_name(origin):
+        _check_class_count(own, state_dict, head)
     if problems := _misfits(own, state_dict):
         raise WeightsError(f"{origin} does not fit the model: {hint}{problems}")
     return state_dict
@@ -481,11 +484,20 @@ def _adapt_input_channels(own: StateDict, state_dict: StateDict, *, name: str) -
             state_dict[name] = adapt_input_conv(channels, weight)
 
 
-def _check_class_count(own: StateDict, state_dict: StateDict) -> None:
+def _head_names(model: nn.Module) -> Sequence[str]:
+    """The weights of the classifier, first the one with a row for each class. Empty if the model does not name it."""
+    if isinstance(model, VisionModel):
+        return HEAD_NAMES
+    found: Any = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()  # as timm's models have it
+    layers = [found] if isinstance(found, str) else found
+    return [f"{layer}.{name}" for layer in layers for name in ("weight", "bias")]
+
+
+def _check_class_count(own: StateDict, state_dict: StateDict, head: Sequence[str]) -> None:
     """Raise ValueError if the head is all that differs. The check of all tensors finds other differences."""
-    if own.keys() - set(HEAD_NAMES) != state_dict.keys() - set(HEAD_NAMES):
+    if not head or own.keys() - set(head) != state_dict.keys() - set(head):
         return
-    shapes = (tensors[HEAD_NAMES[0]].shape if HEAD_NAMES[0] in tensors else () for tensors in (state_dict, own))
+    shapes = (tensors[head[0]].shape if head[0] in tensors else () for tensors in (state_dict, own))
     theirs, ours = (next(iter(shape), 0) for shape in shapes)
     if theirs != ours:
         raise ValueError(

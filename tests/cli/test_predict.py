@@ -99,6 +99,15 @@ def test_classes_without_names(images: Path, tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.split("%")[1].strip() in "0123"
 
 
+def test_weights_that_diverged(weights: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    classifier = load_classifier(None, str(weights))
+    with torch.no_grad():
+        classifier.model.get_parameter("head.weight").fill_(torch.nan)
+    diverged = save_weights(classifier.model, tmp_path / "nan.safetensors")
+    assert main(command(diverged, images)) == 2
+    assert "the model's outputs are not finite: its weights have diverged" in capsys.readouterr().err
+
+
 def test_names_of_another_number_of_classes(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = create_model("inline_deit_tiny", num_classes=4, **SMALL)
     weights = save_weights(model, tmp_path / "w.safetensors", metadata={"class_names": '["cat", "dog"]'})

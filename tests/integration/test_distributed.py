@@ -196,6 +196,31 @@ def test_a_wrong_setting_ends_every_rank_with_one_message(tmp_path: Path) -> Non
     assert log.read_text().count("already holds a run") == 1
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optim.accumulate=100", "optim.accumulate=100: an epoch has only 10 batches of 8 images"),
+        ("schedule.warmup_steps=100", "the warm-up has 100 updates and the run 10"),
+        ("model.freeze=9", "model.freeze=9: DeiT has 4 layer groups"),
+        ("optim.lr=1e30", "the gradient was not finite in update 2"),
+    ],
+)
+def test_an_error_of_all_ranks_is_printed_once(setting: str, message: str, tmp_path: Path) -> None:
+    log, more = tmp_path / "log.txt", ("schedule.warmup_epochs=0", "optim.clip_norm=null")
+    assert _runs.run_ranks(_runs.arguments(tmp_path / "run", *TWO, *more, setting), 2, log=log) == [2, 2]
+    assert log.read_text().count("inline train: ") == log.read_text().count(message) == 1, log.read_text()
+
+
+def test_classes_of_another_run_are_an_error_of_one_rank(runs: Path, tmp_path: Path) -> None:
+    log, data = tmp_path / "log.txt", tmp_path / "data"
+    shutil.copytree(_runs.images(), data)
+    for split in ("train", "val"):
+        (data / split / "9").rename(data / split / "nine")
+    resume = ["train", f"--resume={runs / 'two'}", f"--data={data}", f"--output={tmp_path / 'run'}"]
+    assert _runs.run_ranks(resume, 2, log=log) == [2, 2]
+    assert log.read_text().count("has other classes than the data") == 1, log.read_text()
+
+
 def test_an_error_in_the_data_is_printed_once(tmp_path: Path) -> None:
     log, damaged = tmp_path / "log.txt", tmp_path / "data"
     (damaged / "train" / "0").mkdir(parents=True)  # a class without images

@@ -131,6 +131,13 @@ def test_the_best_are_weights_that_could_be_saved(
     assert (summary["best_epoch"], summary["best_top1"]) == (3, 20.0)
 
 
+def test_a_figure_that_is_nan_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fixed, "figures", [float("nan"), 10.0, float("nan")])
+    summary = run_fixed(tmp_path / "run", "schedule.epochs=3").summary
+    assert (summary["best_epoch"], summary["best_top1"]) == (2, 10.0)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["val_top1"] is None
+
+
 def test_plateau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stale evaluations (epochs 3 and 4, 7 and 8) halve the rate, and an improvement does not raise it again."""
     options = ("schedule.kind=plateau", "schedule.patience=2", "schedule.drop_factor=0.5", "schedule.min_lr=0")
@@ -311,6 +318,21 @@ def test_a_diverging_run_stops_with_step_checkpoint_and_hint(tmp_path: Path) -> 
     assert all(value.isfinite().all() for value in _runs.weights(tmp_path / "skip").values())
     # NaN is no JSON.
     assert "NaN" not in (tmp_path / "skip" / "metrics.jsonl").read_text()
+
+
+def test_a_run_that_failed_before_it_saved_starts_again(tmp_path: Path) -> None:
+    wild = ("optim.lr=1e30", "schedule.warmup_epochs=0", "optim.clip_norm=null", "schedule.epochs=1")
+    with pytest.raises(NonFiniteLoss, match=r"run.precision=fp32, then start again"):
+        run(tmp_path / "run", *wild)
+    outcome = run(tmp_path / "run", "schedule.epochs=1")
+    assert outcome.summary["updates"] == 5
+    assert len(json.loads((tmp_path / "run" / "environment.json").read_text())) == 2
+    assert [record["update"] for record in _runs.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    # One that has saved something is kept.
+    with pytest.raises(NonFiniteLoss, match=r"run.precision=fp32, then --resume"):
+        run(tmp_path / "saved", *wild, "checkpoint.every_steps=1")
+    with pytest.raises(ValueError, match="already holds a run"):
+        run(tmp_path / "saved", "schedule.epochs=1")
 
 
 class NoGradient(Classification):
@@ -517,6 +539,22 @@ def test_a_larger_batch_after_a_pause_keeps_what_was_done(tmp_path: Path) -> Non
     # Resumed again, it goes on from there.
     outcome = run(folder, "schedule.epochs=5", "data.batch_size=64", resume="auto")
     assert (outcome.summary["updates"], outcome.summary["epochs"]) == (26, 5)
+
+
+def test_a_run_that_is_shortened_has_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in its second epoch, before any evaluation, then ended there."""
+    update = Trainer.update
+
+    def stop_after_six(trainer: Trainer, batches: Any) -> None:
+        update(trainer, batches)
+        if trainer.progress.updates == 6:
+            stop_by_signal(trainer)
+
+    monkeypatch.setattr(Trainer, "update", stop_after_six)
+    assert run(tmp_path / "run", "schedule.epochs=8", "log.eval_epochs=4").signal
+    summary = run(tmp_path / "run", "schedule.epochs=1", "log.eval_epochs=4", resume="auto").summary
+    assert (summary["updates"], summary["best_epoch"], summary["best_top1"]) == (7, 2, summary["val_top1"])
+    assert (tmp_path / "run" / "checkpoints" / "best.safetensors").exists()
 
 
 def test_a_schedule_in_steps_keeps_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

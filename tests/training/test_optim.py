@@ -183,6 +183,11 @@ def test_optimizers_that_are_refused(settings: dict, message: str) -> None:
         OptimConfig(**settings)
 
 
+def test_an_optimizer_without_eps() -> None:
+    with pytest.raises(ValueError, match=r"optim.name=kronc does not take eps"):
+        Optimizer(torch.nn.Linear(2, 2), OptimConfig(name="kronc", eps=1e-6))
+
+
 def test_average_of_the_weights() -> None:
     model = torch.nn.Linear(2, 1)
     with torch.no_grad():

@@ -62,5 +62,7 @@ def _figures(summary: Mapping[str, Any]) -> str:
     if "val_map" in summary:  # an image may have several labels
         figures = f"mAP {summary['val_map']:.2f}%, F1 {summary['val_f1_micro']:.2f}% (micro)"
         return f"{figures} on the validation split (best {summary['best_map']:.2f}%"
-    figures = f"top-1 {summary['val_top1']:.2f}%, top-5 {summary['val_top5']:.2f}%"
+    figures = f"top-1 {summary['val_top1']:.2f}%"
+    if "val_top5" in summary:  # more than five classes
+        figures += f", top-5 {summary['val_top5']:.2f}%"
     return f"{figures} on the validation split (best {summary['best_top1']:.2f}%"

@@ -21,8 +21,9 @@ def check_readable(loader: EvalLoader[Any, Any], *, images: int, skipped: int) -
 
     ValueError if no image could be read, or too many could not. A few unreadable images are logged.
     """
+    ranks = current_ranks()
     if images == 0:
-        raise ValueError(f"nothing to evaluate: none of the {loader.num_images} images could be read")
+        ranks.fail(ValueError(f"nothing to evaluate: none of the {loader.num_images} images could be read"))
     loader.skipped.check_limit(skipped)
-    if skipped and current_ranks().is_first:
+    if skipped and ranks.is_first:
         _logger.warning("%d unreadable images are left out: results are over the other %d", skipped, images)

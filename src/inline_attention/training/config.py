@@ -233,6 +233,8 @@ class LoopConfig:
         check_setting("seed", self.seed, 0 <= self.seed < 2**63, "a number from 0 to 2^63 - 1")
         if self.run.strategy == "fsdp" and self.optim.name != "adamw":
             raise ValueError(f"run.strategy=fsdp shards adamw only, not optim.name={self.optim.name}: use ddp")
+        if self.run.strategy == "fsdp" and self.run.channels_last:
+            raise ValueError("run.channels_last=true: run.strategy=fsdp cannot shard this layout: use ddp")
 
     def global_batch(self, world_size: int) -> int:
         """Images per update."""

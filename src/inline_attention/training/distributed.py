@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -59,10 +59,12 @@ class Ranks:
             except _REPORTED as error:
                 outcome = (None, error)
         value, failure = self.broadcast(outcome)
-        if failure is None:
-            return value
+        return value if failure is None else self.fail(failure)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """End all ranks with an error that each of them has found. Rank 0 alone raises it, so it is printed once."""
         if self.is_first:
-            raise failure
+            raise error
         raise SystemExit(2)
 
     def together(self, action: Callable[[], Value]) -> Value:
@@ -186,12 +188,14 @@ def parallelize(
     ranks: Ranks,
     mode: str | None = None,
     param_dtype: torch.dtype | None = None,
+    unused_parameters: bool = False,
 ) -> nn.Module:
     """The module that the loop calls: the model on one rank, DDP around it, or the model sharded in place (FSDP2).
 
     mode: compile mode of `optimize`; None: not compiled.
     param_dtype: FSDP gathers weights in this type; None: in their own. The sharded weights and the reduction of
     gradients stay float32.
+    unused_parameters: whether some parameters get no gradient. DDP then searches for them in every update.
     """
     sharded = strategy == "fsdp" and ranks.world_size > 1
     if mode is not None:
@@ -201,7 +205,7 @@ def parallelize(
         return model
     if not sharded:
         device_ids = [ranks.device] if ranks.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids)
+        return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=unused_parameters)
     # Autocast chooses the type of activations, as it does under DDP: the inputs of a block stay as they are.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in model.modules() if param_dtype is not None else ():

@@ -7,13 +7,14 @@ would have done, with any number of workers and ranks.
 """
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ from inline_attention.training.lock import FileLock
 from inline_attention.training.meters import DeviceMeter
 from inline_attention.training.optim import Optimizer
 from inline_attention.training.report import SUMMARY, Reporter, memory_bytes
-from inline_attention.training.run_folder import CHECKPOINTS, LOCK, Plan, check_plan, claim_folder
+from inline_attention.training.run_folder import CHECKPOINTS, LOCK, Plan, check_plan, claim_folder, give_back
+from inline_attention.training.schedule import Schedule
 from inline_attention.training.signals import StopRequest, stop_on_signals
 from inline_attention.training.task import Evaluation, TrainingBatch, check_same_task
 
@@ -74,9 +76,13 @@ def train(plan: Plan) -> Outcome:
             with determinism(config.deterministic):
                 trainer = Trainer(plan, ranks=ranks, reporter=reporter, request=request)
                 files = trainer.task.start_files()
-                ranks.decide(lambda: claim_folder(plan, ranks, lock, notify=reporter.note, files=files))
+                is_new = ranks.decide(lambda: claim_folder(plan, ranks, lock, notify=reporter.note, files=files))
                 try:
                     return trainer.fit()
+                except Exception:
+                    if is_new and ranks.is_first:
+                        give_back(plan.folder)
+                    raise
                 finally:
                     # Workers block SIGTERM, so multiprocessing cannot stop them at exit; close them here.
                     trainer.data.train.close()
@@ -114,16 +120,11 @@ class Trainer:
                 config, data=dataclasses.replace(config.data, batch_size=batch_size)
             )
         self.steps_per_epoch = self.data.train.steps_per_epoch // config.optim.accumulate
-        if self.steps_per_epoch == 0:
-            raise ValueError(
-                f"optim.accumulate={config.optim.accumulate}: an epoch has only {self.data.train.steps_per_epoch} "
-                f"batches of {batch_size} images; lower optim.accumulate or data.batch_size"
-            )
-        self.schedule = config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=ranks.world_size)
+        self.schedule = ranks.together(self.build_schedule)
         self.total_epochs = -(-self.schedule.total_steps // self.steps_per_epoch)  # the last one may be shorter
 
         ranks.decide(self.task.fetch_weights)
-        self.model = self.task.build_model().to(ranks.device)
+        self.model = ranks.together(self.task.build_model).to(ranks.device)
         if config.run.channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.depth = SampledDepth(self.model, device=ranks.device)
@@ -135,9 +136,10 @@ class Trainer:
             ranks=ranks,
             mode=self.compile_mode,
             param_dtype=torch.bfloat16 if self.amp_dtype == torch.bfloat16 else None,
+            unused_parameters=self.task.unused_parameters,
         )
         scaler = torch.amp.GradScaler(ranks.device.type) if self.amp_dtype == torch.float16 else None
-        self.optimizer = Optimizer(self.model, config.optim, scaler=scaler)
+        self.optimizer = ranks.together(lambda: Optimizer(self.model, config.optim, scaler=scaler))
         decay = config.ema.decay_per_step(config.global_batch(ranks.world_size))
         self.average = None if decay is None else WeightAverage(self.model, decay=decay, warmup=config.ema.warmup)
 
@@ -154,6 +156,15 @@ class Trainer:
         self.agreement = StopAgreement(ranks)
         self.meter = DeviceMeter(ranks)
 
+    def build_schedule(self) -> Schedule:
+        config = self.config
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"optim.accumulate={config.optim.accumulate}: an epoch has only {self.data.train.steps_per_epoch} "
+                f"batches of {config.data.batch_size} images; lower optim.accumulate or data.batch_size"
+            )
+        return config.build_schedule(steps_per_epoch=self.steps_per_epoch, world_size=self.ranks.world_size)
+
     # The run
 
     def fit(self) -> Outcome:
@@ -165,7 +176,9 @@ class Trainer:
             if signal := self.train_epoch():
                 stopped = f"stopped by signal {signal} after update {progress.updates}"
                 if "checkpoint" in self.checkpoints.failing:
-                    raise OSError(f"{stopped}, but its state could not be saved in {self.checkpoints.folder}")
+                    self.ranks.fail(
+                        OSError(f"{stopped}, but its state could not be saved in {self.checkpoints.folder}")
+                    )
                 self.reporter.note(f"{stopped}; continue with --resume {self.folder}")
                 return Outcome(self.folder, self.summary(result), signal, self.ranks.is_first)
             if self.is_due(self.config.log.eval_epochs):
@@ -181,10 +194,13 @@ class Trainer:
             progress.epoch, progress.step = progress.epoch + 1, 0
         if result is None:  # the run was complete before it was resumed
             result = self.evaluate()
+            self.keep_best(result, weights="model")
         summary = self.summary(result)
         self.reporter.write_files(self.task.result_files(result))
         if self.checkpoints.failing:  # no summary: to job scripts, it means that the weights are there
-            raise OSError(f"the run is over, but its last state could not be saved in {self.checkpoints.folder}")
+            self.ranks.fail(
+                OSError(f"the run is over, but its last state could not be saved in {self.checkpoints.folder}")
+            )
         self.reporter.write_summary(summary)
         if SUMMARY in self.reporter.failing:
             raise OSError(f"the run is over, but {SUMMARY} could not be written to {self.folder}")
@@ -308,7 +324,7 @@ class Trainer:
         """Save the model's current weights (its own, or their average) if they are better than the saved ones."""
         progress, key = self.progress, self.task.headline.key
         figure = result.figures[key]
-        if progress.best is None or figure > progress.best:
+        if progress.best is None or math.isnan(progress.best) or figure > progress.best:
             progress.stale = 0
             about = {"weights": weights, "epoch": str(progress.epoch + 1), key: f"{figure:.4f}"}
             if self.checkpoints.save_best(self.model, about=about):
@@ -352,15 +368,19 @@ class Trainer:
             self.stop_for_nan(self.clock_updates + reading.first_bad + 1)
         self.start_clock()
 
-    def stop_for_nan(self, update: int) -> None:
+    def stop_for_nan(self, update: int) -> NoReturn:
         """update: counted from 1, as checkpoints are."""
         saved = self.checkpoints.saved_updates
-        good = "there is no checkpoint yet" if saved is None else f"the last good checkpoint is that of update {saved}"
+        good, again = f"the last good checkpoint is that of update {saved}", "--resume"
+        if saved is None:
+            good, again = "there is no checkpoint yet", "start again"
         lower = "optim.clip_norm=1" if self.config.optim.clip_norm is None else "a longer schedule.warmup_epochs"
-        raise NonFiniteLoss(
-            f"the gradient was not finite in update {update}: it was not applied, and the run stops; {good} in "
-            f"{self.checkpoints.folder}. Try a lower optim.lr, {lower} or run.precision=fp32, then --resume; "
-            "run.on_nan=skip leaves such updates out and continues"
+        self.ranks.fail(
+            NonFiniteLoss(
+                f"the gradient was not finite in update {update}: it was not applied, and the run stops; {good} in "
+                f"{self.checkpoints.folder}. Try a lower optim.lr, {lower} or run.precision=fp32, then {again}; "
+                "run.on_nan=skip leaves such updates out and continues"
+            )
         )
 
     def save(self) -> None:
@@ -380,7 +400,7 @@ class Trainer:
         checkpoint = plan.checkpoint or self.ranks.decide(lambda: newest_checkpoint(source, notify=note))
         if checkpoint is None:
             return
-        check_same_task(read_manifest(checkpoint)["about"], own.about, checkpoint)
+        self.ranks.decide(lambda: check_same_task(read_manifest(checkpoint)["about"], own.about, checkpoint))
         saved, fresh = restore(checkpoint, model=self.model, optimizer=self.optimizer, average=self.average)
         if saved.steps_per_epoch != self.steps_per_epoch:
             before = saved.steps_per_epoch
@@ -394,9 +414,12 @@ class Trainer:
             own.saved_updates = saved.updates
             self.ranks.decide(lambda: own.set_aside_after(checkpoint, updates=saved.updates))
         elif saved.position >= self.schedule.total_steps:
-            raise ValueError(
-                f"{checkpoint} has {saved.position} of {self.schedule.total_steps} updates: nothing is left to train "
-                f"in {self.folder}; raise schedule.{'epochs' if self.config.schedule.steps is None else 'steps'}"
+            length = "schedule.epochs" if self.config.schedule.steps is None else "schedule.steps"
+            self.ranks.fail(
+                ValueError(
+                    f"{checkpoint} has {saved.position} of {self.schedule.total_steps} updates: nothing is left to "
+                    f"train in {self.folder}; raise {length}"
+                )
             )
         else:  # the best weights so far are in the other run's folder
             saved = dataclasses.replace(saved, best=None, best_epoch=None, stale=0)

@@ -84,7 +84,10 @@ class Optimizer:
         else:
             own = {"betas": config.betas, "eps": config.eps}
             given: dict[str, Any] = {key: value for key, value in own.items() if value is not None}
-            self.inner = create_optimizer_v2(groups, config.name, lr=config.lr, momentum=config.momentum, **given)
+            try:
+                self.inner = create_optimizer_v2(groups, config.name, lr=config.lr, momentum=config.momentum, **given)
+            except TypeError as error:
+                raise ValueError(f"optim.name={config.name} does not take {' and '.join(given)}: {error}") from error
         self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
         self.clip_norm = config.clip_norm
         self.scaler = scaler

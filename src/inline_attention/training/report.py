@@ -87,8 +87,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         """Write a record. With `show`, also print it together with the latest other figures."""
         if not self.active:
             return
-        # JSON has no NaN.
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        record = _without_nan(record)
         self.latest |= record | ({} if eta_seconds is None else {"eta": eta_seconds})
         self._append(record)
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("update", "epoch")}
@@ -122,7 +121,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         if self.active:
-            content = json.dumps(summary, indent=1).encode()
+            content = json.dumps(_without_nan(summary), indent=1).encode()
             self._try(SUMMARY, lambda: write_atomically(self.folder / SUMMARY, content))
 
     def write_files(self, files: Mapping[str, Writer]) -> None:
@@ -211,6 +210,11 @@ class Reporter(AbstractContextManager["Reporter"]):
                 file.writelines(aside)
         if lines:  # even if nothing moved: the last line may lack its newline
             write_atomically(self.folder / METRICS, b"".join(kept))
+
+
+def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The folder of a run: planning a new or resumed run, locking the folder, and the files that describe the run."""
 
+import contextlib
 import json
 import sys
 import time
@@ -127,16 +128,19 @@ def default_folder(config: LoopConfig) -> Path:
 
 def claim_folder(
     plan: Plan, ranks: Ranks, lock: FileLock, *, notify: Callable[[str], None], files: Mapping[str, bytes] | None = None
-) -> None:
+) -> bool:
     """Create and lock the folder. Write config.yaml, and environment.json with one entry for each start of the run.
 
-    files: further files, by name. Only rank 0 calls this, after everything else was checked.
+    Returns whether the folder held no run before. Only rank 0 calls this, after everything else was checked.
+
+    files: further files, by name.
     """
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _no_output(plan.folder, error) from error
     _take(lock)  # `check_plan` has locked a folder that existed
+    is_new = not (plan.folder / CONFIG).exists()
     write_atomically(plan.folder / CONFIG, settings.to_yaml(plan.config).encode())
     for name, content in (files or {}).items():
         write_atomically(plan.folder / name, content)
@@ -152,6 +156,14 @@ def claim_folder(
         }
     )
     write_atomically(path, json.dumps(starts, indent=1).encode())
+    return is_new
+
+
+def give_back(folder: Path) -> None:
+    """Let the same command start again in the folder of a run that has failed, unless it has saved something."""
+    if not any((folder / CHECKPOINTS).glob("*")):
+        with contextlib.suppress(OSError):
+            (folder / CONFIG).unlink()
 
 
 def _read_starts(path: Path, *, notify: Callable[[str], None]) -> list[Any]:

@@ -88,6 +88,7 @@ class Task(ABC):
     headline: Headline  # may depend on the data: the loop reads it after `open_data`
     summary_figures: tuple[str, ...]  # figures of the last evaluation that summary.json contains
     fixed_shapes: ClassVar[bool]  # one input shape in training and one in evaluation, as CUDA graphs need
+    unused_parameters: bool = False  # whether some parameters get no gradient, which DDP must be told
 
     @staticmethod
     @abstractmethod

@@ -131,6 +131,13 @@ def test_values_that_cannot_work_are_refused_before_the_run_starts(override: str
         load_config("inline_deit_tiny", overrides=[override])
 
 
-def test_sharding_is_for_adamw() -> None:
-    with pytest.raises(ValueError, match=r"run.strategy=fsdp shards adamw only, not optim.name=lamb: use ddp"):
-        load_config("inline_deit_tiny", overrides=["optim.name=lamb", "run.strategy=fsdp"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.name=lamb", r"run.strategy=fsdp shards adamw only, not optim.name=lamb: use ddp"),
+        ("run.channels_last=true", r"run.channels_last=true: run.strategy=fsdp cannot shard this layout: use ddp"),
+    ],
+)
+def test_what_cannot_be_sharded(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config("inline_deit_tiny", overrides=[override, "run.strategy=fsdp"])

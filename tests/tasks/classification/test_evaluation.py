@@ -103,6 +103,7 @@ def test_fewer_than_five_classes(images: Path) -> None:
     result = evaluate(Classifier(2), open_eval_data(config(images)), device="cpu")
     assert result.images == 30
     assert result.top5 == 100  # both of them
+    assert "top-5" not in result.summary()
 
 
 def test_many_classes_have_no_confusion_matrix(images: Path) -> None:

@@ -336,6 +336,18 @@ def test_two_ranks(teacher: Path, finished: Path, tmp_path: Path) -> None:
         assert two == pytest.approx(one, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_two_ranks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
+    """The norm after pooling, which the features of all tokens do not pass."""
+    teacher, log = tmp_path / "teacher.pth", tmp_path / "log.txt"
+    torch.save(timm.create_model("test_vit2", img_size=32, num_classes=0).state_dict(), teacher)
+    own = ("data.img_size=32", "model.kwargs.num_classes=0", "match.steps=1", "--no-labels", "--no-report")
+    assert _runs.run_ranks(words(teacher, tmp_path / "run", *own, name=("test_vit2",)), 2, log=log) == [0, 0], (
+        log.read_text()
+    )
+    assert len(_runs.metrics(tmp_path / "run" / "distill")) > 1
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -349,6 +361,7 @@ def test_two_ranks(teacher: Path, finished: Path, tmp_path: Path) -> None:
         (["--anchors", "0"], "anchors=0; expected 1 or more"),
         (["--keep-softmax", "auto:9"], "the model has 2 attentions to convert"),
         (["--keep-softmax", "auto:1,blocks.0.attn"], "expected names, or auto:K alone"),
+        (["--keep-softmax", "*"], "model.keep_softmax=['*'] keeps all attentions: keep fewer"),
         (["--keep-softmax", "stem"], "matches none of blocks.0.attn, blocks.1.attn"),
         (["--epochs", "-1"], "--epochs -1: expected 0 or more"),
         (["--resume", "nowhere"], "--resume nowhere: expected a folder of `inline linearize`"),

@@ -54,8 +54,9 @@ class EvalResult(LoaderResult):
     real_top1: float | None = None  # by ImageNet's reassessed labels, over images that have any; None: not counted
 
     def summary(self) -> str:
+        top5 = f"  top-5 {self.top5:.3f}%" if len(self.per_class) > 5 else ""
         real = "" if self.real_top1 is None else f"  ReaL {self.real_top1:.3f}%"
-        return f"top-1 {self.top1:.3f}%  top-5 {self.top5:.3f}%{real}  loss {self.loss:.4f}  ECE {self.ece:.2f}%"
+        return f"top-1 {self.top1:.3f}%{top5}{real}  loss {self.loss:.4f}  ECE {self.ece:.2f}%"
 
     def class_table(self, names: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         """The header and the rows of a table of the classes that have images."""

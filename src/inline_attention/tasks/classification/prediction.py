@@ -51,6 +51,8 @@ def predict(
             continue
         with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             logits = model(batch.images)
+        if not logits.isfinite().all():
+            raise ValueError("the model's outputs are not finite: its weights have diverged, or need --precision fp32")
         guesses = best_guesses(logits, names, descriptions, topk=topk, multi_label=classifier.multi_label)
         for sample, ranked in zip(batch.sample_ids.tolist(), guesses, strict=True):
             yield Prediction(sample, [guess for guess in ranked if guess.probability >= (threshold or 0)])

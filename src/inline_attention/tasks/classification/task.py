@@ -82,6 +82,8 @@ class Classification(Task):
         if self.data.multi_label:
             self.headline, self.summary_figures = Headline("map", "mAP"), ("map", "f1_micro", "f1_macro")
             images = self.data.train_images
+        elif self.data.num_classes <= 5:
+            self.summary_figures = ("top1",)
         self.loss = ClassifierLoss(config.optim, class_counts=self.data.class_counts, images=images).to(ranks.device)
         return self.data.to(ranks.device)
 

@@ -129,6 +129,8 @@ def prepare(
         log(f"choosing the layers that stay softmax, on up to {CALIBRATION_IMAGES} images")
         config = replace(config, model=replace(config.model, kept=choose_layers(teacher, config, device=device)))
     student, report = make_student(teacher, config.model, seed=config.seed)
+    if not report.linear():
+        raise ValueError(f"model.keep_softmax={config.model.keep_softmax} keeps all attentions: keep fewer")
     if ARCHITECTURE not in describe_model(student):
         name = model_name(teacher.model)
         raise ValueError(f"a weights file cannot describe how to build this {name}: see the warning above")

@@ -238,6 +238,7 @@ class Distillation(Linearization):
         wanted, student = self.config.model, super().build_model()
         if not self.has_head:  # timm's forward is forward_head(forward_features(x))
             self.teacher.forward_head = student.forward_head = _every_token  # type: ignore[assignment]
+            self.unused_parameters = True  # such as those of a norm after pooling
         if wanted.checkpointing:
             student.set_grad_checkpointing(True)  # type: ignore[operator]  # timm's contract
         freeze_layers(student, wanted.freeze)

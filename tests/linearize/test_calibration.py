@@ -119,7 +119,22 @@ def test_auto_keeps_the_layers_that_cost_most() -> None:
     assert [layer.name for layer in report.linear()] == [costs[0].name]
     with pytest.raises(ValueError, match="3 attentions"):
         linearize(case.model, keep_softmax="auto:4", images=images)
+    with pytest.raises(ValueError, match="two or more different images"):
+        linearize(case.model, keep_softmax="auto:1", images=images[:1])
     untouched = case.model
     with pytest.raises(ValueError, match="at least one image"):
         linearize(untouched, keep_softmax="auto:1", images=[])
     assert not hasattr(untouched, "linearization")
+
+
+def test_an_interrupted_measurement_leaves_the_model_as_it_was() -> None:
+    case = vit("vit_tiny_patch16_224", depth=3)
+    model = case.model
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model.get_submodule("blocks.2").register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        linearize(model, keep_softmax="auto:1", images=case.images())
+    assert not hasattr(model, "linearization")

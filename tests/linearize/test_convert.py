@@ -363,8 +363,9 @@ def test_a_mask_over_keys_is_kept_and_others_are_refused() -> None:
     mask = torch.tensor([True] * 4 + [False] * 2).expand(2, 1, 1, 6)
     with torch.no_grad():
         torch.testing.assert_close(module(x, attn_mask=mask)[:, :4], module(x[:, :4]))
-    with pytest.raises(ValueError, match=r"\(B, 1, 1, 6\)"):
-        module(x, attn_mask=torch.ones(6, 6, dtype=torch.bool))
+    for other in (torch.ones(6, 6, dtype=torch.bool), mask.int()):  # integers would be added to the logits
+        with pytest.raises(ValueError, match=r"\(B, 1, 1, 6\), of bool"):
+            module(x, attn_mask=other)
     with pytest.raises(ValueError, match="causal"):
         module(x, is_causal=True)
 
@@ -504,6 +505,61 @@ def test_a_model_is_converted_once() -> None:
         linearize(model)
     with pytest.raises(ValueError, match=r"0\.blocks\.0\.attn .*a part of the model is linearised already: restore"):
         linearize(nn.Sequential(model))
+
+
+def test_a_model_whose_call_would_stay_as_it_is_is_refused() -> None:
+    model: Any = OF_NAME["vit_tiny_patch16_224"].model
+    model.blocks[0].attn.forward = torch.compile(model.blocks[0].attn.forward)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn .*its forward was replaced"):
+        linearize(model)
+    assert len(linearize(model, keep_softmax="blocks.0.attn").linear()) == 1
+
+
+def test_a_wrapped_model_would_not_average_the_gradients_of_residuals() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(OF_NAME["vit_tiny_patch16_224"].model)
+        with pytest.raises(ValueError, match="linearise it before it is wrapped"):
+            linearize(wrapped)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_attention_may_belong_to_several_modules() -> None:
+    class AttentionCollector(nn.Module):
+        def __init__(self, *attentions: nn.Module) -> None:
+            super().__init__()
+            self.attentions = nn.ModuleList(attentions)
+
+    model: Any = OF_NAME["vit_tiny_patch16_224"].model
+    model.collector = AttentionCollector(*(block.attn for block in model.blocks))
+    assert [layer.name for layer in linearize(model).layers] == ["blocks.0.attn", "blocks.1.attn"]
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with weights of int8 and no other parameters."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.abs().max().item() / 127
+        self.weight = nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.scale * self.weight.to(x.dtype)).mT
+
+
+def test_quantised_layers_do_not_decide_the_precision_of_new_parameters() -> None:
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model: Any = case.model
+    attn = model.blocks[1].attn
+    attn.qkv, attn.proj = QuantizedLinear(attn.qkv), QuantizedLinear(attn.proj)
+    expected = model(case.images())
+    train_residual(model)
+    add_gains(model)
+    assert attn.local.fc1.weight.dtype == attn.gain.dtype == torch.float64
+    assert model(case.images()).isfinite().all()
+    restore(model)
+    assert torch.equal(model(case.images()), expected)
 
 
 class MyAttention(nn.Module):

@@ -109,13 +109,15 @@ def token_mask_of(attn_mask: Tensor | None, is_causal: bool, x: Tensor) -> Tenso
         raise ValueError("a linear attention cannot be causal: call the model without is_causal")
     if attn_mask is None:
         return None
-    if attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
+    is_bool = attn_mask.dtype == torch.bool
+    if attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1) or not (is_bool or attn_mask.is_floating_point()):
         raise ValueError(
-            f"attn_mask has shape {tuple(attn_mask.shape)}; a linear attention takes a mask over keys alone, "
-            f"(B, 1, 1, {x.shape[1]}); for timm's NaFlexVit pass use_key_only_attn_mask=True"
+            f"attn_mask has shape {tuple(attn_mask.shape)} and dtype {attn_mask.dtype}; a linear attention takes a "
+            f"mask over keys alone, (B, 1, 1, {x.shape[1]}), of bool or added to the logits; for timm's NaFlexVit "
+            "pass use_key_only_attn_mask=True"
         )
     keys = attn_mask[:, 0, 0].expand(x.shape[0], -1)
-    return keys if keys.dtype == torch.bool else keys == 0  # an additive mask is 0 or −inf
+    return keys if is_bool else keys == 0  # an additive mask is 0 or −inf
 
 
 # Attentions that timm builds, as `attn_layer`. They are made before the model that they belong to is complete.

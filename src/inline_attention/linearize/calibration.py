@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from inline_attention.layers.mode import evaluation_mode
 from inline_attention.ops.projections import unstack
 
-from .convert import add_gains, linearized_modules
+from .convert import add_gains, floating_parameter, linearized_modules
 from .modules import Call, LinearizedAttention
 
 Images = Tensor | Iterable[Tensor]
@@ -155,10 +155,13 @@ def layer_costs(model: nn.Module, images: Images) -> Costs:
     modules = linearized_modules(model)
     everything = dict.fromkeys(modules, as_softmax)
     expected = _outputs(model, batches, everything)
+    spread = (expected - expected.mean(0)).square().sum()
+    if spread == 0:
+        raise ValueError("images: the model's outputs are equal for all of them; expected two or more different images")
 
     def compare(name: str, observers: Mapping[str, Any], error: float) -> LayerCost:
         found = _outputs(model, batches, observers)
-        change = (found - expected).square().sum() / (expected - expected.mean(0)).square().sum()
+        change = (found - expected).square().sum() / spread
         agreement = None
         if getattr(model, "num_classes", 1) != 0:
             agreement = (found.argmax(1) == expected.argmax(1)).double().mean().item()
@@ -210,7 +213,7 @@ def count_keys(model: nn.Module, images: Tensor) -> dict[str, int]:
 def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str, Any]) -> Tensor:
     """The model's outputs for all images as rows in float64, with some of its attentions observed."""
     with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
-        like = next(model.parameters())
+        like = floating_parameter(model)
         outputs = [model(batch.to(like)) for batch in batches]
     if not all(isinstance(output, Tensor) for output in outputs):
         raise ValueError(f"the model returns {type(outputs[0]).__name__}; expected one tensor for a batch of images")

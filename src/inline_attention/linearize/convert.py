@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from inline_attention.layers import Attention, LocalWeight
@@ -142,6 +143,8 @@ def linearize(
     names, automatic = _parse_keep(keep_softmax)
     if automatic and images is None:
         raise ValueError(f"keep_softmax={keep_softmax!r} measures what each layer costs: pass images=, a batch of them")
+    if isinstance(model, DistributedDataParallel):  # it would not average the gradients of new parameters
+        raise ValueError("the model is wrapped in DistributedDataParallel: linearise it before it is wrapped")
     if isinstance(getattr(model, "linearization", None), Linearization):
         raise ValueError("the model is already linearised: call restore(model) first")
     plan = _plan(model, names, local_residual=local_residual)
@@ -151,7 +154,7 @@ def linearize(
     if automatic > len(convertible):
         raise ValueError(f"keep_softmax={keep_softmax!r}, but the model has {len(convertible)} attentions to convert")
     for item in convertible:
-        _convert_module(item, form)
+        _convert_module(item, form, like=floating_parameter(item.module, model))
     record.hooks = _install_grids(convertible)
     model.linearization = record  # type: ignore[assignment]
     if automatic:
@@ -160,7 +163,7 @@ def linearize(
         assert images is not None
         try:
             names_to_keep = costliest(model, images, automatic)
-        except Exception:
+        except BaseException:  # Ctrl-C too
             restore(model)
             raise
         for name in names_to_keep:
@@ -223,18 +226,22 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
         importlib.import_module(_OPTIONAL_ADAPTERS[library], __package__)
     attentions: dict[str, _Found | Layer | None] = {}  # None for a module that is refused
     problems: dict[str, str] = {}
-    seen: set[nn.Module] = set()
+    seen: dict[nn.Module, bool] = {}
 
     def visit(name: str, module: nn.Module, ancestors: list[nn.Module]) -> bool:
         """Whether the module is an attention, or holds one."""
-        if module in seen:
-            return False
-        seen.add(module)
+        if module not in seen:
+            seen[module] = inspect(name, module, ancestors)
+        return seen[module]
+
+    def inspect(name: str, module: nn.Module, ancestors: list[nn.Module]) -> bool:
         if (adapter := REGISTRY.get(type(module))) is not None:
             source = next(filter(None, map(adapter.grid_source, ancestors)), None)
             has_residual = local_residual and adapter.has_map(module)
             attentions[name] = _Found(name, module, adapter, source, has_residual)
             reason = adapter.why_not(module, ancestors[0] if ancestors else module)
+            if "forward" in vars(module):
+                reason = "its forward was replaced on the object and would stay softmax: linearise the model first"
             if reason is None and has_residual and not adapter.gets_grid:
                 reason = _why_no_grid(source, ancestors)
             if reason is not None:
@@ -331,13 +338,19 @@ def _match(wanted: Sequence[str | int], attentions: "Mapping[str, _Found | Layer
     return list(dict.fromkeys(matched))
 
 
-def _convert_module(item: _Found, form: LinearForm) -> None:
+def floating_parameter(*modules: nn.Module) -> Tensor:
+    """The first parameter whose dtype and device new parameters can have. Quantised layers have none."""
+    parameters = (p for module in modules for p in module.parameters() if p.is_floating_point())
+    return next(parameters, torch.empty(0))
+
+
+def _convert_module(item: _Found, form: LinearForm, *, like: Tensor) -> None:
+    """`like` has the dtype and the device of new parameters."""
     module: Any = item.module
     num_heads, head_dim = item.adapter.heads(module)
     local = getattr(module, "local", None)
     before = "absent" if not hasattr(module, "local") else "none" if local is None else "present"
     if item.local_residual and local is None:
-        like = next(module.parameters())
         local = LocalWeight(num_heads * head_dim, num_heads).to(like.device, like.dtype).train(module.training)
         nn.init.zeros_(local.fc2.weight)
         nn.init.zeros_(local.fc2.bias)
@@ -380,5 +393,5 @@ def add_gains(model: nn.Module) -> None:
     """Gives every converted attention without gains a gain of one for each head."""
     for module in linearized_modules(model).values():
         if module.gain is None:
-            like = next(module.parameters())
+            like = floating_parameter(module, model)
             module.gain = nn.Parameter(torch.ones(module.num_gains(module), device=like.device, dtype=like.dtype))

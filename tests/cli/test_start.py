@@ -66,7 +66,9 @@ print(*sorted({"torch", "timm", "numpy", "rich", "inline_attention"} & set(sys.m
     ids=["help", "version", "nothing", "typo", "option", "completion", "bash", "zsh", "fish", "shell"],
 )
 def test_no_library_is_imported_before_a_command_is_known(words: list[str], status: int, said: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT, *words], capture_output=True, text=True)
+    """On a terminal that shows ASCII only, because these words are printed before other characters are escaped"""
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", LIGHT, *words], capture_output=True, text=True, env=ascii_only)
     out, _, imported = done.stdout.partition(f"status {status}\n")
     assert said in out + done.stderr
     assert imported.split() == []
@@ -135,6 +137,12 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
     error = capsys.readouterr().err
     assert error.startswith(f"usage: {command} ")
     assert f"{command}: error: unrecognized arguments: " in error
+
+
+def test_only_what_is_required_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["analyze"])
+    assert capsys.readouterr().err.endswith("required: analysis, --output\n")
 
 
 @pytest.mark.parametrize("words", [["predict", "photo.jpg"], ["segment", "predict", "photo.jpg"]], ids=lambda w: w[0])

@@ -83,7 +83,7 @@ def matrix(queries: torch.Tensor, keys: torch.Tensor, kind: Any, feature_map: st
 
 
 def test_attention_functions_are_the_library_s(open_page: Callable[..., Any]) -> None:
-    """The same points through the page's functions and through `attention_matrix`, for every kernel."""
+    """The same points through the page's functions and through `attention_matrix`, for every feature map."""
     page = open_page()
     torch.manual_seed(0)
     queries, keys = 4 * torch.rand(2, 6, 2, dtype=torch.float64) - 2

@@ -122,7 +122,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         unknown = [word for word in rest if word.startswith("-")] if "arguments" in args else rest
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     if rest:
-        args.arguments += rest
+        args.arguments = [*args.arguments, *rest]
     return args
 
 

@@ -26,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments",
         nargs="*",
+        default=[],  # without it, argparse calls MODEL required
         metavar="MODEL",
         help="the model; several are compared (default: those with weights in the package)",
     )

@@ -113,8 +113,11 @@ def split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     import timm
 
     from inline_attention.data.sources import IMAGE_EXTENSIONS
-    from inline_attention.models.registry import suggest_names
+    from inline_attention.models.registry import WEIGHTS_SUFFIXES, suggest_names
 
+    for argument in arguments:
+        if Path(argument).suffix in WEIGHTS_SUFFIXES:
+            raise ValueError(f"{argument!r} is a file of weights, not an image: give it with --weights")
     first = Path(arguments[0])
     # A folder may have the name of a model.
     if first.suffix.lower() in IMAGE_EXTENSIONS or (first.exists() and not timm.is_model(arguments[0])):

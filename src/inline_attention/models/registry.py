@@ -5,6 +5,7 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import timm
@@ -21,6 +22,8 @@ from .published import PUBLISHED
 from .shipped import SHIPPED, shipped_weights
 
 ModelT = TypeVar("ModelT", bound=VisionModel)
+
+WEIGHTS_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")  # the last of "checkpoint-42.pth.tar"
 
 _FAMILIES: dict[str, type[VisionModel]] = {}  # registered name → family
 
@@ -167,7 +170,9 @@ def create_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Mo
 def check_name(name: str) -> None:
     """Raise ValueError for a name that timm does not know, and suggest the nearest ones."""
     if ":" not in name and not timm.is_model(name):
-        raise ValueError(f"there is no model {name!r}; {suggest_names(name)}")
+        is_file = Path(name).suffix in WEIGHTS_SUFFIXES
+        meant = "a file of weights is given with --weights, in Python to load_model" if is_file else suggest_names(name)
+        raise ValueError(f"there is no model {name!r}; {meant}")
 
 
 def suggest_names(name: str) -> str:

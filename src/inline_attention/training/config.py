@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import timm
 import timm.optim
 import yaml
 
@@ -305,6 +306,8 @@ def load_recipe(
         if recipe not in names:
             close = difflib.get_close_matches(recipe, names, n=1)
             meant = f"; did you mean {close[0]}?" if close else "."
+            if "finetune" in names and timm.is_model(recipe):
+                meant = f"; `finetune model.name={recipe}` trains this model."
             raise ValueError(
                 f"unknown recipe {recipe!r}{meant} Recipes: {', '.join(names)}; or a .yaml file of your own"
             )

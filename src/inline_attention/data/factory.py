@@ -34,7 +34,6 @@ from inline_attention.data.sources import (
     find_images,
     is_hidden,
     list_some,
-    natural_key,
 )
 from inline_attention.data.streams import Stream, StreamDataset, StreamLoader, is_stream
 from inline_attention.data.tables import WHOLE, TableSource, divide, open_table

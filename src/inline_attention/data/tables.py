@@ -29,7 +29,6 @@ from inline_attention.data.sources import (
     is_folder,
     is_hidden,
     list_some,
-    natural_key,
     utf8_name,
 )
 

@@ -70,7 +70,7 @@ def _fitted(logits: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _largest(logits: Tensor, size: Sequence[int]) -> Tensor:
-    """The class of the largest logit (B, *size). Enlarges few classes at a time: all those of a photo take gigabytes."""
+    """The class of the largest logit (B, *size). Few classes are enlarged at a time: all take gigabytes."""
     few = max(1, _ENLARGED // (len(logits) * math.prod(size)))
     best, classes = _fitted(logits[:, :few], size).max(1)
     for first in range(few, logits.shape[1], few):

@@ -163,7 +163,8 @@ def test_masks_over_keys(additive: bool) -> None:
 
 def test_masks_over_pairs_are_refused() -> None:
     model = build(attn_layer=InLineAttention)
-    with pytest.raises(ValueError, match=r"attn_mask has shape \(2, 1, 11, 11\); a linear attention takes a mask over"):
+    message = r"attn_mask has shape \(2, 1, 11, 11\) and dtype torch.bool; a linear attention takes a mask over keys"
+    with pytest.raises(ValueError, match=message):
         model.forward_features(images(), attn_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool))
     with pytest.raises(ValueError, match="cannot be causal"):
         model.forward_features(images(), is_causal=True)

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import training_runs
+from PIL import Image
 from safetensors.torch import save_file
 from small import create_small
 
@@ -275,9 +276,10 @@ def test_a_file_may_name_a_model_of_timm(tmp_path):
 
 
 def test_the_command_line_prints_one_line(tmp_path, good, capsys):
-    path = str(altered(tmp_path, good, config={"depth": 10**7}))
+    path, photo = str(altered(tmp_path, good, config={"depth": 10**7})), tmp_path / "photo.png"
+    Image.new("RGB", (8, 8)).save(photo)
     for command in (
-        ["predict", "--weights", path, path],
+        ["predict", "--weights", path, str(photo)],
         ["eval", "--weights", path, "--data", "digits"],
         ["export", "--weights", path, "--output", str(tmp_path / "x.onnx")],
         ["info", "--weights", path],

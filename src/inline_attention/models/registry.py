@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,8 +91,10 @@ def build(cls: type[ModelT], variant: str, pretrained: bool, kwargs: Mapping[str
         return model if dtype is None else model.to(dtype)
 
     kwargs = {**architecture, **kwargs}
-    # timm's getter takes None for all features, but its other `feature_cls` do not.
-    out_indices = kwargs.pop("out_indices", cls.out_indices or len(kwargs.get("depths", ())) or None)
+    # All features by number: timm's getter takes None for all of them, but its other `feature_cls` do not.
+    depths = kwargs.get("depths")
+    num_stages = len(depths) if isinstance(depths, Sequence) else None
+    out_indices = kwargs.pop("out_indices", cls.out_indices or num_stages)
     overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
     cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), dict(overlay))
     if pretrained and not (cfg.source or cfg.hf_hub_id or cfg.state_dict or overlay.get("file")):

@@ -588,7 +588,8 @@ def mlp(args: argparse.Namespace) -> dict[str, Any]:
     until = time.time() + args.seconds
     dtype = DTYPES[-1]
     every = [(n, width, hidden) for (width, hidden), rows in ROWS.items() if width in args.widths for n in rows]
-    sizes = {use: [half for half in every if use != "training" or half[0] >= LEAST_TRAINED] for use in args.modes}
+    least = {use: max(args.least_rows, LEAST_TRAINED if use == "training" else 0) for use in args.modes}
+    sizes = {use: [half for half in every if half[0] >= least[use]] for use in args.modes}
     work: list[tuple[str, Any]] = [("training", (half, dtype)) for half in sizes.get("training", [])]
     work += [("reference", (half, dtype, use)) for use, some in sizes.items() if use != "training" for half in some]
     work += dict.fromkeys(  # a kernel serves any number of rows
@@ -718,6 +719,7 @@ def main() -> int:
             command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
             widths = list(dict.fromkeys(width for width, _ in ROWS))
             command.add_argument("--widths", type=int, nargs="+", default=widths, choices=widths)
+            command.add_argument("--least-rows", type=int, default=0, help="leave out fewer rows")
             uses = fused_mlp.USES
             command.add_argument("--modes", nargs="+", default=uses, choices=uses, help="what is timed")
         if name == "short":

@@ -82,10 +82,26 @@ class Win(NamedTuple):
 # By compute capability, width and hidden channels, in half precision. For "training" it is forward and backward.
 WINS: dict[Use, dict[tuple[tuple[int, int], int, int], tuple[Win, ...]]] = {
     "inference": {
-        ((9, 0), 192, 768): (Win(33_621, ANY, Tile(64, 32, 4, 3)),),
+        ((9, 0), 64, 256): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
+        ((9, 0), 64, 512): (Win(267_605, ANY, Tile(64, 64, 4, 3)),),
+        ((9, 0), 96, 384): (Win(267_605, ANY, Tile(64, 32, 4, 3)),),
+        ((9, 0), 128, 512): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        ((9, 0), 128, 1024): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        ((9, 0), 192, 768): (Win(2_731, 14_373, Tile(64, 64, 4, 3, 2)), Win(14_374, ANY, Tile(64, 32, 4, 3))),
     },
-    "projected": {},
-    "training": {},
+    "projected": {
+        ((9, 0), 64, 256): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
+        ((9, 0), 64, 512): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
+        ((9, 0), 96, 384): (Win(267_605, ANY, Tile(64, 64, 4, 3)),),
+        ((9, 0), 128, 512): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        ((9, 0), 128, 1024): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        ((9, 0), 192, 768): (Win(2_731, 14_373, Tile(16, 64, 4, 2)), Win(14_374, ANY, Tile(64, 32, 4, 3))),
+    },
+    "training": {
+        ((9, 0), 160, 560): (Win(43_861, ANY, Tile(128, 64, 8, 3)),),
+        ((9, 0), 160, 720): (Win(43_861, ANY, Tile(128, 64, 8, 3)),),
+        ((9, 0), 192, 768): (Win(33_621, 71_139, Tile(128, 64, 8, 3)),),
+    },
 }
 
 

@@ -183,13 +183,15 @@ def layer_and_tokens():
     return InLineAttention(32, 2, num_prefix_tokens=1, backend="triton").to(DEVICE), torch.randn(2, 16, 32).to(DEVICE)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_layer_hands_over_its_tokens(masked, launched):
+def test_a_layer_hands_over_its_tokens(masked, compiled, launched):
     """The kernel takes their mean and makes the local weight."""
     layer, x = layer_and_tokens()
     mask = torch.rand(2, 16, device=DEVICE) < 0.7 if masked else None
+    call = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
     with configured(**ONE_LAUNCH), torch.no_grad():
-        out = layer(x, (3, 5), token_mask=mask)
+        out = call(x, (3, 5), token_mask=mask)
     assert launched == ["short_kernel"]
     layer.double().backend = "reference"
     torch.testing.assert_close(out.double(), layer(x.double(), (3, 5), token_mask=mask), rtol=1e-5, atol=1e-5)

@@ -106,7 +106,8 @@ class FusedAttention(Attention):
             or token_mean is not None
             or self.position is not None
             or self.rope
-            or getattr(self.attend, "__func__", None) is not FusedAttention.attend
+            or type(self).attend is not FusedAttention.attend
+            or "attend" in vars(self)
             or torch.is_grad_enabled()
             or needs_plain_operations()  # a program recorded without gradients may be used with them
         ):

@@ -72,7 +72,7 @@ def _fuse_mlp(block: Block, device: torch.device, *, training: bool) -> None:
         fc1 = block.mlp.fc1
         assert isinstance(fc1, nn.Linear)
         fused = {use for use in uses if pays_on(device, fc1.in_features, fc1.out_features, use)}
-    block.fused = block.fused - uses | fused
+    block.fused = tuple(sorted({*block.fused} - uses | fused))
 
 
 def _cuts_images(module: nn.Module) -> bool:

@@ -64,8 +64,6 @@ class Attention(nn.Module):
     masks_padding: ClassVar[bool] = True
     # Whether queries and keys are rotated by the positions of their tokens.
     rope: bool = False
-    # Whether `attend` takes `mean_query` too.
-    uses_mean_query: bool = False
 
     def __init__(
         self,
@@ -146,10 +144,14 @@ class Attention(nn.Module):
     def set_grid(self, grid: Grid) -> None:
         """Resizes parameters that depend on the size of the map. Other sizes run without it too."""
 
-    @property
+    # These two are no properties: torch.compile would check the class of every attention in every call.
     def uses_grid(self) -> bool:
         """Whether the output depends on how the tokens are laid out on a map."""
         return self.local is not None or self.position is not None or self.rope
+
+    def uses_mean_query(self) -> bool:
+        """Whether `attend` takes `mean_query` too."""
+        return False
 
     def forward(
         self,
@@ -188,14 +190,14 @@ class Attention(nn.Module):
             if isinstance(found, list):
                 return self.forward_each(x, found)
             grid = found
-        if self.uses_grid:
+        if self.uses_grid():
             check_grid(grid, tokens=x.shape[1], num_prefix_tokens=self.num_prefix_tokens)
         check_mask("token_mask", token_mask, x)
         x = zero_absent(x, token_mask)  # absent tokens must not reach the gradients of the projections
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
         projections = self.project(x, grid)
         options: dict[str, Any] = {}
-        if self.uses_mean_query:
+        if self.uses_mean_query():
             mean = masked_mean(x, token_mask)
             if self.q_norm is None:
                 options["mean_query"] = self.mean_query(mean)

@@ -171,7 +171,6 @@ class EnhancedAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         self.conv = MapConv(dim, **self.factory)
 
-    @property
     def uses_grid(self) -> bool:
         return True
 
@@ -222,7 +221,6 @@ class FocusedAttention(Attention):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    @property
     def uses_grid(self) -> bool:
         return True
 

@@ -61,7 +61,7 @@ class Block(nn.Module):
 
         # What `optimize` gives to the kernel of `add_mlp`: "inference", "projected" (inference, with the
         # projection of the attention), "training".
-        self.fused: frozenset[str] = frozenset()
+        self.fused: tuple[str, ...] = ()
 
     def has_plain_mlp(self, *, training: bool) -> bool:
         """Whether `add_mlp` computes the second half.

@@ -58,11 +58,13 @@ class RALAAttention(Attention):
 
     kind = "rala"
     follows = ("feature_map", "local_residual")
-    uses_mean_query = True
 
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "elu_plus_one", **kwargs: Any) -> None:
         super().__init__(dim, num_heads, feature_map=feature_map, **kwargs)
         self.gate = nn.Linear(dim, dim, **self.factory)
+
+    def uses_mean_query(self) -> bool:
+        return True
 
     def attend(
         self,

@@ -61,6 +61,13 @@ class FusedAttention(Attention):
     normalization: ClassVar[Normalization]
     matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
     follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual", "gain")
+    # Whether `attend` is the one below. A call asks for this and not for its class, which torch.compile would check in
+    # every call.
+    has_plain_attend: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.has_plain_attend = cls.attend is FusedAttention.attend
 
     def __init__(self, dim: int, num_heads: int, *, rope: bool = False, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -73,7 +80,7 @@ class FusedAttention(Attention):
 
     def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The images end to end, without their padding, in one call of the operation"""
-        if type(self).attend is not FusedAttention.attend or self.rope or self.position is not None:
+        if not self.has_plain_attend or self.rope or self.position is not None:
             return super().forward_each(x, grids)
         lengths = self.lengths(grids)
         own = [x[i, :n].to(product_dtype(x)) for i, n in enumerate(lengths)]
@@ -106,7 +113,7 @@ class FusedAttention(Attention):
             or token_mean is not None
             or self.position is not None
             or self.rope
-            or type(self).attend is not FusedAttention.attend
+            or not self.has_plain_attend
             or "attend" in vars(self)
             or torch.is_grad_enabled()
             or needs_plain_operations()  # a program recorded without gradients may be used with them

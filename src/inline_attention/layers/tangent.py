@@ -57,8 +57,7 @@ class TangentAttention(FusedAttention):
             raise ValueError(f"anchors={anchors}; expected 1 or more")
         self.anchors = anchors
 
-    @property
-    def uses_mean_query(self) -> bool:  # type: ignore[override]  # it depends on two attributes
+    def uses_mean_query(self) -> bool:
         return self.anchors == 1 and not self.rope
 
     def attend(

@@ -130,7 +130,7 @@ def find_grid(attention: Any, x: Tensor) -> Grid | list[Grid]:
         others = x.shape[1] - grid[0] * grid[1]
         if others > attention.num_prefix_tokens:  # a distilled DeiT gets one more after its blocks are built
             attention.num_prefix_tokens = others
-    if not attention.uses_grid:
+    if not attention.uses_grid():
         return 1, x.shape[1] - attention.num_prefix_tokens  # not used
     if grid is None:
         raise ValueError(
@@ -167,7 +167,7 @@ def _connect(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None or source is None:
         return
     found: list[Any] = [module for module in child.modules() if module in _waiting]
-    on_map = any(module.uses_grid for module in found)
+    on_map = any(module.uses_grid() for module in found)
     if on_map and drops_patches(parent):
         raise ValueError(
             f"{type(parent).__name__} drops patches in training, which leaves no map for the local residual: "

@@ -139,7 +139,9 @@ def local_weight(dtype: torch.dtype, head_dim: int) -> None:
     heads = 6
     shapes = [(8, heads * head_dim), (heads, head_dim, head_dim), (heads, head_dim)]
     shapes += [(heads, 9 * head_dim, head_dim), (heads, 9 * head_dim)]
-    fused_local_weight.run(*(meta(*shape, dtype=dtype) for shape in shapes), dtype)
+    tensors = [meta(*shape, dtype=dtype) for shape in shapes]
+    fused_local_weight.run(*tensors, dtype)
+    fused_local_weight.run_backward(meta(8, heads, head_dim, 9, dtype=dtype), *tensors[:4])
 
 
 def mlp(

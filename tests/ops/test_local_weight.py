@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 pytest.importorskip("triton")
 
@@ -34,7 +35,7 @@ def by_reference(layer, mean):
     return layer(mean, backend="reference")
 
 
-SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128)]
+SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128), (70, 2, 16)]
 
 
 @pytest.mark.parametrize(("batch", "heads", "head_dim"), SHAPES)
@@ -52,6 +53,49 @@ def test_weight_and_gradients(batch, heads, head_dim, dtype):
     for name, x, y, z in zip(names, exact, plain, fast, strict=True):
         error, allowed = (z - x).norm(), 2 * (y - x).norm() + torch.finfo(dtype).eps * x.norm()
         assert error <= allowed, f"{name}: {error / x.norm():.2e}, allowed {allowed / x.norm():.2e}"
+
+
+@pytest.mark.parametrize(("most", "launches"), [(3, 1), (2, 0)])
+def test_the_kernels_of_the_backward_pass_take_a_limited_number_of_samples(most, launches, monkeypatch):
+    """PyTorch computes the gradients of more."""
+    launched = []
+    run_backward = fused_local_weight.run_backward
+    monkeypatch.setattr(
+        fused_local_weight, "run_backward", lambda *args: launched.append(args[0].shape) or run_backward(*args)
+    )
+    monkeypatch.setattr(fused_local_weight, "MOST_SAMPLES", most)
+    layer, mean = make_layer(3, 2, 16)
+    grad = torch.randn(3, 2, 16, 9, device=DEVICE)
+    found, expected = (run(layer, mean, grad, make) for make in (by_kernel, by_reference))
+    assert launched == [(3, 2, 16, 9)] * launches
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_no_sample():
+    layer, mean = make_layer(0, 2, 16)
+    for one in run(layer, mean, torch.empty(0, 2, 16, 9, device=DEVICE), by_kernel)[1:]:
+        assert torch.equal(one, torch.zeros_like(one))
+
+
+def test_second_derivatives():
+    layer, mean = make_layer(3, 2, 16)
+    mean.requires_grad_()
+    upstream = torch.randn(3, 2, 16, 9, device=DEVICE, requires_grad=True)
+    leaves = [mean, *layer.parameters()]
+    found = []
+    for make in (by_kernel, by_reference):
+        grads = torch.autograd.grad(make(layer, mean), leaves, upstream, create_graph=True)
+        size = sum(grad.square().sum() for grad in grads)
+        found.append(torch.autograd.grad(size, [mean, layer.fc1.weight, layer.fc2.weight, upstream]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
+
+
+def test_what_pytorch_is_told_of_the_backward_pass():
+    layer, mean = make_layer(3, 2, 16)
+    arguments = (torch.randn(3, 2, 16, 9, device=DEVICE), mean, layer.fc1.weight, layer.fc1.bias, layer.fc2.weight)
+    operator = torch.ops.inline_attention.local_weight_backward.default
+    opcheck(operator, [x.detach() for x in arguments], test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_mean_that_is_a_view():
@@ -118,12 +162,16 @@ def test_flop_formula():
     from torch.utils.flop_counter import FlopCounterMode
 
     layer, mean = make_layer(3, 2, 16)
-    counts = []
-    for make in (by_kernel, by_reference):
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            make(layer, mean)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
+    for grad in (False, True):
+        counts = []
+        for make in (by_kernel, by_reference):
+            with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(grad):
+                weight = make(layer, mean.requires_grad_(grad))
+                if grad:
+                    weight.sum().backward()
+            counts.append(counter.get_total_flops())
+        again = 2 * mean.numel() * 16 if grad else 0  # the hidden values
+        assert counts[0] == counts[1] + again > 0
 
 
 def test_more_windows_than_the_grid_of_the_kernel_holds(monkeypatch):

@@ -25,7 +25,7 @@ from kernel_cases import (
 
 from inline_attention.ops import add_mlp, fused_mlp, gpu, use_backend
 from inline_attention.ops.fused_mlp import TILES, Tile, Win, choose_tile, halves
-from inline_attention.ops.kernels.blocks import gelu
+from inline_attention.ops.kernels.blocks import gelu, gelu_slope
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -185,24 +185,43 @@ def test_what_pytorch_is_told_of_the_operator(save):
 
 
 @triton.jit
-def gelu_kernel(p_x, p_out, n, BN: tl.constexpr):
+def gelu_kernel(p_x, p_out, n, FUNCTION: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr):
     o = tl.program_id(0) * BN + tl.arange(0, BN)
     b_x = tl.load(p_x + o, mask=o < n, other=0.0)
-    tl.store(p_out + o, gelu(b_x, "tf32"), mask=o < n)
+    tl.store(p_out + o, FUNCTION(b_x, PRECISION), mask=o < n)
+
+
+def applied(function, x, precision="tf32"):
+    out = torch.empty_like(x)
+    gelu_kernel[(triton.cdiv(len(x), 4096),)](x, out, len(x), FUNCTION=function, PRECISION=precision, BN=4096)
+    return out
+
+
+NEAR_ZERO = torch.logspace(-6, 0, 1000)
+GELU_INPUTS = torch.cat([torch.linspace(-12, 12, 20_001), NEAR_ZERO, -NEAR_ZERO])
+
+
+@pytest.mark.parametrize(("precision", "error"), [("ieee", 5e-7), ("tf32", 5e-6)])
+def test_the_slope_of_gelu(precision, error):
+    x = GELU_INPUTS.to(DEVICE)
+    exact = torch.ops.aten.gelu_backward(torch.ones_like(x).double(), x.double())
+    assert (applied(gelu_slope, x, precision) - exact).abs().max() <= error
+    slope = applied(gelu_slope, torch.tensor([100.0, -100.0, torch.nan], device=DEVICE), precision)
+    assert slope[0] == 1
+    assert abs(slope[1]) < 1e-9
+    assert slope[2].isnan()
 
 
 def test_gelu_is_exact_to_float32():
-    small = torch.logspace(-6, 0, 1000)
-    x = torch.cat([torch.linspace(-12, 12, 20_001), small, -small]).to(DEVICE)
-    out = torch.empty_like(x)
-    gelu_kernel[(triton.cdiv(len(x), 4096),)](x, out, len(x), BN=4096)
+    x = GELU_INPUTS.to(DEVICE)
+    out = applied(gelu, x)
     exact = torch.nn.functional.gelu(x.double())
     of_erf = (torch.nn.functional.gelu(x) - exact).abs().max()
     error = (out - exact).abs()
     assert error.max() <= max(3e-7, of_erf)  # where x is large that is the rounding of x
     assert (error / exact.abs())[x.abs() < 1].max() <= 1e-5
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=DEVICE)
-    gelu_kernel[(1,)](special, out, 4, BN=16)
+    out = applied(gelu, special)
     assert out[0] == torch.inf
     assert -1e-9 < out[1] <= 0
     assert out[2].isnan()

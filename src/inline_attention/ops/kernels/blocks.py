@@ -174,6 +174,14 @@ GELU_END = tl.constexpr(6.5)
 
 
 @triton.jit
+def gelu_tail(b_x):
+    """Φ(−|x|), by a polynomial"""
+    b_y = tl.minimum(tl.abs(b_x), GELU_END)
+    b_log = ((((((GELU_6 * b_y + GELU_5) * b_y + GELU_4) * b_y + GELU_3) * b_y) + GELU_2) * b_y + GELU_1) * b_y
+    return tl.exp2(b_log + GELU_0)
+
+
+@triton.jit
 def gelu(b_x, PRECISION: tl.constexpr):
     """x·Φ(x), exact, of float32
 
@@ -183,10 +191,19 @@ def gelu(b_x, PRECISION: tl.constexpr):
     if PRECISION == "ieee":
         return 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
     else:
-        b_y = tl.minimum(tl.abs(b_x), GELU_END)
-        b_log = ((((((GELU_6 * b_y + GELU_5) * b_y + GELU_4) * b_y + GELU_3) * b_y) + GELU_2) * b_y + GELU_1) * b_y
-        b_tail = b_y * tl.exp2(b_log + GELU_0)
-        return tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL) - b_tail
+        b_below = tl.minimum(tl.abs(b_x), GELU_END) * gelu_tail(b_x)
+        return tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL) - b_below
+
+
+@triton.jit
+def gelu_slope(b_x, PRECISION: tl.constexpr):
+    """The derivative of `gelu`: Φ(x) + x·exp(−x²/2) / √(2π)"""
+    if PRECISION == "ieee":
+        b_phi = 0.5 * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    else:
+        b_tail = gelu_tail(b_x)
+        b_phi = tl.where(b_x < 0, b_tail, 1.0 - b_tail)
+    return b_phi + b_x * tl.exp2(b_x * b_x * -0.7213475204444817) * 0.3989422804014327
 
 
 @triton.jit

@@ -59,15 +59,14 @@ TEACHERS = {"swin": grid.Run("tiny_imagenet", "softmax_swin_tiny", grid.MAIN_EPO
 INLINE, LINEAR, PLAIN = "model.attention=inline", "model.attention=linear", "model.local_residual=false"
 # k-means and all anchors of all layers in one graph take minutes to compile.
 MANY, UNCOMPILED = "model.anchors={}", "run.compile=false"
-UNMATCHED, HIGH_RATE = "match.steps=0", "optim.lr=4e-3"
-RECIPES = ("tangent", "unmatched", "high_rate", "unmatched_high_rate")
+UNMATCHED, MATCHED, HALF_RATE = "match.steps=0", "match.steps=240", "optim.lr=4e-3"
+RECIPES = ("tangent", "matched", "half_rate")
 MAIN = ("tangent", "inline")
 STUDENTS = {
     "tangent": Student("tangent with residual", epochs=EPOCHS, seeds=SEEDS),
     "inline": Student("InLine with residual", (INLINE,), epochs=EPOCHS, seeds=SEEDS),
-    "unmatched": Student("tangent, not matched", (UNMATCHED,), FIRST_EPOCHS, SEEDS),
-    "high_rate": Student("tangent, twice the rate", (HIGH_RATE,), FIRST_EPOCHS, SEEDS),
-    "unmatched_high_rate": Student("tangent, not matched, twice the rate", (UNMATCHED, HIGH_RATE), FIRST_EPOCHS, SEEDS),
+    "matched": Student("tangent, matched first", (MATCHED,), FIRST_EPOCHS, SEEDS),
+    "half_rate": Student("tangent, half the rate", (HALF_RATE,), FIRST_EPOCHS, SEEDS),
     "tangent_4": Student("tangent, 4 anchors, with residual", (MANY.format(4), UNCOMPILED)),
     "tangent_16": Student("tangent, 16 anchors, with residual", (MANY.format(16), UNCOMPILED)),
     "tangent_plain": Student("tangent without residual", (PLAIN,)),
@@ -128,7 +127,9 @@ class Run:
         teacher = [TEACHER] if self.teacher is None else ["--weights", str(self.teacher.weights(out))]
         where = ["--data", path, "--output", str(out / self.name), "--resume", "auto"]
         length = ["--epochs", str(max(0, self.epochs)), "--seed", str(self.seed), "--no-report"]
-        settings = [*SHARED, *student.settings, *extra, *([UNMATCHED] if self.epochs == CARRIED else [])]
+        # These two lengths are not a matter of the row: one has no stage at all, and the other has the first alone.
+        stages = {CARRIED: [UNMATCHED], 0: [MATCHED]}.get(self.epochs, [])
+        settings = [*SHARED, *student.settings, *extra, *stages]
         return ["linearize", *teacher, *where, *length, *settings]
 
 

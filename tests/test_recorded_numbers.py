@@ -235,6 +235,26 @@ def test_the_operation_on_a_cpu() -> None:
         assert cells == [of[case, contender] for contender in ("reference", "textbook", "softmax")]
 
 
+def test_recipes_of_linearize() -> None:
+    found = table("linearize.md", "rate, share of labels")
+    runs = record("linearization-recipes")["students"]
+    last = {
+        (f"{r['lr']:.0e}".replace("e-0", "e-") + f", {r['labels']}", r["attention"], r["epochs"]): r["evaluations"][-1]
+        for r in runs
+        if r["seed"] == 3
+    }
+    for row, cells in found.items():
+        of = [last[row.split(":")[0], name, epochs] for name in ("tangent", "inline") for epochs in (5, 20)]
+        assert cells == [f"{each['val_top1']:.1f}" for each in of]
+    text = (DOCS / "linearize.md").read_text(encoding="utf-8")
+    (alone,) = (r for r in runs if r["alone"])
+    assert f"20 epochs take {alone['seconds']:.0f} seconds" in text
+    assert f"That student has {alone['evaluations'][-1]['val_top1']:.1f} %" in text
+    agreement = [last[recipe, "tangent", 20]["val_agreement"] for recipe in ("8e-3, 0.3", "4e-3, 0.1")]
+    assert f"for {agreement[0]:.0f} % of the images" in text
+    assert f"it is {agreement[1]:.0f} %" in text
+
+
 def test_one_launch() -> None:
     found = table("results/performance-tables.md", "map, heads×d", after="## One launch")
     assert len(found) == len(record("short-h200")["timed"])

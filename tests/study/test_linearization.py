@@ -38,9 +38,9 @@ def test_every_command_can_be_planned() -> None:
         config = plan_linearization(overrides=overrides, flags=_flags(args, model)).config
         assert config.distill.enabled == (run.epochs > 0)
         assert run.epochs in (CARRIED, 0, config.schedule.epochs)
-        assert bool(config.match.steps) == (run.epochs != CARRIED and "unmatched" not in run.row)
+        assert bool(config.match.steps) == (run.epochs == 0 or run.row == "matched")
         assert config.seed == run.seed
-        assert config.optim.lr == (4e-3 if "high_rate" in run.row else 2e-3)
+        assert config.optim.lr == (4e-3 if run.row == "half_rate" else 8e-3)
 
 
 def test_the_runs() -> None:

@@ -21,6 +21,7 @@ from inline_attention import linear_attention, linearize, tangent_attention
 from inline_attention.layers import InLineAttention, SoftmaxAttention, TangentAttention
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.linearize.convert import add_gains
+from inline_attention.linearize.modules import Call
 from inline_attention.ops import local_residual
 
 of_every_kind = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -321,6 +322,30 @@ def test_other_forms_are_those_of_the_operation(attention: str) -> None:
     q, k, v = module.qkv(x).unflatten(-1, (3, 2, 12)).unbind(2)
     expected = linear_attention(q, k, v, normalization=normalization, feature_map="relu")
     torch.testing.assert_close(out, expected.flatten(2))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_mean_query_is_that_of_the_mean_token(hooked: bool) -> None:
+    """It takes no pass over the queries. A hook of their layer sees the tokens alone, and may change the queries."""
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model = case.model
+    linearize(model)
+    attention = model.blocks[0].attn
+    shapes: list[tuple[int, ...]] = []
+    calls: list[Call] = []
+
+    def observe(module: LinearizedAttention, call: Call) -> Tensor:
+        calls.append(call)
+        return module.linear_form(call)
+
+    if hooked:
+        attention.qkv.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    attention.observer = observe
+    module, x, out = capture(model, "blocks.0.attn", case.images())
+    assert shapes == [x.shape] * hooked
+    assert (calls[0].mean_query is None) == hooked
+    q, k, v = module.qkv(x).unflatten(-1, (3, 2, 12)).unbind(2)
+    torch.testing.assert_close(out, tangent_attention(q, k, v).flatten(2))
 
 
 @pytest.mark.parametrize(

@@ -91,13 +91,14 @@ class Call:
     query_mask: Tensor | None = None  # (B, Nq) bool
     bias: Tensor | None = None  # (heads, N, N), added to the logits
     regions: Tensor | None = None  # (B, N) integers below MAX_REGIONS: different ones do not attend to each other
+    mean_query: Tensor | None = None  # (B, 1, heads, d), if it is known without a pass over the queries
 
     def in_region(self, region: int) -> "Call":
         assert self.regions is not None
         inside = self.regions == region
         tokens = inside if self.token_mask is None else inside & self.token_mask
         queries = inside if self.query_mask is None else inside & self.query_mask
-        return replace(self, regions=None, token_mask=tokens, query_mask=queries)
+        return replace(self, regions=None, token_mask=tokens, query_mask=queries, mean_query=None)
 
     def without_residual(self) -> "Call":
         return replace(self, local_weight=None, grid=None, num_prefix_tokens=0)
@@ -183,6 +184,7 @@ class LinearizedAttention(nn.Module):
         query_mask: Tensor | None = None,
         bias: Tensor | None = None,
         regions: Tensor | None = None,
+        mean_query: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """The replacement of softmax(scale·q·kᵀ + bias)·v, with the local residual if there is one.
 
@@ -195,11 +197,13 @@ class LinearizedAttention(nn.Module):
             query_mask: (B, Nq) bool, True for queries that are present.
             bias: (heads, N, N), added to the logits, such as a bias of relative positions. It is kept to first order.
             regions: (B, N) integers below MAX_REGIONS. Tokens of different regions do not attend to each other.
+            mean_query: makes the mean query (B, 1, heads, d) from the mean of x over the present keys (B, C), if that
+                is the mean of x over the present queries too, and queries are an affine function of x.
 
         Returns:
             (B, Nq, heads, d)
         """
-        num_prefix_tokens, local_weight = 0, None
+        num_prefix_tokens, local_weight, anchor = 0, None, None
         if self.local is not None:
             if grid is None:
                 assert self.token_grid is not None
@@ -218,7 +222,10 @@ class LinearizedAttention(nn.Module):
             tokens = unstack(projections)[2].flatten(2)
             if x is not None and x.shape[-1] == tokens.shape[-1]:
                 tokens = x.to(product_dtype(x))
-            local_weight = self.local(masked_mean(tokens, token_mask))
+            mean = masked_mean(tokens, token_mask)
+            local_weight = self.local(mean)
+            if mean_query is not None and self.form == LinearForm(TANGENT):
+                anchor = mean_query(mean)
         return self.compute(
             Call(
                 projections=projections,
@@ -230,6 +237,7 @@ class LinearizedAttention(nn.Module):
                 query_mask=query_mask,
                 bias=bias,
                 regions=regions,
+                mean_query=anchor,
             )
         )
 
@@ -267,6 +275,7 @@ class LinearizedAttention(nn.Module):
         )
         shares = None
         if self.form.attention == TANGENT:
+            anchor = call.mean_query if anchor is None else anchor
             if anchor is not None or gain is not None or call.bias is not None:
                 q, k, v = unstack(projections)
                 options["anchor"] = anchor = mean_of_rows(q, call.query_mask) if anchor is None else anchor

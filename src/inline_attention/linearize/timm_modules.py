@@ -23,6 +23,7 @@ from timm.models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from inline_attention.layers.mode import is_plain
 from inline_attention.layers.token_grid import GridSource, find_patches, token_mask_of
 from inline_attention.ops import Grid
 
@@ -79,10 +80,24 @@ class LinearizedViTAttention(TimmAttention, timm.layers.Attention):
         token_mask = token_mask_of(attn_mask, is_causal, x)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         projections: tuple[Tensor, ...] = (qkv,)
-        if not (isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)):
+        is_normed = not (isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity))
+        if is_normed:
             projections = tuple(rows.unsqueeze(2) for rows in self.normed(*qkv.unbind(2)))
-        out = self.attend_linearly(*projections, scale=self.scale, x=x, token_mask=token_mask, query_mask=token_mask)
+        out = self.attend_linearly(
+            *projections,
+            scale=self.scale,
+            x=x,
+            token_mask=token_mask,
+            query_mask=token_mask,
+            mean_query=None if is_normed or not is_plain(self.qkv, nn.Linear) else self.mean_query,
+        )
         return self.finish(out, x)
+
+    def mean_query(self, token_mean: Tensor) -> Tensor:
+        """(B, C) → (B, 1, heads, d). Not a call of `qkv`, whose hooks would see another input."""
+        channels = self.num_heads * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[:channels]
+        return F.linear(token_mean, self.qkv.weight[:channels], bias).unflatten(-1, (1, self.num_heads, -1))
 
 
 class RotaryAttention(TimmAttention):

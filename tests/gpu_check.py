@@ -420,8 +420,9 @@ def timed_tiles(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> list[fuse
     rows, width, hidden = half
     limits = gpu.limits_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
     tiles = []
+    casts = use != "training" and rows <= fused_mlp.FEW_ROWS
     for tile in fused_mlp.TILES:
-        if not fused_mlp.fits(tile, width, dtype, limits):
+        if not fused_mlp.fits(tile, width, dtype, limits, casts=casts):
             continue
         programs = -(-rows // tile.rows)
         for splits in (1,) if use == "projected" else (1, 2, 4, 8, 16):
@@ -592,8 +593,9 @@ def mlp(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {use: [half for half in every if half[0] >= least[use]] for use in args.modes}
     work: list[tuple[str, Any]] = [("training", (half, dtype)) for half in sizes.get("training", [])]
     work += [("reference", (half, dtype, use)) for use, some in sizes.items() if use != "training" for half in some]
-    work += dict.fromkeys(  # a kernel serves any number of rows
-        ("tile", ((16, *half[1:]), tile, dtype, use))
+    few = fused_mlp.FEW_ROWS
+    work += dict.fromkeys(  # a kernel serves any number of rows above this one, and another those below
+        ("tile", ((16 if half[0] <= few else few + 16, *half[1:]), tile, dtype, use))
         for use, some in sizes.items()
         for half in some
         for tile in timed_tiles(half, dtype, use)

@@ -145,19 +145,25 @@ def local_weight(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def mlp(
-    dtype: torch.dtype, width: int, *, rows: int | None = None, save: bool = False, projected: bool = False
+    dtype: torch.dtype,
+    width: int,
+    *,
+    rows: int | None = None,
+    save: bool = False,
+    projected: bool = False,
+    weight: torch.dtype | None = None,
 ) -> None:
     """The tile that is launched for so many rows; by default every tile that fits."""
     if fused_mlp._why_not_memory(width, dtype, torch.device("cuda")):
         return  # the reference runs there
     x, vector = meta(rows or 1, width, dtype=dtype), meta(width, dtype=dtype)
-    hidden = 4 * width
-    weights = (meta(hidden, width, dtype=dtype), meta(hidden, dtype=dtype), meta(width, hidden, dtype=dtype), vector)
-    projection = OutputProjection(x, meta(width, width, dtype=dtype), vector) if projected else None
+    hidden, casts, weight = 4 * width, weight is not None, weight or dtype
+    weights = [meta(*shape, dtype=weight) for shape in ((hidden, width), (hidden,), (width, hidden), (width,))]
+    projection = OutputProjection(x, *(meta(*shape, dtype=weight) for shape in ((width, width), (width,))))
     limits = gpu.limits_of(x.device)
-    fitting = [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, width, dtype, limits)]
+    fitting = [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, width, dtype, limits, casts=casts)]
     for tile in fitting if rows is None else [None]:
-        fused_mlp.run(x, (vector, vector), weights, projection, 1e-6, tile, save)
+        fused_mlp.run(x, (vector, vector), weights, projection if projected else None, 1e-6, dtype, tile, save)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -194,6 +200,9 @@ CASES: dict[str, Callable[[], None]] = {
     "mlp-bf16-192-projected-tiles": lambda: mlp(torch.bfloat16, 192, projected=True),
     "mlp-bf16-384-projected-tiles": lambda: mlp(torch.bfloat16, 384, projected=True),
     "mlp-fp16-320-projected": lambda: mlp(torch.float16, 320, rows=25_088, projected=True),
+    "mlp-bf16-192-casts-tiles": lambda: mlp(torch.bfloat16, 192, weight=torch.float32),
+    "mlp-bf16-192-projected-casts-tiles": lambda: mlp(torch.bfloat16, 192, projected=True, weight=torch.float32),
+    "mlp-bf16-384-casts-tiles": lambda: mlp(torch.bfloat16, 384, weight=torch.float32),
     "mlp-fp32-96": lambda: mlp(torch.float32, 96, rows=50_432),
 }
 

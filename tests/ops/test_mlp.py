@@ -109,6 +109,20 @@ def test_autocast_keeps_the_precision_of_the_stream(stream):
     torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-2)
 
 
+def test_few_rows_take_float32_weights_as_they_are(monkeypatch):
+    """The kernel casts matrices. Biases keep their digits, which is all that differs."""
+    x, *tensors = mlp_inputs((3, 5), 32, 64, torch.float32)
+    seen, outs = [], []
+    op = fused_mlp._mlp_op
+    monkeypatch.setattr(fused_mlp, "_mlp_op", lambda *args: seen.append(args[3].dtype) or op(*args))
+    for few in (15, 14):
+        monkeypatch.setattr(fused_mlp, "FEW_ROWS", few)
+        with torch.autocast(DEVICE, DTYPES[-1]), torch.no_grad():
+            outs += [add_mlp(x, *tensors, projection=last, backend="triton") for last in (None, last_step(x))]
+    assert seen == [torch.float32] * 2 + [DTYPES[-1]] * 2
+    torch.testing.assert_close(outs[:2], outs[2:], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("stream", "parameter"),
     [(torch.float32, torch.float32), (DTYPES[-1], torch.float32), (DTYPES[-1], DTYPES[-1])],
@@ -180,7 +194,7 @@ def test_keeps_hidden_values_only_where_gradients_are_needed(monkeypatch):
 @pytest.mark.parametrize("save", [False, True])
 def test_what_pytorch_is_told_of_the_operator(save):
     x, *tensors = mlp_inputs((3, 5), 16, 24, DTYPES[-1])
-    arguments = (x.float(), *tensors, None, None, None, 1e-5, [], save)
+    arguments = (x.float(), *tensors, None, None, None, 1e-5, DTYPES[-1], [], save)
     opcheck(torch.ops.inline_attention.mlp.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -91,7 +91,7 @@ class MlpInputs:
 def draw_mlp(
     rows: int, width: int, hidden: int, *, device: torch.device, dtype: torch.dtype, projected: bool = False
 ) -> MlpInputs:
-    """Random inputs (rows, width).
+    """Random inputs (rows, width). Parameters are float32 and cast in every call, as under autocast.
 
     There are several, as in `draw_sets`, but no more than 16: few rows stay in the cache in a model, too.
     """
@@ -103,8 +103,8 @@ def draw_mlp(
 
     norm = [1 + normal(width), normal(width)]
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-    weights = [normal(*shape, scale=0.2 if len(shape) == 1 else width**-0.5).to(dtype) for shape in shapes]
-    last = [normal(width, width, scale=width**-0.5).to(dtype), normal(width).to(dtype)]
+    weights = [normal(*shape, scale=0.2 if len(shape) == 1 else width**-0.5) for shape in shapes]
+    last = [normal(width, width, scale=width**-0.5), normal(width)]
     calls = [
         (normal(rows, width, scale=1), OutputProjection(normal(rows, width).to(dtype), *last) if projected else None)
         for _ in range(sets)

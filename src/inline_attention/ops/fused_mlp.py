@@ -26,6 +26,9 @@ from .tracing import needs_gradients
 # Most channels of a token. A program keeps the sums of its outputs in registers.
 MOST_WIDTH = 512
 
+# For so few rows the kernel reads float32 weights as they are: a cast of each would take longer.
+FEW_ROWS = 2048
+
 # Outputs of a program that adds parts.
 SUMMED = 256 if INTERPRETED else 1024
 
@@ -59,6 +62,7 @@ TILES: tuple[Tile, ...] = (
     Tile(32, 64, 4, 2),
     Tile(32, 32, 4, 2),
     Tile(16, 64, 4, 2),
+    Tile(16, 32, 4, 2),
     Tile(16, 32, 4, 1),
     Tile(16, 16, 4, 1),
 )
@@ -108,30 +112,39 @@ def halves(width: int) -> tuple[int, int]:
     return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
 
 
-def memory_of(tile: Tile, width: int, dtype: torch.dtype) -> int:
+def memory_of(tile: Tile, width: int, dtype: torch.dtype, *, casts: bool = False) -> int:
     """An upper bound of the shared memory of a program, in bytes. `tests/kernel_builds.py` checks it.
 
-    Shared memory holds the normalised rows, the hidden activations, and the weights of `stages` steps.
+    Shared memory holds the normalised rows, the hidden activations, and the weights of `stages` steps: in float32 if
+    the kernel casts them, and those of one step after the cast.
     """
     channels = sum(halves(width))
-    rows = tile.rows * (channels + tile.hidden)
-    return (rows + tile.stages * 2 * tile.hidden * channels) * dtype.itemsize + 4096
+    rows, step = tile.rows * (channels + tile.hidden), 2 * tile.hidden * channels
+    weights = step * (4 * tile.stages + dtype.itemsize if casts else tile.stages * dtype.itemsize)
+    return rows * dtype.itemsize + weights + 4096
 
 
-def fits(tile: Tile, width: int, dtype: torch.dtype, limits: Limits) -> bool:
+def fits(tile: Tile, width: int, dtype: torch.dtype, limits: Limits, *, casts: bool = False) -> bool:
     """Whether a program of this tile has room for its blocks, in shared memory and in registers."""
     sums = tile.rows * (sum(halves(width)) + tile.hidden) // (32 * tile.warps)  # registers of a thread
-    return memory_of(tile, width, dtype) <= limits.shared_memory and sums <= 160
+    return memory_of(tile, width, dtype, casts=casts) <= limits.shared_memory and sums <= 160
 
 
 def choose_tile(
-    rows: int, width: int, hidden: int, dtype: torch.dtype, limits: Limits, *, may_split: bool = True
+    rows: int,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    limits: Limits,
+    *,
+    may_split: bool = True,
+    casts: bool = False,
 ) -> Tile:
     """The first of `TILES` that fits and keeps all multiprocessors busy. If none does: the fewest rows, with splits.
 
     Float32 products are unrolled over a block, which must be small for registers to hold it.
     """
-    fitting = [tile for tile in TILES if fits(tile, width, dtype, limits)]
+    fitting = [tile for tile in TILES if fits(tile, width, dtype, limits, casts=casts)]
     if dtype == torch.float32:
         fitting = [tile for tile in fitting if tile.rows <= 32 and tile.hidden <= 32] or fitting
     for tile in fitting:
@@ -158,23 +171,25 @@ def run(
     weights: Sequence[Tensor],
     projection: OutputProjection | None,
     eps: float,
+    dtype: torch.dtype,
     tile: Tile | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """x (…, C) contiguous; norm: weight and bias (C,); weights: W1 (H, C), b1 (H,), W2 (C, H), b2 (C,), contiguous
 
-    Returns the output, and if `save` what enters the GELU, (rows, H).
+    Products are in `dtype`, and weights are cast to it. Returns the output, and if `save` what enters the GELU,
+    (rows, H).
     """
     w1, _, _, b2 = weights
     hidden, width = w1.shape
     rows = x.numel() // width
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype), device=x.device)
-    kept = torch.empty((rows if save else 0, hidden), dtype=w1.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, dtype), device=x.device)
+    kept = torch.empty((rows if save else 0, hidden), dtype=dtype, device=x.device)
     if rows == 0:
         return out, kept
     if tile is None:
-        limits = gpu.limits_of(x.device)
-        tile = choose_tile(rows, width, hidden, w1.dtype, limits, may_split=projection is None)
+        choice: dict[str, Any] = dict(may_split=projection is None, casts=w1.dtype != dtype)
+        tile = choose_tile(rows, width, hidden, dtype, gpu.limits_of(x.device), **choice)
     first, second = halves(width)
     target = out
     if tile.splits > 1:
@@ -182,7 +197,7 @@ def run(
     gpu.launch(mlp_kernel, (triton.cdiv(rows, tile.rows), tile.splits))(
         x, *(projection or (x, x, x)), *norm, *weights, target, kept, rows, eps,
         C=width, H=hidden, C0=first, C1=second, BM=tile.rows, BH=tile.hidden, PROJECT=projection is not None,
-        SPLITS=tile.splits, SAVE=save, **dot_settings(w1.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        SPLITS=tile.splits, SAVE=save, **dot_settings(dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.splits > 1:
         gpu.launch(mlp_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
@@ -204,6 +219,7 @@ def _mlp_op(
     proj_weight: Tensor | None,
     proj_bias: Tensor | None,
     eps: float,
+    dtype: torch.dtype,
     tile: Sequence[int],
     save: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -217,20 +233,20 @@ def _mlp_op(
         projection = OutputProjection(attended, proj_weight, proj_bias)
     with on_device_of(x):
         norm, weights = (norm_weight, norm_bias), (w1, b1, w2, b2)
-        return run(x, norm, weights, projection, eps, Tile(*tile) if tile else None, save)
+        return run(x, norm, weights, projection, eps, dtype, Tile(*tile) if tile else None, save)
 
 
 @_mlp_op.register_fake
-def _(x, norm_weight, norm_bias, w1, b1, w2, b2, attended, proj_weight, proj_bias, eps, tile, save):  # type: ignore[no-untyped-def]
+def _(x, norm_weight, norm_bias, w1, b1, w2, b2, attended, proj_weight, proj_bias, eps, dtype, tile, save):  # type: ignore[no-untyped-def]
     hidden, width = w1.shape
     return (
-        x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, w1.dtype)),
-        w1.new_empty((x.numel() // width if save else 0, hidden)),
+        x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, dtype)),
+        x.new_empty((x.numel() // width if save else 0, hidden), dtype=dtype),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, norm_weight, norm_bias, w1, b1, w2, *_, eps, _, _ = inputs
+    x, norm_weight, norm_bias, w1, b1, w2, *_, eps, _, _, _ = inputs
     hidden = output[1]
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)  # or zeros would be made for the gradient of `hidden`
@@ -241,7 +257,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
     """Four products. What lies between them is computed again from x and from what enters the GELU."""
     if grad is None:
-        return (None,) * 13
+        return (None,) * 14
     x, norm_weight, norm_bias, w1, b1, w2, hidden = ctx.saved_tensors
     dtype, shape = w1.dtype, x.shape[-1:]
     rows, grad_rows = x.reshape(-1, *shape).float(), grad.reshape(-1, *shape)
@@ -263,7 +279,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
         grad_hidden.sum(0, dtype=dtype),
         upstream.mT @ F.gelu(hidden),
         upstream.sum(0, dtype=dtype),
-        *[None] * 6,
+        *[None] * 7,
     )
 
 
@@ -287,6 +303,13 @@ def _why_not_memory(width: int, dtype: torch.dtype, device: torch.device) -> str
     return f"{width} channels of {dtype} do not fit the {limits.shared_memory // 1024} KiB of shared memory of {device}"
 
 
+@torch.compiler.assume_constant_result
+def _fits_casting(tile: Tile | None, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is memory for float32 weights: for this tile, or any."""
+    limits = gpu.limits_of(device)
+    return any(fits(each, width, dtype, limits, casts=True) for each in ((tile,) if tile else TILES))
+
+
 def why_not(x: Tensor, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run on x (…, C), or None if it can."""
     width = x.shape[-1]
@@ -307,10 +330,14 @@ def add_mlp(
     """The backend's entry. Inputs are checked; products are in `dtype`. A projection has no gradients here."""
     refuse_tangents(x, *norm, *weights, *(projection or ()))
     save = needs_gradients(x, *norm, *weights)
-    weights, last = ([t.to(dtype).contiguous() for t in tensors] for tensors in (weights, projection or ()))
-    norm, fields = [t.contiguous() for t in norm], last or (None, None, None)
+    casts = not save and x.numel() <= FEW_ROWS * x.shape[-1] and _fits_casting(tile, x.shape[-1], dtype, x.device)
+    last: Sequence[Tensor] = projection or ()
+    if not casts:
+        weights, last = ([t.to(dtype) for t in tensors] for tensors in (weights, last))
+    norm, weights, last = ([t.contiguous() for t in tensors] for tensors in (norm, weights, last))
+    fields = last or (None, None, None)
     out: Tensor
-    out, _ = _mlp_op(x.contiguous(), *norm, *weights, *fields, eps, list(tile or ()), save)
+    out, _ = _mlp_op(x.contiguous(), *norm, *weights, *fields, eps, dtype, list(tile or ()), save)
     return out
 
 

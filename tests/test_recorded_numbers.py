@@ -198,6 +198,50 @@ def test_the_family(direction: str) -> None:
         assert found[title] == expected
 
 
+def test_the_forward_pass_of_the_family_since() -> None:
+    times = {(r["case"], r["contender"]): r["timing"]["median"] for r in results("family-forward-h200")}
+    cases = list(dict.fromkeys(case for case, _ in times))
+    text = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
+    for contender, name in (("linear", "linear attention then takes"), ("mala", "and MALA")):
+        *first, last = (f"{times[case, contender] / times[case, 'fused']:.2f}" for case in cases)
+        assert f"{name} {', '.join(first)} and {last} times" in text
+
+
+def test_all_kernels_of_one_image() -> None:
+    of = {
+        name: sum(r["microseconds"] for r in results("profile-one-image-h200") if r["contender"] == name)
+        for name in ("fused", "peer")
+    }
+    text = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
+    assert f"take {of['fused']:.0f} µs, and those of DeiT-T {of['peer']:.0f} (" in text
+
+
+def test_the_sweep_with_the_projection() -> None:
+    found = table("performance.md", " | 224 × 256", after="ended before")
+    rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in results("sweep-projected-h200")}
+    sizes = list(dict.fromkeys(size for size, _ in rates))
+    ratios = [f"{rates[size, 'fused']:,.0f} ({rates[size, 'fused'] / rates[size, 'peer']:.2f})" for size in sizes]
+    assert found == {
+        "DeiT-T, FlashAttention": [f"{rates[size, 'peer']:,.0f}" for size in sizes],
+        "InLine-DeiT-T": ratios,
+    }
+
+
+def test_the_kernel_of_the_mlp() -> None:
+    found = table("performance.md", "channels → hidden | tokens", labels=2)
+    timed = record("mlp-h200")["timed"]
+    for title, cells in found.items():
+        expected = []
+        width, hidden, rows = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", title))
+        for use in ("inference", "projected"):
+            sizes = dict(rows=rows, width=width, hidden=hidden)
+            (micros,) = (r["micros"] for r in timed[use] if sizes.items() <= r.items())
+            compiled = micros["compiled"]
+            kernel = min(time for name, time in micros.items() if name != "compiled")
+            expected += [f"{compiled:,.0f}", f"{kernel:,.0f} ({compiled / kernel:.2f})"]
+        assert cells == expected, title
+
+
 def micro(seconds: float) -> str:
     return f"{1e6 * seconds:,.0f}" if seconds >= 1e-3 else f"{1e6 * seconds:.1f}"
 

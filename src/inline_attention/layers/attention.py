@@ -19,7 +19,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import masked_mean, zero_absent
 
 from .local import LocalTerm, LocalWeight, ParameterPair
-from .mode import is_plain
+from .mode import has_hooks, is_plain
 from .queries import AffineMap, HeadGain
 from .token_grid import TokenGrid, find_grid, token_mask_of, wait_for_model
 from .tokens import pad_images
@@ -64,6 +64,13 @@ class Attention(nn.Module):
     masks_padding: ClassVar[bool] = True
     # Whether queries and keys are rotated by the positions of their tokens.
     rope: bool = False
+    # Whether `forward` and `merge` are those below. A call asks for this and not for its class, which torch.compile
+    # would check in every call.
+    has_plain_end: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.has_plain_end = cls.forward is Attention.forward and cls.merge is Attention.merge
 
     def __init__(
         self,
@@ -213,9 +220,8 @@ class Attention(nn.Module):
     def has_plain_projection(self) -> bool:
         """Whether `proj` is all that inference adds to `forward` with `project=False`."""
         return (
-            type(self).forward is Attention.forward
-            and type(self).merge is Attention.merge
-            and is_plain(self, type(self))
+            self.has_plain_end
+            and not has_hooks(self)
             and is_plain(self.proj, nn.Linear)
             and self.proj.bias is not None
             and is_plain(self.proj_drop, nn.Dropout)

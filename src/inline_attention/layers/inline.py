@@ -61,9 +61,7 @@ class FusedAttention(Attention):
     normalization: ClassVar[Normalization]
     matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
     follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual", "gain")
-    # Whether `attend` is the one below. A call asks for this and not for its class, which torch.compile would check in
-    # every call.
-    has_plain_attend: ClassVar[bool] = True
+    has_plain_attend: ClassVar[bool] = True  # whether `attend` is the one below
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

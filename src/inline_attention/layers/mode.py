@@ -23,4 +23,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of the module is the forward of this class and nothing else: no subclass, no hooks."""
-    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+    return type(module) is kind and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module calls hooks too."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -6,6 +6,7 @@
     PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py mlp --cases 400 --processes 14 --seconds 540 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py norm --processes 10 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py short --processes 14 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py settings --processes 14 --seconds 200 --out FOLDER
 
@@ -16,12 +17,13 @@ atomically, so there should be none. `random` compares random cases with float64
 `tests/ops/test_triton.py` does for 210 of them. A process takes all cases of a specialization, so that each kernel is
 compiled once. With `--seconds` it stops in time; `--first` starts at a later seed. `mlp` does the same for the
 MLP's kernel. It then times every tile of `fused_mlp.TILES` beside what torch.compile makes of the
-reference, and prints the lines of `fused_mlp.WINS` for the tiles that win. For training it times the forward
-pass of every tile, and then forward and backward with the fastest, compiled, beside those of a block's own modules;
-that gives the wins of "training". `--modes` names what is timed. `short` does it for the forward pass
-in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given one. It prints
-the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise. `settings` times each
-attention kernel with other tokens of a step, warps and stages than `fused.config.STEPS` has, and prints the fastest.
+reference, and prints the lines of `fused_mlp.WINS` for the tiles that win. For training it times the forward pass
+of every tile, and then forward and backward with the fastest, compiled, beside those of a block's own modules; that
+gives the wins of "training". `--modes` names what is timed. `norm` does it for the kernel of a norm and the projection
+to q, k and v. `short` does it for the forward pass in one launch: beside today's launches in CUDA graphs, with the
+local weight made inside and with a given one. It prints the lines of `fused.short.WINS`, and stops after 150 seconds
+unless `--seconds` says otherwise. `settings` times each attention kernel with other tokens of a step, warps and stages
+than `fused.config.STEPS` has, and prints the fastest.
 
 Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
 """
@@ -84,9 +86,11 @@ from inline_attention.layers import LocalWeight
 from inline_attention.layers.block import Mlp
 from inline_attention.ops import (
     fused_mlp,
+    fused_norm_linear,
     gpu,
     inline_attention_packed,
     inline_attention_projected,
+    norm_linear,
 )
 
 # Relative to the norm of the exact result. They find wrong values; `random` measures accuracy.
@@ -630,6 +634,73 @@ def mlp(args: argparse.Namespace) -> dict[str, Any]:
     return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
 
 
+# norm
+
+NORMED = ((192, 576), (384, 1152))  # channels and outputs
+NORMED_ROWS = (197, 577, 4097, 50_432, 131_072)
+
+
+def normed_calls(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[list[Any], Callable[..., Any]]:
+    """The arguments of several calls, and the reference, compiled. Parameters are cast in every call."""
+    inputs = draw_mlp(rows, width, outputs, device=torch.device(DEVICE), dtype=dtype)
+    weight, bias, *_ = inputs.weights
+
+    def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+            return norm_linear(x, *inputs.norm, weight, bias, eps=1e-6, backend="reference")
+
+    calls = [(x, inputs.norm, weight, bias, 1e-6, dtype) for x, _ in inputs.calls]
+    return calls, torch.compile(reference, dynamic=False)
+
+
+def normed_tiles(rows: int, width: int, outputs: int, dtype: torch.dtype) -> list[fused_mlp.Tile]:
+    return timed_tiles((rows, width, outputs), dtype, "normed")
+
+
+def normed_work(share: tuple[int, int, int, torch.dtype]) -> tuple[list[str], float]:
+    """Compiles both sides. Returns the tiles that failed, and the largest error, relative to a rounding."""
+    calls, compiled = normed_calls(*share)
+    compiled(calls[0][0])
+    x, norm, weight, bias, eps, dtype = calls[0]
+    exact = norm_linear(*(t.double() for t in (x, *norm, weight, bias)), eps=eps, backend="reference")
+    failed, worst = [], 0.0
+    for tile in normed_tiles(*share):
+        try:
+            found = fused_norm_linear.norm_linear(*calls[0], tile)
+        except Exception as error:  # such as out of resources
+            failed.append(f"{share} {tile}: {error!r}"[:300])
+            continue
+        for one, other in zip(found, exact, strict=True):
+            error = (one.double() - other).norm() / other.norm()
+            worst = max(worst, float(error) / torch.finfo(dtype).eps if error.isfinite() else math.inf)
+    return failed, worst
+
+
+def normed(args: argparse.Namespace) -> dict[str, Any]:
+    dtype = DTYPES[-1]
+    work = [(rows, width, outputs, dtype) for width, outputs in NORMED for rows in NORMED_ROWS]
+    done = list(in_processes(normed_work, work, args.processes))
+    broken = [failure for failures, _ in done for failure in failures]
+    worst = max(error for _, error in done)
+    print(f"{len(broken)} tiles failed; largest error {worst:.2f} roundings", *broken[:9])
+    print("| channels | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |\n|---|---|---|---|---|---|---|")
+    timed = []
+    for share in work:
+        torch.compiler.reset()
+        calls, compiled = normed_calls(*share)
+        each = {"compiled": [partial(compiled, call[0]) for call in calls]}
+        for tile in normed_tiles(*share):
+            each[str(tuple(tile))] = [partial(fused_norm_linear.norm_linear, *call, tile) for call in calls]
+        micros, failed = measured(each)
+        rows, width, outputs, _ = share
+        timed.append(dict(half=share[:3], flops=2 * rows * width * outputs, micros=micros, failed=failed))
+        print_times(timed[-1])
+    wins = winning_lines(timed)
+    print("WINS:", *wins, sep="\n")
+    wrong = [] if worst < 2 else [f"{worst} roundings"]
+    return dict(broken=broken, timed=timed, wins=wins, failed=wrong)
+
+
 # short
 
 
@@ -706,6 +777,7 @@ def main() -> int:
         "repeat": repeat,
         "random": random,
         "mlp": mlp,
+        "norm": normed,
         "short": one_launch,
         "settings": settings,
     }
@@ -722,7 +794,7 @@ def main() -> int:
             widths = list(dict.fromkeys(width for width, _ in ROWS))
             command.add_argument("--widths", type=int, nargs="+", default=widths, choices=widths)
             command.add_argument("--least-rows", type=int, default=0, help="leave out fewer rows")
-            uses = fused_mlp.USES
+            uses = [use for use in fused_mlp.USES if use != "normed"]
             command.add_argument("--modes", nargs="+", default=uses, choices=uses, help="what is timed")
         if name == "short":
             command.add_argument("--cases", type=int, default=240)

@@ -31,7 +31,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from inline_attention.ops import fused, fused_local_weight, fused_mlp, gpu
+from inline_attention.ops import fused, fused_local_weight, fused_mlp, fused_norm_linear, gpu
 from inline_attention.ops.fused import short
 from inline_attention.ops.fused.arguments import Options, Tensors
 from inline_attention.ops.fused.backward import run_backward
@@ -166,6 +166,16 @@ def mlp(
         fused_mlp.run(x, (vector, vector), weights, projection if projected else None, 1e-6, dtype, tile, save)
 
 
+def norm_linear(dtype: torch.dtype, width: int, *, weight: torch.dtype | None = None, rows: int | None = None) -> None:
+    """As `mlp`."""
+    x, vector = meta(rows or 1, width, dtype=torch.float32), meta(width, dtype=torch.float32)
+    tensors = [meta(*shape, dtype=weight or dtype) for shape in ((3 * width, width), (3 * width,))]
+    limits, casts = gpu.limits_of(x.device), weight is not None
+    fitting = [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, width, dtype, limits, casts=casts)]
+    for tile in fitting if rows is None else [None]:
+        fused_norm_linear.run(x, (vector, vector), *tensors, 1e-6, dtype, tile)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "inline-bf16-32": lambda: attention(torch.bfloat16, 32),
     "inline-bf16-64": lambda: attention(torch.bfloat16, 64),
@@ -203,6 +213,10 @@ CASES: dict[str, Callable[[], None]] = {
     "mlp-bf16-192-casts-tiles": lambda: mlp(torch.bfloat16, 192, weight=torch.float32),
     "mlp-bf16-192-projected-casts-tiles": lambda: mlp(torch.bfloat16, 192, projected=True, weight=torch.float32),
     "mlp-bf16-384-casts-tiles": lambda: mlp(torch.bfloat16, 384, weight=torch.float32),
+    "norm_linear-bf16-192": lambda: norm_linear(torch.bfloat16, 192, rows=50_432),
+    "norm_linear-bf16-192-tiles": lambda: norm_linear(torch.bfloat16, 192),
+    "norm_linear-bf16-192-casts-tiles": lambda: norm_linear(torch.bfloat16, 192, weight=torch.float32),
+    "norm_linear-bf16-384-tiles": lambda: norm_linear(torch.bfloat16, 384),
     "mlp-fp32-96": lambda: mlp(torch.float32, 96, rows=50_432),
 }
 

@@ -36,13 +36,15 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
             "reduce-overhead" works for training, unless gradients are accumulated over several backward passes: every
             replay writes them to the same memory.
 
-    Two things become faster on a GPU, and compute the same up to rounding:
+    Three things become faster on a GPU, and compute the same up to rounding:
 
     - The convolution that cuts images into patches, as in timm's transformers, becomes a matrix product. cuDNN has no
       fast kernel for three channels: in DeiT-T at 224 pixels it takes a fifth of the time.
     - The MLP half of this library's blocks becomes one kernel (`ops.add_mlp`) on GPUs, widths and numbers
       of tokens for which that was measured to be faster. In inference it may include the attention's output projection.
       In training, only blocks without dropout and without stochastic depth in that half take it.
+    - In inference, the first norm of a block and the projection to q, k and v become one kernel (`ops.norm_linear`)
+      where that was measured to be faster.
 
     With CUDA graphs every input size keeps the memory of its own graph, and an output is valid until the next call.
     Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" if sizes vary freely.
@@ -58,21 +60,25 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
         mode = "reduce-overhead" if device.type == "cuda" and not model.training else "default"
     for module in model.modules():
         if isinstance(module, Block):
-            _fuse_mlp(module, device, training=model.training)
+            _fuse(module, device, training=model.training)
         if device.type == "cuda" and _cuts_images(module):
             module.__class__ = PatchConv2d  # the same parameters, another computation
     model.compile(mode=mode)
     return model
 
 
-def _fuse_mlp(block: Block, device: torch.device, *, training: bool) -> None:
-    uses = {"training"} if training else {"inference", "projected"}
-    fused: set[str] = set()
+def _fuse(block: Block, device: torch.device, *, training: bool) -> None:
+    layers: dict[str, nn.Module] = {}
     if block.has_plain_mlp(training=training):
-        fc1 = block.mlp.fc1
-        assert isinstance(fc1, nn.Linear)
-        fused = {use for use in uses if pays_on(device, fc1.in_features, fc1.out_features, use)}
-    block.fused = tuple(sorted({*block.fused} - uses | fused))
+        layers = dict.fromkeys(("training",) if training else ("inference", "projected"), block.mlp.fc1)
+    if not training and block.has_plain_norm():
+        layers["normed"] = block.attn.qkv
+    fused = {use for use in block.fused if (use == "training") != training}  # of the other mode
+    for use, layer in layers.items():
+        assert isinstance(layer, nn.Linear)
+        if pays_on(device, layer.in_features, layer.out_features, use):
+            fused.add(use)
+    block.fused = tuple(sorted(fused))
 
 
 def _cuts_images(module: nn.Module) -> bool:

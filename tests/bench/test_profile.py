@@ -53,7 +53,8 @@ def test_our_kernels_have_a_kind() -> None:
         if name.endswith("_kernel")
     }
     attention = ("forward", "backward", "short", "anchor", "local_weight")
-    assert kinds == {(module, "attention") for module in attention} | {("mlp", "mlp")}
+    others = {("mlp", "mlp"), ("norm_linear", "matrix products")}
+    assert kinds == {(module, "attention") for module in attention} | others
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ EVERY_KERNEL = {
     "forward_kernel", "state_kernel", "finish_kernel", "output_kernel", "backward_kernel", "grad_state_kernel",
     "grad_finish_kernel", "grad_kernel", "scores_kernel", "logsumexp_kernel", "weighted_sum_kernel",
     "short_kernel", "local_weight_kernel", "local_weight_backward_kernel",
-    "weight_gradient_kernel", "mlp_kernel", "mlp_sum_kernel",
+    "weight_gradient_kernel", "mlp_kernel", "mlp_sum_kernel", "norm_linear_kernel",
 }  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def test_every_kernel(gpu, tmp_path):
         "mlp-bf16-192",
         "mlp-bf16-192-few",
         "mlp-bf16-192-save",
+        "norm_linear-bf16-192",
     )
     builds = build(tmp_path, "--gpus", gpu, "--cases", *attentions, *others)
     assert {one["kernel"] for one in builds} == EVERY_KERNEL

@@ -34,11 +34,10 @@ KINDS = (
     (r"^triton_tem_\w*mm", PRODUCTS),  # Inductor's templates, which max-autotune tries
     (r"^triton_tem_\w*conv", "convolutions"),
     (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's; the name lists the fused operators
-    (
-        rf"^({'|'.join(UNITS)}|local_weight_kernel|local_weight_backward_kernel|weight_gradient_kernel|scores_kernel|logsumexp_kernel|weighted_sum_kernel)$",
-        "attention",
-    ),
+    (rf"^({'|'.join(UNITS)}|(scores|logsumexp|weighted_sum)_kernel)$", "attention"),
+    (r"^(local_weight|local_weight_backward|weight_gradient)_kernel$", "attention"),
     (r"^mlp_", "mlp"),
+    (r"^norm_linear_kernel$", PRODUCTS),
     (r"flash|fmha|sdpa|scaled_dot_product|inline_?attention", "attention"),
     (r"conv(?!ert)|fprop|dgrad|wgrad", "convolutions"),
     (r"gemm|gemv|nvjet|cutlass|splitk|^aten::b?(add)?b?mm$|mkl\w*_linear", PRODUCTS),

@@ -64,13 +64,16 @@ class Attention(nn.Module):
     masks_padding: ClassVar[bool] = True
     # Whether queries and keys are rotated by the positions of their tokens.
     rope: bool = False
-    # Whether `forward` and `merge` are those below. A call asks for this and not for its class, which torch.compile
-    # would check in every call.
+    # Whether `forward` and `project`, and `forward` and `merge`, are those below. A call asks for this and not for its
+    # class, which torch.compile would check in every call.
+    has_plain_start: ClassVar[bool] = True
     has_plain_end: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.has_plain_end = cls.forward is Attention.forward and cls.merge is Attention.merge
+        is_plain_forward = cls.forward is Attention.forward
+        cls.has_plain_start = is_plain_forward and cls.project is Attention.project
+        cls.has_plain_end = is_plain_forward and cls.merge is Attention.merge
 
     def __init__(
         self,
@@ -170,6 +173,7 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         project: bool = True,
+        projected: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -183,6 +187,7 @@ class Attention(nn.Module):
             attn_mask: the same mask as timm's blocks pass it, (B, 1, 1, N), bool or 0 and −inf. Any other is refused.
             is_causal: must be False.
             project: False returns the outputs of the heads, for a block that computes `proj` itself. Needs `grid`.
+            projected: what `qkv` makes of x, from a block that has computed it. Needs `grid`.
 
         Returns:
             (B, N, C)
@@ -202,7 +207,7 @@ class Attention(nn.Module):
         check_mask("token_mask", token_mask, x)
         x = zero_absent(x, token_mask)  # absent tokens must not reach the gradients of the projections
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
-        projections = self.project(x, grid)
+        projections = self.project(x, grid) if projected is None else self.split(projected)
         options: dict[str, Any] = {}
         if self.uses_mean_query():
             mean = masked_mean(x, token_mask)
@@ -216,6 +221,16 @@ class Attention(nn.Module):
         out = self.attend(projections, grid=grid, token_mask=token_mask, **options)
         out = self.apply_gate(self.add_position_bias(out, token_mask), x)
         return self.merge(out) if project else out.flatten(2)
+
+    def has_plain_qkv(self) -> bool:
+        """Whether the queries, keys and values are what one linear layer makes of the tokens."""
+        return (
+            self.has_plain_start
+            and self.fused_qkv
+            and self.query_gain is None
+            and is_plain(self.qkv, nn.Linear)
+            and self.qkv.bias is not None
+        )
 
     def has_plain_projection(self) -> bool:
         """Whether `proj` is all that inference adds to `forward` with `project=False`."""
@@ -240,12 +255,13 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """x (B, N, C) → q, k and v as `linear_attention_projected` takes them: tensors (B, N, m, heads, d)"""
-        heads = (self.num_heads, self.head_dim)
         if self.fused_qkv:
-            projections: tuple[Tensor, ...] = (self.project_queries(x, self.qkv).unflatten(-1, (3, *heads)),)
-        else:
-            q = self.project_queries(x, self.q).unflatten(-1, (1, *heads))
-            projections = q, self.kv(x).unflatten(-1, (2, *heads))
+            return self.split(self.project_queries(x, self.qkv))
+        return self.split(self.project_queries(x, self.q), self.kv(x))
+
+    def split(self, *projected: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of `qkv`, or of `q` and `kv`, by heads, and what follows: norms and an affine φ"""
+        projections = tuple(y.unflatten(-1, (-1, self.num_heads, self.head_dim)) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = unstack(projections)
             projections = tuple(y.unsqueeze(2) for y in (self.q_norm(q).type_as(v), self.k_norm(k).type_as(v), v))

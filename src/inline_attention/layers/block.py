@@ -8,7 +8,7 @@ from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from inline_attention.ops import Grid, OutputProjection, add_mlp
+from inline_attention.ops import Grid, OutputProjection, add_mlp, norm_linear
 from inline_attention.ops.mlp import pays_for
 
 from .attention import Attention
@@ -59,8 +59,8 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
-        # What `optimize` gives to the kernel of `add_mlp`: "inference", "projected" (inference, with the
-        # projection of the attention), "training".
+        # What `optimize` gives to the kernel of `add_mlp`: "inference", "projected" (inference, with the projection of
+        # the attention), "training". "normed": it gives norm1 and qkv to the kernel of `norm_linear`.
         self.fused: tuple[str, ...] = ()
 
     def has_plain_mlp(self, *, training: bool) -> bool:
@@ -90,8 +90,25 @@ class Block(nn.Module):
 
     def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None, **options: Any) -> Tensor:
         """`options`: further arguments of the attention"""
+        if padding is None and self.fuses_norm(x):
+            norm, qkv = self.norm1, self.attn.qkv
+            x, projected = norm_linear(x, norm.weight, norm.bias, qkv.weight, qkv.bias, eps=norm.eps)
+            return self.attn(x, grid, projected=projected, **options)
         token_mask = None if padding is None else padding.token_mask
         return self.attn(self.norm1(x), grid, token_mask=token_mask, **options)
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        """Whether the norm and `qkv` are one kernel, as `pays` says of the MLP."""
+        return (
+            "normed" in self.fused
+            and not self.training
+            and self.has_plain_norm()
+            and pays_for(x, self.attn.qkv.weight.shape[0], "normed")
+        )
+
+    def has_plain_norm(self) -> bool:
+        """Whether `norm_linear` computes the norm and `qkv`. No module was replaced, and none has hooks."""
+        return is_plain(self.norm1, nn.LayerNorm) and self.attn.has_plain_qkv()
 
     def attention_branch_of_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         """`attention_branch`, with the result of each image of a padded batch as if it were alone."""

@@ -19,6 +19,7 @@ from .local import Grid, LocalSource
 from .local_weight import make_local_weight
 from .matrix import attention_matrix
 from .mlp import add_mlp
+from .normed_linear import norm_linear
 from .projections import OutputProjection
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "linear_attention_projected",
     "local_residual",
     "make_local_weight",
+    "norm_linear",
     "set_backend",
     "tangent_attention",
     "tangent_attention_projected",

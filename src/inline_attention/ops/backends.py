@@ -14,11 +14,12 @@ from .tracing import needs_plain_operations
 fused: Any
 fused_local_weight: Any
 fused_mlp: Any
+fused_norm_linear: Any
 gpu: Any
 try:
-    from . import fused, fused_local_weight, fused_mlp, gpu
+    from . import fused, fused_local_weight, fused_mlp, fused_norm_linear, gpu
 except ImportError:  # no Triton
-    fused = fused_local_weight = fused_mlp = gpu = None
+    fused = fused_local_weight = fused_mlp = fused_norm_linear = gpu = None
 
 HAS_TRITON = fused is not None
 Backend = Literal["auto", "reference", "triton"]

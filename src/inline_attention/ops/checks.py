@@ -19,10 +19,11 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def check_shape(name: str, x: Tensor, expected: tuple[int, ...], *, w1: Tensor) -> None:
-    """Raises if a parameter of two layers does not fit the weight of the first."""
+def check_shape(name: str, x: Tensor, expected: tuple[int, ...], **weight: Tensor) -> None:
+    """Raises if a parameter does not fit a weight, which is given by its name."""
     if x.shape != expected:
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}, as w1 is {shape_of(w1)}")
+        ((of, w),) = weight.items()
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}, as {of} is {shape_of(w)}")
 
 
 def check_local_parameters(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:

@@ -43,8 +43,9 @@ class Tile(NamedTuple):
     splits: int = 1  # programs that share the hidden channels of a token
 
 
-# What the kernel is used for: inference by itself, inference with the projection before it, or training.
-Use = Literal["inference", "projected", "training"]
+# What the kernel is used for: inference by itself, inference with the projection before it, or training. "normed" is
+# another kernel, with the same tiles: a norm and the linear layer after it.
+Use = Literal["inference", "projected", "training", "normed"]
 USES: tuple[Use, ...] = get_args(Use)
 
 
@@ -102,6 +103,7 @@ WINS: dict[Use, dict[tuple[tuple[int, int], int, int], tuple[Win, ...]]] = {
         ((9, 0), 192, 768): (Win(2_731, 14_373, Tile(16, 64, 4, 2)), Win(14_374, ANY, Tile(64, 32, 4, 3))),
     },
     "training": {},
+    "normed": {},
 }
 
 
@@ -303,6 +305,11 @@ def _why_not_memory(width: int, dtype: torch.dtype, device: torch.device) -> str
     return f"{width} channels of {dtype} do not fit the {limits.shared_memory // 1024} KiB of shared memory of {device}"
 
 
+def casts_weights(x: Tensor, dtype: torch.dtype, tile: Tile | None) -> bool:
+    """Whether the kernel casts the weights itself, in inference."""
+    return x.numel() <= FEW_ROWS * x.shape[-1] and _fits_casting(tile, x.shape[-1], dtype, x.device)
+
+
 @torch.compiler.assume_constant_result
 def _fits_casting(tile: Tile | None, width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is memory for float32 weights: for this tile, or any."""
@@ -330,9 +337,8 @@ def add_mlp(
     """The backend's entry. Inputs are checked; products are in `dtype`. A projection has no gradients here."""
     refuse_tangents(x, *norm, *weights, *(projection or ()))
     save = needs_gradients(x, *norm, *weights)
-    casts = not save and x.numel() <= FEW_ROWS * x.shape[-1] and _fits_casting(tile, x.shape[-1], dtype, x.device)
     last: Sequence[Tensor] = projection or ()
-    if not casts:
+    if save or not casts_weights(x, dtype, tile):
         weights, last = ([t.to(dtype) for t in tensors] for tensors in (weights, last))
     norm, weights, last = ([t.contiguous() for t in tensors] for tensors in (norm, weights, last))
     fields = last or (None, None, None)

@@ -84,7 +84,8 @@ def pays_on(device: torch.device, width: int, hidden: int, use: str) -> bool:
     """Whether the kernel was measured to be faster than the compiled reference on this GPU, for some number of tokens.
 
     Args:
-        use: "inference"; "projected", which is inference with the projection; or "training", forward and backward.
+        use: "inference"; "projected", which is inference with the projection; "training", forward and backward; or
+            "normed", a norm and the linear layer after it.
     """
     if not backends.HAS_TRITON or device.type != "cuda":
         return False

@@ -20,6 +20,27 @@ def load_matrix(p, m_r, m_c, FULL: tl.constexpr):
 
 
 @triton.jit
+def load_floats(p_x, o_m, m_m, o_c, m_c, C: tl.constexpr):
+    """Some channels of the rows, zeros outside the masks: float32"""
+    return tl.load(p_x + o_m[:, None] * C + o_c[None, :], mask=m_m[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def statistics(b_x0, b_x1, m_0, m_1, eps, C: tl.constexpr, C1: tl.constexpr):
+    """Mean and 1 / standard deviation of the rows: (BM,) each"""
+    b_total = tl.sum(b_x0, 1)
+    if C1 > 0:
+        b_total += tl.sum(b_x1, 1)
+    b_mean = b_total / C
+    b_square = tl.where(m_0[None, :], b_x0 - b_mean[:, None], 0.0)
+    b_total = tl.sum(b_square * b_square, 1)
+    if C1 > 0:
+        b_square = tl.where(m_1[None, :], b_x1 - b_mean[:, None], 0.0)
+        b_total += tl.sum(b_square * b_square, 1)
+    return b_mean, tl.div_rn(1.0, tl.sqrt_rn(b_total / C + tl.cast(eps, tl.float32)))
+
+
+@triton.jit
 def scaled(b_x, b_mean, b_rstd, p_weight, p_bias, o_c, m_c, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """The normalised rows with their scale and shift, as a factor of a product: (BM, X)"""
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
@@ -57,6 +78,8 @@ def mlp_kernel(
     o_m = tl.cast(o_m, tl.int64)
     o_0 = tl.arange(0, C0)
     m_0 = o_0 < C
+    o_1 = o_0
+    m_1 = m_0
     if C1 > 0:
         o_1 = C0 + tl.arange(0, C1)
         m_1 = o_1 < C
@@ -84,19 +107,11 @@ def mlp_kernel(
         tl.debug_barrier()
         p_x = p_out
 
-    b_x0 = tl.load(p_x + o_m[:, None] * C + o_0[None, :], mask=m_m[:, None] & m_0[None, :], other=0.0).to(tl.float32)
-    b_total = tl.sum(b_x0, 1)
+    b_x0 = load_floats(p_x, o_m, m_m, o_0, m_0, C)
+    b_x1 = b_x0
     if C1 > 0:
-        p = p_x + o_m[:, None] * C + o_1[None, :]
-        b_x1 = tl.load(p, mask=m_m[:, None] & m_1[None, :], other=0.0).to(tl.float32)
-        b_total += tl.sum(b_x1, 1)
-    b_mean = b_total / C
-    b_square = tl.where(m_0[None, :], b_x0 - b_mean[:, None], 0.0)
-    b_total = tl.sum(b_square * b_square, 1)
-    if C1 > 0:
-        b_square = tl.where(m_1[None, :], b_x1 - b_mean[:, None], 0.0)
-        b_total += tl.sum(b_square * b_square, 1)
-    b_rstd = tl.div_rn(1.0, tl.sqrt_rn(b_total / C + tl.cast(eps, tl.float32)))
+        b_x1 = load_floats(p_x, o_m, m_m, o_1, m_1, C)
+    b_mean, b_rstd = statistics(b_x0, b_x1, m_0, m_1, eps, C, C1)
     b_n0 = scaled(b_x0, b_mean, b_rstd, p_weight, p_bias, o_0, m_0, DOT, PRECISION)
     b_out0 = tl.zeros([BM, C0], tl.float32)
     if C1 > 0:

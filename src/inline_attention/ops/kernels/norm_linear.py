@@ -1,0 +1,66 @@
+"""The kernel of a layer norm and the linear layer after it. Vocabulary and blocks as in `mlp.py`."""
+
+import triton
+import triton.language as tl
+
+from .blocks import add_product, operand
+from .mlp import load_floats, load_matrix, scaled, statistics
+
+
+@triton.jit
+def store(p_out, b_out, o_m, m_m, o_c, m_c, C: tl.constexpr):
+    """Some channels of the rows"""
+    p = p_out + o_m[:, None] * C + o_c[None, :]
+    tl.store(p, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_c[None, :])
+
+
+@triton.jit(do_not_specialize=("M",))
+def norm_linear_kernel(
+    p_x, p_weight, p_bias, p_w, p_b, p_normal, p_out, M, eps,
+    C: tl.constexpr, DO: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+    SPLITS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """norm(x) and W·norm(x) + b of BM rows. Grid (M / BM, SPLITS)
+
+    The outputs pass BO at a time. With more than one split, a program takes a share of them; each normalises its rows.
+
+    x (M, C), W (DO, C), b (DO,) → norm(x) (M, C), out (M, DO)
+    """
+    o_m = tl.program_id(0) * BM + tl.arange(0, BM)
+    m_m = o_m < M
+    o_m = tl.cast(o_m, tl.int64)
+    o_0 = tl.arange(0, C0)
+    m_0 = o_0 < C
+    o_1 = o_0
+    m_1 = m_0
+    if C1 > 0:
+        o_1 = C0 + tl.arange(0, C1)
+        m_1 = o_1 < C
+    b_x0 = load_floats(p_x, o_m, m_m, o_0, m_0, C)
+    b_x1 = b_x0
+    if C1 > 0:
+        b_x1 = load_floats(p_x, o_m, m_m, o_1, m_1, C)
+    b_mean, b_rstd = statistics(b_x0, b_x1, m_0, m_1, eps, C, C1)
+    b_n0 = scaled(b_x0, b_mean, b_rstd, p_weight, p_bias, o_0, m_0, DOT, PRECISION)
+    if C1 > 0:
+        b_n1 = scaled(b_x1, b_mean, b_rstd, p_weight, p_bias, o_1, m_1, DOT, PRECISION)
+    if tl.program_id(1) == 0:
+        store(p_normal, b_n0, o_m, m_m, o_0, m_0, C)
+        if C1 > 0:
+            store(p_normal, b_n1, o_m, m_m, o_1, m_1, C)
+
+    STEPS: tl.constexpr = (DO + BO - 1) // BO
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS * BO
+    begin = tl.program_id(1) * SHARE
+    FULL_0: tl.constexpr = (DO % BO == 0) & (C0 <= C)
+    FULL_1: tl.constexpr = (DO % BO == 0) & (C0 + C1 <= C)
+    for o in range(begin, tl.minimum(begin + SHARE, DO), BO):
+        o_o = o + tl.arange(0, BO)
+        m_o = o_o < DO
+        b_w = load_matrix(p_w + o_o[None, :] * C + o_0[:, None], m_0, m_o, FULL_0)
+        b_out = tl.dot(b_n0, operand(b_w, DOT, PRECISION), input_precision=PRECISION)
+        if C1 > 0:
+            b_w = load_matrix(p_w + o_o[None, :] * C + o_1[:, None], m_1, m_o, FULL_1)
+            b_out = add_product(b_out, b_n1, operand(b_w, DOT, PRECISION), PRECISION)
+        b_out += tl.load(p_b + o_o, mask=m_o, other=0.0).to(tl.float32)[None, :]
+        store(p_out, b_out, o_m, m_m, o_o, m_o, DO)

@@ -1,0 +1,135 @@
+"""The kernel of a norm and a linear layer against the reference in float64. Without a GPU: in the interpreter."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+pytest.importorskip("triton")
+
+from kernel_cases import DEVICE, DTYPES
+
+from inline_attention.ops import fused_mlp, norm_linear, use_backend
+from inline_attention.ops import fused_norm_linear as fused
+from inline_attention.ops.fused_mlp import TILES, Tile, Win
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SHAPES = {  # rows, channels, outputs, tile
+    "one token": ((1,), 16, 48, None),
+    "two blocks of channels": ((2, 9), 48, 144, None),
+    "more rows than a tile": ((37,), 16, 48, None),
+    "no width of a block": ((3, 5), 23, 37, None),
+    "split unevenly": ((19,), 40, 72, Tile(16, 16, 4, 1, splits=3)),
+    "more splits than steps": ((2,), 16, 20, Tile(16, 16, 4, 1, splits=4)),
+    "no token": ((0,), 16, 48, None),
+}
+
+
+def draw(rows, width, outputs, dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+    norm = 1 + normal(width, scale=0.2), normal(width, scale=0.2)
+    return normal(*rows, width) + 3, *norm, normal(outputs, width, scale=width**-0.5), normal(outputs, scale=0.2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64(shape, dtype):
+    rows, width, outputs, tile = SHAPES[shape]
+    x, *norm, weight, bias = draw(rows, width, outputs, dtype)
+    exact = norm_linear(*(t.double() for t in (x, *norm, weight, bias)), backend="reference")
+    plain = norm_linear(x, *norm, weight, bias, backend="reference")
+    fast = fused.norm_linear(x, norm, weight, bias, 1e-5, dtype, tile)
+    for one, other, reference in zip(fast, exact, plain, strict=True):
+        assert one.dtype == reference.dtype == dtype
+        allowed = 2 * (reference - other).norm() + torch.finfo(dtype).eps * other.norm()
+        assert (one - other).norm() <= allowed
+
+
+@pytest.mark.parametrize("few", [15, 14])
+@pytest.mark.parametrize("stream", [torch.float32, DTYPES[-1]])
+def test_under_autocast(stream, few, monkeypatch):
+    """The kernel casts the weights for few rows."""
+    monkeypatch.setattr(fused_mlp, "FEW_ROWS", few)
+    x, *tensors = draw((3, 5), 32, 96, torch.float32)
+    with torch.autocast(DEVICE, DTYPES[-1]), torch.no_grad():
+        fast, plain = (norm_linear(x.to(stream), *tensors, backend=backend) for backend in ("triton", "reference"))
+    for one, other in zip(fast, plain, strict=True):
+        assert one.dtype == other.dtype == DTYPES[-1]
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_take_the_reference(monkeypatch):
+    monkeypatch.setattr(fused, "norm_linear", None)
+    x, *tensors = draw((3, 5), 16, 48, torch.float32)
+    normal, out = norm_linear(x.requires_grad_(), *tensors, backend="triton")
+    (normal.sum() + out.sum()).backward()
+    assert x.grad is not None
+
+
+def test_auto_is_the_reference_until_the_table_says_otherwise(monkeypatch):
+    ran = []
+    x, *tensors = draw((4,), 16, 48, torch.float32)
+    monkeypatch.setattr(fused, "norm_linear", lambda *args: ran.append(args[-1]) or (x, x))
+    with torch.no_grad():
+        norm_linear(x, *tensors)
+        assert ran == []
+        with use_backend("triton"):
+            norm_linear(x, *tensors)
+    assert ran == [None]
+
+
+def test_what_pytorch_is_told_of_the_operator():
+    x, *tensors = draw((3, 5), 16, 48, DTYPES[-1])
+    arguments = (x.float(), *tensors, 1e-5, DTYPES[-1], [])
+    opcheck(torch.ops.inline_attention.norm_linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=torch.zeros(2, 17)), r"x has shape \(2, 17\); expected \(…, 16\)"),
+        (dict(bias=torch.zeros(16)), r"bias has shape \(16,\); expected \(48,\)"),
+        (dict(weight=torch.zeros(48)), r"weight has shape \(48,\); expected \(outputs, channels\)"),
+        (dict(x=torch.zeros(2, 16, dtype=torch.float16)), "x is torch.float16 and weight is torch.float32"),
+    ],
+)
+def test_bad_inputs_are_named(change, message):
+    names = ("x", "norm_weight", "norm_bias", "weight", "bias")
+    given = dict(zip(names, draw((2,), 16, 48, torch.float32), strict=True))
+    given |= {name: tensor.to(DEVICE) for name, tensor in change.items()}
+    with pytest.raises(ValueError, match=message):
+        norm_linear(**given)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_block_takes_the_kernel(hooked, monkeypatch):
+    """Where `optimize` allows it and the table says so, unless somebody would see the difference."""
+    from inline_attention.layers import InLineAttention
+    from inline_attention.layers.block import Block
+
+    torch.manual_seed(0)
+    block = Block(32, InLineAttention(32, 2, num_prefix_tokens=1), mlp_ratio=2, norm_eps=1e-6).to(DEVICE).eval()
+    x = torch.randn(2, 7, 32, device=DEVICE)
+    ran = []
+    run = fused.run
+    monkeypatch.setattr(fused, "run", lambda *args: ran.append(args[-1]) or run(*args))
+    win = Win(0, fused_mlp.ANY, TILES[0])
+    monkeypatch.setattr(fused_mlp, "winning_tile", lambda x, hidden, dtype, use: win.tile if use == "normed" else None)
+    with torch.no_grad():
+        expected = block(x, (2, 3))
+        assert ran == []
+        block.fused = ("normed",)
+        compiled = torch.compile(block, fullgraph=True, backend="eager")
+        seen = []
+        if hooked:
+            block.norm1.register_forward_hook(lambda *_: seen.append("norm"))
+        with use_backend("triton"):
+            for call in (block, compiled):
+                torch.testing.assert_close(call(x, (2, 3)), expected, rtol=1e-4, atol=1e-4)
+    assert (len(ran), len(seen)) == ((0, 2) if hooked else (2, 0))
+    block(x, (2, 3)).sum().backward()  # with gradients, PyTorch computes it
+    assert len(ran) == (0 if hooked else 2)

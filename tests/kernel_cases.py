@@ -162,8 +162,8 @@ class Error(NamedTuple):
     allowed: float
 
 
-def errors(exact: Results, plain: Results, fast: Results, *, mean: float = 0.0) -> list[Error]:
-    """Allowed is twice the error of the reference backend on the same inputs, and one rounding, for each result.
+def errors(exact: Results, plain: Results, fast: Results, *, mean: float = 0.0, factor: float = 2.0) -> list[Error]:
+    """Allowed is `factor` times the error of the reference backend on the same inputs, and one rounding, each.
 
     A rounding is relative to the size of the inputs. Tokens of mean `mean` and spread 1 are that much larger than
     their spread, which is what the gradients depend on.
@@ -174,7 +174,7 @@ def errors(exact: Results, plain: Results, fast: Results, *, mean: float = 0.0) 
         assert z.dtype == y.dtype
         size = float(x.norm()) or 1.0
         rounding = torch.finfo(z.dtype).eps * max(1.0, mean)
-        error, allowed = (z - x).norm(), 2 * (y - x).norm() + rounding * x.norm()
+        error, allowed = (z - x).norm(), factor * (y - x).norm() + rounding * x.norm()
         found.append(Error(name, float(error) / size, float(allowed) / size))
     return found
 
@@ -419,9 +419,11 @@ def mlp_errors(
     projection: OutputProjection | None = None,
     mean: float = 0.0,
 ) -> tuple[float, float]:
-    """How far the kernel's result is from float64, and how far it may be: 1.2 times as far as the reference in the same
-    precision, and one rounding; in float32, whose sums depend on their order, twice of both. Relative to the result's
-    norm."""
+    """How far the kernel's result is from float64, and how far it may be, relative to its norm.
+
+    That is 1.2 times as far as the reference in the same precision, and one rounding. In float32, whose sums depend on
+    their order, it is three times as far, and two roundings.
+    """
     x, *tensors = inputs
     exactly = None if projection is None else OutputProjection(*(t.double() for t in projection))
     with torch.no_grad():
@@ -431,7 +433,7 @@ def mlp_errors(
     assert fast.dtype == plain.dtype
     size = float(exact.norm()) or 1.0
     error, of_plain = (float((z.double() - exact).norm()) / size for z in (fast, plain))
-    factor, roundings = (2.0, 2.0) if x.dtype == torch.float32 else (1.2, 1.0)
+    factor, roundings = (3.0, 2.0) if x.dtype == torch.float32 else (1.2, 1.0)
     return error, factor * of_plain + roundings * torch.finfo(x.dtype).eps * max(1.0, mean)
 
 
@@ -454,7 +456,7 @@ def trained_mlp_errors(inputs: MlpInputs, tile: fused_mlp.Tile | None) -> list[E
         return add_mlp(*tensors, backend="reference")
 
     exact, plain = (results(by_reference, precision) for precision in (torch.float64, dtype))
-    return errors(exact, plain, results(by_kernel, dtype))
+    return errors(exact, plain, results(by_kernel, dtype), factor=3.0 if dtype == torch.float32 else 2.0)
 
 
 class RandomMlp(NamedTuple):

@@ -123,6 +123,7 @@ def test_a_block_takes_the_kernel(hooked, monkeypatch):
         expected = block(x, (2, 3))
         assert ran == []
         block.fused = ("normed",)
+        torch.compiler.reset()  # torch 2.11 takes what it compiled for a block without hooks
         compiled = torch.compile(block, fullgraph=True, backend="eager")
         seen = []
         if hooked:

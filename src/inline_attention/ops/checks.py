@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .local import TAPS, Grid, LocalSource
+from .precision import is_autocast_on
 from .tracing import is_exporting
 
 ROWS = "(B, N, heads, d)"
@@ -24,6 +25,15 @@ def check_shape(name: str, x: Tensor, expected: tuple[int, ...], **weight: Tenso
     if x.shape != expected:
         ((of, w),) = weight.items()
         raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}, as {of} is {shape_of(w)}")
+
+
+def check_linear(x: Tensor, **weight: Tensor) -> None:
+    """Raises if a linear layer cannot take x (…, C). Its weight (outputs, C) is given by its name."""
+    ((name, w),) = weight.items()
+    if x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"x has shape {shape_of(x)}; expected (…, {w.shape[1]}), as {name} is {shape_of(w)}")
+    if w.dtype != x.dtype and not is_autocast_on(x.device):
+        raise ValueError(f"x is {x.dtype} and {name} is {w.dtype}; cast one of them, or use torch.autocast")
 
 
 def check_local_parameters(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from . import backends
 from .backends import Backend, fused_mlp
-from .checks import check_shape, shape_of
-from .precision import is_autocast_on, product_dtype
+from .checks import check_linear, check_shape, shape_of
+from .precision import product_dtype
 from .projections import OutputProjection
 from .tracing import needs_gradients
 
@@ -115,10 +115,7 @@ def _check(
     check_shape("b1", b1, (hidden,), w1=w1)
     check_shape("w2", w2, (width, hidden), w1=w1)
     check_shape("b2", b2, (width,), w1=w1)
-    if x.ndim < 1 or x.shape[-1] != width:
-        raise ValueError(f"x has shape {shape_of(x)}; expected (…, {width}), as w1 is {shape_of(w1)}")
-    if w1.dtype != x.dtype and not is_autocast_on(x.device):
-        raise ValueError(f"x is {x.dtype} and w1 is {w1.dtype}; cast one of them, or use torch.autocast")
+    check_linear(x, w1=w1)
     if projection is not None:
         attended = projection.attended
         if attended.shape != x.shape:

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from . import backends
 from .backends import Backend, fused_mlp, fused_norm_linear
-from .checks import check_shape, shape_of
-from .precision import is_autocast_on, product_dtype
+from .checks import check_linear, check_shape, shape_of
+from .precision import product_dtype
 from .tracing import needs_gradients
 
 USE = "normed"  # in the table of `fused_mlp.WINS`
@@ -62,7 +62,4 @@ def _check(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bi
     check_shape("norm_weight", norm_weight, (width,), weight=weight)
     check_shape("norm_bias", norm_bias, (width,), weight=weight)
     check_shape("bias", bias, (outputs,), weight=weight)
-    if x.ndim < 1 or x.shape[-1] != width:
-        raise ValueError(f"x has shape {shape_of(x)}; expected (…, {width}), as weight is {shape_of(weight)}")
-    if weight.dtype != x.dtype and not is_autocast_on(x.device):
-        raise ValueError(f"x is {x.dtype} and weight is {weight.dtype}; cast one of them, or use torch.autocast")
+    check_linear(x, weight=weight)

@@ -50,6 +50,39 @@ def scaled(b_x, b_mean, b_rstd, p_weight, p_bias, o_c, m_c, DOT: tl.constexpr, P
 
 
 @triton.jit
+def normalised(
+    p_x, p_weight, p_bias, o_m, m_m, o_0, m_0, o_1, m_1, eps,
+    C: tl.constexpr, C1: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The rows after the layer norm, as factors of a product: both blocks, the second one unused if C1 is zero"""
+    b_x0 = load_floats(p_x, o_m, m_m, o_0, m_0, C)
+    b_x1 = b_x0
+    if C1 > 0:
+        b_x1 = load_floats(p_x, o_m, m_m, o_1, m_1, C)
+    b_mean, b_rstd = statistics(b_x0, b_x1, m_0, m_1, eps, C, C1)
+    b_n0 = scaled(b_x0, b_mean, b_rstd, p_weight, p_bias, o_0, m_0, DOT, PRECISION)
+    b_n1 = b_n0
+    if C1 > 0:
+        b_n1 = scaled(b_x1, b_mean, b_rstd, p_weight, p_bias, o_1, m_1, DOT, PRECISION)
+    return b_n0, b_n1
+
+
+@triton.jit
+def linear(
+    b_n0, b_n1, p_w, p_b, o_o, m_o, o_0, m_0, o_1, m_1,
+    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, WHOLE: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of a linear layer, W (…, C): (BM, BO) float32. WHOLE: m_o hides nothing"""
+    b_w = load_matrix(p_w + o_o[None, :] * C + o_0[:, None], m_0, m_o, WHOLE & (C0 <= C))
+    b_out = tl.dot(b_n0, operand(b_w, DOT, PRECISION), input_precision=PRECISION)
+    if C1 > 0:
+        b_w = load_matrix(p_w + o_o[None, :] * C + o_1[:, None], m_1, m_o, WHOLE & (C0 + C1 <= C))
+        b_out = add_product(b_out, b_n1, operand(b_w, DOT, PRECISION), PRECISION)
+    return b_out + tl.load(p_b + o_o, mask=m_o, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def write(p_x, p_bias, p_out, b_sum, o_m, m_m, o_c, m_c, C: tl.constexpr):
     """x + bias + sum, of some channels"""
     o = o_m[:, None] * C + o_c[None, :]
@@ -107,15 +140,11 @@ def mlp_kernel(
         tl.debug_barrier()
         p_x = p_out
 
-    b_x0 = load_floats(p_x, o_m, m_m, o_0, m_0, C)
-    b_x1 = b_x0
-    if C1 > 0:
-        b_x1 = load_floats(p_x, o_m, m_m, o_1, m_1, C)
-    b_mean, b_rstd = statistics(b_x0, b_x1, m_0, m_1, eps, C, C1)
-    b_n0 = scaled(b_x0, b_mean, b_rstd, p_weight, p_bias, o_0, m_0, DOT, PRECISION)
+    b_n0, b_n1 = normalised(
+        p_x, p_weight, p_bias, o_m, m_m, o_0, m_0, o_1, m_1, eps, C, C1, DOT, PRECISION
+    )  # fmt: skip
     b_out0 = tl.zeros([BM, C0], tl.float32)
     if C1 > 0:
-        b_n1 = scaled(b_x1, b_mean, b_rstd, p_weight, p_bias, o_1, m_1, DOT, PRECISION)
         b_out1 = tl.zeros([BM, C1], tl.float32)
 
     STEPS: tl.constexpr = (H + BH - 1) // BH
@@ -126,12 +155,9 @@ def mlp_kernel(
     for h in range(begin, tl.minimum(begin + SHARE, H), BH):
         o_h = h + tl.arange(0, BH)
         m_h = o_h < H
-        b_w = load_matrix(p_w1 + o_h[None, :] * C + o_0[:, None], m_0, m_h, FULL_0)
-        b_hidden = tl.dot(b_n0, operand(b_w, DOT, PRECISION), input_precision=PRECISION)
-        if C1 > 0:
-            b_w = load_matrix(p_w1 + o_h[None, :] * C + o_1[:, None], m_1, m_h, FULL_1)
-            b_hidden = add_product(b_hidden, b_n1, operand(b_w, DOT, PRECISION), PRECISION)
-        b_hidden += tl.load(p_b1 + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        b_hidden = linear(
+            b_n0, b_n1, p_w1, p_b1, o_h, m_h, o_0, m_0, o_1, m_1, C, C0, C1, H % BH == 0, DOT, PRECISION
+        )  # fmt: skip
         if SAVE:
             o = o_m[:, None] * H + o_h[None, :]
             tl.store(p_hidden + o, b_hidden.to(p_hidden.dtype.element_ty), mask=m_m[:, None] & m_h[None, :])

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from .blocks import add_product, operand
-from .mlp import load_floats, load_matrix, scaled, statistics
+from .mlp import linear, normalised
 
 
 @triton.jit
@@ -36,14 +35,9 @@ def norm_linear_kernel(
     if C1 > 0:
         o_1 = C0 + tl.arange(0, C1)
         m_1 = o_1 < C
-    b_x0 = load_floats(p_x, o_m, m_m, o_0, m_0, C)
-    b_x1 = b_x0
-    if C1 > 0:
-        b_x1 = load_floats(p_x, o_m, m_m, o_1, m_1, C)
-    b_mean, b_rstd = statistics(b_x0, b_x1, m_0, m_1, eps, C, C1)
-    b_n0 = scaled(b_x0, b_mean, b_rstd, p_weight, p_bias, o_0, m_0, DOT, PRECISION)
-    if C1 > 0:
-        b_n1 = scaled(b_x1, b_mean, b_rstd, p_weight, p_bias, o_1, m_1, DOT, PRECISION)
+    b_n0, b_n1 = normalised(
+        p_x, p_weight, p_bias, o_m, m_m, o_0, m_0, o_1, m_1, eps, C, C1, DOT, PRECISION
+    )  # fmt: skip
     if tl.program_id(1) == 0:
         store(p_normal, b_n0, o_m, m_m, o_0, m_0, C)
         if C1 > 0:
@@ -52,15 +46,10 @@ def norm_linear_kernel(
     STEPS: tl.constexpr = (DO + BO - 1) // BO
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS * BO
     begin = tl.program_id(1) * SHARE
-    FULL_0: tl.constexpr = (DO % BO == 0) & (C0 <= C)
-    FULL_1: tl.constexpr = (DO % BO == 0) & (C0 + C1 <= C)
     for o in range(begin, tl.minimum(begin + SHARE, DO), BO):
         o_o = o + tl.arange(0, BO)
         m_o = o_o < DO
-        b_w = load_matrix(p_w + o_o[None, :] * C + o_0[:, None], m_0, m_o, FULL_0)
-        b_out = tl.dot(b_n0, operand(b_w, DOT, PRECISION), input_precision=PRECISION)
-        if C1 > 0:
-            b_w = load_matrix(p_w + o_o[None, :] * C + o_1[:, None], m_1, m_o, FULL_1)
-            b_out = add_product(b_out, b_n1, operand(b_w, DOT, PRECISION), PRECISION)
-        b_out += tl.load(p_b + o_o, mask=m_o, other=0.0).to(tl.float32)[None, :]
+        b_out = linear(
+            b_n0, b_n1, p_w, p_b, o_o, m_o, o_0, m_0, o_1, m_1, C, C0, C1, DO % BO == 0, DOT, PRECISION
+        )  # fmt: skip
         store(p_out, b_out, o_m, m_m, o_o, m_o, DO)

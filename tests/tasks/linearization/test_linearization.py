@@ -435,6 +435,23 @@ def test_the_plan_of_a_timm_model_names_its_arguments(tmp_path: Path) -> None:
     assert "blocks.1.attn" in said[-1]
 
 
+@pytest.mark.parametrize(("rate", "warned"), [("8e-3", True), ("5e-4", False)])
+def test_the_recipes_rate_is_high_for_a_large_teacher(
+    rate: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = dict(img_size=32, depth=2, embed_dim=24, num_heads=2, num_classes=10)
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
+    path = tmp_path / "vit.safetensors"
+    save_weights(model, path, metadata={ARCHITECTURE: "vit_tiny_patch16_224", ARGUMENTS: json.dumps(arguments)})
+    flags = {"model": {"name": "", "weights": str(path)}, "data": {"path": "digits"}}
+    for limit in (10_000, 10_000_000):
+        said: list[str] = []
+        monkeypatch.setattr(stages, "LARGE_TEACHER", limit)
+        plan = plan_linearization(flags=flags, overrides=[f"optim.lr={rate}"])
+        prepare(plan, device=torch.device("cpu"), log=said.append)
+        assert any("Begin with optim.lr=5e-4" in text for text in said) == (warned and limit == 10_000)
+
+
 def test_the_arguments_of_a_timm_model_come_from_its_file(tmp_path: Path) -> None:
     arguments = dict(img_size=32, depth=2, embed_dim=24, num_heads=2, num_classes=10)
     model = timm.create_model("vit_tiny_patch16_224", **arguments)

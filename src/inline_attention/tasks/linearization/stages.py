@@ -42,6 +42,9 @@ from inline_attention.training.run_folder import CHECKPOINTS, CONFIG, Plan, plan
 MATCH, DISTILL = "match", "distill"  # folders of the stages
 STUDENT = "student.safetensors"
 CALIBRATION_IMAGES = 256  # images on which auto:K chooses the layers to keep
+# The recipe's rate was chosen on a teacher of 2.4 million parameters. Larger ones get a word about it.
+LARGE_TEACHER = 10_000_000  # parameters
+HIGH_RATE = 2e-3
 # Settings of the student, which a run cannot change once it has begun.
 FIXED = ("name", "weights", "kwargs", "attention", "anchors", "feature_map", "local_residual", "keep_softmax")
 
@@ -135,6 +138,12 @@ def prepare(
         name = model_name(teacher.model)
         raise ValueError(f"a weights file cannot describe how to build this {name}: see the warning above")
     log(str(report))
+    size = sum(parameter.numel() for parameter in teacher.model.parameters())
+    if size > LARGE_TEACHER and config.distill.enabled and config.optim.lr > HIGH_RATE:
+        log(
+            f"optim.lr={config.optim.lr:g} is high for a teacher of {size / 1e6:.0f} million parameters: it was chosen "
+            "on one of 2.4 million. Begin with optim.lr=5e-4 match.steps=240"
+        )
     stages: list[tuple[str, type[Linearization]]] = []
     if config.match.steps:
         stages.append((MATCH, Matching))

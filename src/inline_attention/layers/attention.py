@@ -173,7 +173,7 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         project: bool = True,
-        projected: Tensor | None = None,
+        qkv: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -187,7 +187,7 @@ class Attention(nn.Module):
             attn_mask: the same mask as timm's blocks pass it, (B, 1, 1, N), bool or 0 and −inf. Any other is refused.
             is_causal: must be False.
             project: False returns the outputs of the heads, for a block that computes `proj` itself. Needs `grid`.
-            projected: what `qkv` makes of x, from a block that has computed it. Needs `grid`.
+            qkv: what the linear layer of this name makes of x, from a block that has computed it. Needs `grid`.
 
         Returns:
             (B, N, C)
@@ -207,7 +207,7 @@ class Attention(nn.Module):
         check_mask("token_mask", token_mask, x)
         x = zero_absent(x, token_mask)  # absent tokens must not reach the gradients of the projections
         x = x.to(product_dtype(x))  # before the mean token is taken, so that a compiled norm writes one output
-        projections = self.project(x, grid) if projected is None else self.split(projected)
+        projections = self.project(x, grid) if qkv is None else self.split(qkv)
         options: dict[str, Any] = {}
         if self.uses_mean_query():
             mean = masked_mean(x, token_mask)

@@ -91,9 +91,9 @@ class Block(nn.Module):
     def attention_branch(self, x: Tensor, grid: Grid, padding: Padding | None = None, **options: Any) -> Tensor:
         """`options`: further arguments of the attention"""
         if padding is None and self.fuses_norm(x):
-            norm, qkv = self.norm1, self.attn.qkv
-            x, projected = norm_linear(x, norm.weight, norm.bias, qkv.weight, qkv.bias, eps=norm.eps)
-            return self.attn(x, grid, projected=projected, **options)
+            norm, linear = self.norm1, self.attn.qkv
+            x, qkv = norm_linear(x, norm.weight, norm.bias, linear.weight, linear.bias, eps=norm.eps)
+            return self.attn(x, grid, qkv=qkv, **options)
         token_mask = None if padding is None else padding.token_mask
         return self.attn(self.norm1(x), grid, token_mask=token_mask, **options)
 

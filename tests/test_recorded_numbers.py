@@ -199,12 +199,11 @@ def test_the_family(direction: str) -> None:
 
 
 def test_the_forward_pass_of_the_family_since() -> None:
+    found = table("performance.md", "forward, since then")
     times = {(r["case"], r["contender"]): r["timing"]["median"] for r in results("family-forward-h200")}
     cases = list(dict.fromkeys(case for case, _ in times))
-    text = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
-    for contender, name in (("linear", "linear attention then takes"), ("mala", "and MALA")):
-        *first, last = (f"{times[case, contender] / times[case, 'fused']:.2f}" for case in cases)
-        assert f"{name} {', '.join(first)} and {last} times" in text
+    for title, contender in (("linear (ReLU)", "linear"), ("MALA (ELU + 1)", "mala")):
+        assert found[title] == [f"{times[case, contender] / times[case, 'fused']:.2f}" for case in cases]
 
 
 def test_all_kernels_of_one_image() -> None:

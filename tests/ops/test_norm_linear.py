@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.library import opcheck
 
 pytest.importorskip("triton")
@@ -103,6 +104,19 @@ def test_bad_inputs_are_named(change, message):
     given |= {name: tensor.to(DEVICE) for name, tensor in change.items()}
     with pytest.raises(ValueError, match=message):
         norm_linear(**given)
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(32, bias=False), nn.LayerNorm(32, elementwise_affine=False)])
+def test_a_block_keeps_layers_without_a_bias(layer):
+    from inline_attention.layers import InLineAttention
+    from inline_attention.layers.block import Block
+
+    block = Block(32, InLineAttention(32, 2), mlp_ratio=2, norm_eps=1e-6).eval()
+    assert block.has_plain_norm()
+    assert block.has_plain_mlp(training=False)
+    block.norm1 = block.norm2 = layer
+    assert not block.has_plain_norm()
+    assert not block.has_plain_mlp(training=False)
 
 
 @pytest.mark.parametrize("hooked", [False, True])

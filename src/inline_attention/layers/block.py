@@ -17,6 +17,11 @@ from .padding import Padding
 from .windows import WindowPlan
 
 
+def has_parameters(*layers: nn.Module) -> bool:
+    """Whether all have a weight and a bias, which the kernels take for granted."""
+    return all(layer.weight is not None and layer.bias is not None for layer in layers)
+
+
 class Mlp(TimmMlp):
     """timm's Mlp, except that compiled training does not keep its hidden activations.
 
@@ -76,6 +81,7 @@ class Block(nn.Module):
             and isinstance(self.mlp.act, nn.GELU)
             and self.mlp.act.approximate == "none"
             and isinstance(self.mlp.norm, nn.Identity)
+            and has_parameters(self.norm2, self.mlp.fc1, self.mlp.fc2)
             and not (training and self.drops_mlp())
         )
 
@@ -108,7 +114,7 @@ class Block(nn.Module):
 
     def has_plain_norm(self) -> bool:
         """Whether `norm_linear` computes the norm and `qkv`. No module was replaced, and none has hooks."""
-        return is_plain(self.norm1, nn.LayerNorm) and self.attn.has_plain_qkv()
+        return is_plain(self.norm1, nn.LayerNorm) and has_parameters(self.norm1) and self.attn.has_plain_qkv()
 
     def attention_branch_of_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
         """`attention_branch`, with the result of each image of a padded batch as if it were alone."""

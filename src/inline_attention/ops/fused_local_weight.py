@@ -24,7 +24,7 @@ from .registration import refuse_tangents, register
 SAMPLES = 16
 OUTPUTS = 32
 
-# Most samples of the backward kernels, whose programs sum over all of them. With more, cuBLAS shares the work better.
+# Most samples of the backward kernels, whose programs sum over all of them. More are left to PyTorch. A guess.
 MOST_SAMPLES = 2048
 SUMMED = 64  # samples per step of that sum
 

@@ -449,7 +449,7 @@ def test_the_recipes_rate_is_high_for_a_large_teacher(
         monkeypatch.setattr(stages, "LARGE_TEACHER", limit)
         plan = plan_linearization(flags=flags, overrides=[f"optim.lr={rate}"])
         prepare(plan, device=torch.device("cpu"), log=said.append)
-        assert any("Begin with optim.lr=5e-4" in text for text in said) == (warned and limit == 10_000)
+        assert any("Try optim.lr=5e-4" in text for text in said) == (warned and limit == 10_000)
 
 
 def test_the_arguments_of_a_timm_model_come_from_its_file(tmp_path: Path) -> None:

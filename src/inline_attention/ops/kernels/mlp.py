@@ -11,6 +11,16 @@ from .blocks import add_product, gelu, operand
 
 
 @triton.jit
+def columns(C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr):
+    """Channels of the two blocks of a row, and which of them exist. Without a second block its place has the first."""
+    o_0 = tl.arange(0, C0)
+    o_1 = o_0
+    if C1 > 0:
+        o_1 = C0 + tl.arange(0, C1)
+    return o_0, o_0 < C, o_1, o_1 < C
+
+
+@triton.jit
 def load_matrix(p, m_r, m_c, FULL: tl.constexpr):
     """A block at pointers p (R, X), zeros outside the masks. FULL: the masks hide nothing"""
     if FULL:
@@ -109,13 +119,7 @@ def mlp_kernel(
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
     m_m = o_m < M
     o_m = tl.cast(o_m, tl.int64)
-    o_0 = tl.arange(0, C0)
-    m_0 = o_0 < C
-    o_1 = o_0
-    m_1 = m_0
-    if C1 > 0:
-        o_1 = C0 + tl.arange(0, C1)
-        m_1 = o_1 < C
+    o_0, m_0, o_1, m_1 = columns(C, C0, C1)
 
     if PROJECT:
         tl.static_assert(SPLITS == 1)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .mlp import linear, normalised
+from .mlp import columns, linear, normalised
 
 
 @triton.jit
@@ -28,13 +28,7 @@ def norm_linear_kernel(
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
     m_m = o_m < M
     o_m = tl.cast(o_m, tl.int64)
-    o_0 = tl.arange(0, C0)
-    m_0 = o_0 < C
-    o_1 = o_0
-    m_1 = m_0
-    if C1 > 0:
-        o_1 = C0 + tl.arange(0, C1)
-        m_1 = o_1 < C
+    o_0, m_0, o_1, m_1 = columns(C, C0, C1)
     b_n0, b_n1 = normalised(
         p_x, p_weight, p_bias, o_m, m_m, o_0, m_0, o_1, m_1, eps, C, C1, DOT, PRECISION
     )  # fmt: skip

@@ -42,7 +42,7 @@ from inline_attention.training.run_folder import CHECKPOINTS, CONFIG, Plan, plan
 MATCH, DISTILL = "match", "distill"  # folders of the stages
 STUDENT = "student.safetensors"
 CALIBRATION_IMAGES = 256  # images on which auto:K chooses the layers to keep
-# The recipe's rate was chosen on a teacher of 2.4 million parameters. Larger ones get a word about it.
+# The recipe's rate was chosen on a teacher of 2.4 million parameters. For a larger one the log advises a lower rate.
 LARGE_TEACHER = 10_000_000  # parameters
 HIGH_RATE = 2e-3
 # Settings of the student, which a run cannot change once it has begun.
@@ -141,8 +141,8 @@ def prepare(
     size = sum(parameter.numel() for parameter in teacher.model.parameters())
     if size > LARGE_TEACHER and config.distill.enabled and config.optim.lr > HIGH_RATE:
         log(
-            f"optim.lr={config.optim.lr:g} is high for a teacher of {size / 1e6:.0f} million parameters: it was chosen "
-            "on one of 2.4 million. Begin with optim.lr=5e-4 match.steps=240"
+            f"optim.lr={config.optim.lr:g} may be too high for a teacher of {size / 1e6:.0f} million parameters: the "
+            "recipe's 8e-3 was chosen on one of 2.4 million. Try optim.lr=5e-4 match.steps=240"
         )
     stages: list[tuple[str, type[Linearization]]] = []
     if config.match.steps:

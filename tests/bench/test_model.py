@@ -333,6 +333,14 @@ def test_failures_are_shown() -> None:
     assert "OutOfMemoryError: no memory" in text
 
 
+def test_latency_on_a_gpu_shows_the_host() -> None:
+    with_host, without = result("fused", 1000.0, batch=1, host_seconds=0.0004), result("fused", 120.0)
+    assert "host ms" not in bench.model_table([without])
+    (header, _, *rows) = [line.split("|") for line in bench.model_table([with_host, without]).splitlines()]
+    column = [cell.strip() for cell in header].index("host ms")
+    assert [row[column].strip() for row in rows] == ["0.40", ""]
+
+
 def test_record_is_complete_after_every_measurement(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     record = Record("model", {"torch": "x"}, path)
@@ -422,3 +430,10 @@ def test_sweep_writes_record_picture_and_table(tmp_path: Path, capsys: pytest.Ca
     ratios = capsys.readouterr().out.split("\n\n")[1]
     assert ratios in printed
     assert again.read_bytes() == picture.read_bytes()
+
+    older, both = tmp_path / "older.json", tmp_path / "both.png"
+    for result in content["results"]:
+        result["images_per_second"] *= 2
+    older.write_text(json.dumps(content))
+    assert main(["bench", "table", str(older), str(record), "--picture", str(both)]) == 0
+    assert both.read_bytes() == picture.read_bytes()  # the later record has all rows of the older one

@@ -196,4 +196,6 @@ def test_is_what_models_use_on_a_gpu():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         layer(mean)
         torch.cuda.synchronize()
-    assert [event.key for event in profiler.key_averages() if event.self_device_time_total] == ["local_weight_kernel"]
+    launched = {event.key for event in profiler.key_averages() if event.self_device_time_total}
+    assert "local_weight_kernel" in launched
+    assert not any("gemm" in name or "nvjet" in name for name in launched)  # the reference's matrix products

@@ -205,7 +205,7 @@ def time_both(
         }
         outcome = compare(candidates, device=device, effort=Effort.choose(quick=True))
         slowest = 0.0
-        for name, (timing, peak) in outcome.items():
+        for name, (timing, peak, _) in outcome.items():
             if not isinstance(timing, Timing):
                 results.append(Speed(name, side, batch, error=timing))
                 continue

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import to_2tuple
@@ -16,7 +16,7 @@ from inline_attention.printing import table
 
 from .contenders import CONTENDERS, PEERS, Loss, Size, is_dense, split_dense, training_loss
 from .record import fastest
-from .timing import Call, Effort, Timing, describe_error, measure, synchronised
+from .timing import Call, Effort, Timing, describe_error, host_seconds, measure, synchronised
 
 COMPILE_MODES = ("reduce-overhead", "max-autotune")
 EAGER = "eager"
@@ -76,11 +76,15 @@ class ContenderResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelResult(ContenderResult):
-    """`peak_bytes` counts parameters, optimiser state and activations, but not the images."""
+    """`peak_bytes` counts parameters, optimiser state and activations, but not the images.
+
+    `host_seconds`: until a call returns, where a GPU's latency was measured.
+    """
 
     timing: Timing | None
     images_per_second: float | None
     peak_bytes: int | None
+    host_seconds: float | None = None
 
 
 def inference_step(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> Call:
@@ -152,12 +156,20 @@ def prepare(candidate: Candidate, device: torch.device) -> tuple[Call, int | Non
     if device.type == "cuda":
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-    return synchronised(step, device) if candidate.latency else step, peak
+    return step, peak
 
 
 def each_size_compiled() -> AbstractContextManager[None]:
     """Compile each size by itself. A graph for several sizes would be slower than one made for a single size."""
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64)
+
+
+class Measured(NamedTuple):
+    """Of one candidate."""
+
+    timing: Timing | str  # or the error
+    peak_bytes: int | None
+    host_seconds: float | None  # where latency is measured, on a GPU
 
 
 def compare(
@@ -166,24 +178,30 @@ def compare(
     device: torch.device,
     effort: Effort,
     log: Callable[[str], None] = lambda line: None,
-) -> dict[str, tuple[Timing | str, int | None]]:
-    """Timing (or the error) and peak memory of every candidate. All are built first and then timed in turn."""
-    calls: dict[str, Call] = {}
+) -> dict[str, Measured]:
+    """All candidates are built first and then timed in turn."""
+    steps: dict[str, Call] = {}
     peaks: dict[str, int | None] = {}
     errors: dict[str, str] = {}
+    hosts: dict[str, float] = {}
     with each_size_compiled():
         for key, candidate in candidates.items():
             try:
-                calls[key], peaks[key] = prepare(candidate, device)
+                steps[key], peaks[key] = prepare(candidate, device)
                 log(f"ready: {key}")
             except Exception as error:  # the other contenders go on
                 errors[key] = describe_error(error)
                 log(f"failed: {key}: {errors[key]}")
                 _collect(device)
+        calls = {key: synchronised(step, device) if candidates[key].latency else step for key, step in steps.items()}
         outcome = {**measure(calls, device=device, effort=effort), **errors}
+        for key, step in steps.items():
+            if candidates[key].latency and device.type == "cuda" and isinstance(outcome[key], Timing):
+                hosts[key] = host_seconds(step, device)
+    steps.clear()
     calls.clear()
     release_graphs(device)
-    return {key: (outcome[key], peaks.get(key)) for key in candidates}
+    return {key: Measured(outcome[key], peaks.get(key), hosts.get(key)) for key in candidates}
 
 
 def default_modes(device: torch.device) -> list[str]:
@@ -277,7 +295,7 @@ def run_setting(
     outcome = compare(named, device=device, effort=effort, log=lambda line: log(f"{setting}: {line}"))
     results = []
     for contender, mode in candidates:
-        timing, peak = outcome[f"{contender} {mode}"]
+        timing, peak, host = outcome[f"{contender} {mode}"]
         timed = timing if isinstance(timing, Timing) else None
         results.append(
             ModelResult(
@@ -287,6 +305,7 @@ def run_setting(
                 timing=timed,
                 images_per_second=None if timed is None else setting.batch / timed.median,
                 peak_bytes=peak,
+                host_seconds=host,
                 error=timing if isinstance(timing, str) else None,
             )
         )
@@ -380,15 +399,19 @@ def _ratio(ours: float | None, theirs: float | None) -> str:
 
 
 def model_table(results: Sequence[dict]) -> str:
-    """A row for each contender in its best mode, with its speed and memory over those of the counterpart."""
+    """A row for each contender in its best mode, with its speed and memory over those of the counterpart.
+
+    The column "host ms" appears where latency was measured on a GPU.
+    """
     best = best_of(results)
     peers = fastest_peers(best)
+    hosts = any(r.get("host_seconds") for r in best)
     rows = []
     for r in best:
         size = f"{describe_size(r['img_size'])} × {r['batch']}"
         cells = [r["model"], size, r["task"], CONTENDERS[r["contender"]].title]
         if r["timing"] is None:
-            rows.append([*cells, r["error"], *[""] * 6])
+            rows.append([*cells, r["error"], *[""] * (7 if hosts else 6)])
             continue
         timing, peer = r["timing"], peers.get(row_of(r), {})
         speed = r["images_per_second"]
@@ -397,14 +420,15 @@ def model_table(results: Sequence[dict]) -> str:
             r["mode"],
             f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
             f"{timing['median'] * 1e3:.2f}",
+            *([f"{r['host_seconds'] * 1e3:.2f}" if r.get("host_seconds") else ""] if hosts else []),
             f"{(timing['high'] - timing['low']) / timing['median']:.1%}",
             _ratio(speed, peer.get("images_per_second")),
             "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}",
             _ratio(r["peak_bytes"], peer.get("peak_bytes")),
         ])  # fmt: skip
     header = [
-        "model", "size × batch", "task", "contender", "best mode", "img/s", "ms", "spread", "speed ÷ softmax", "GiB",
-        "GiB ÷ softmax",
+        "model", "size × batch", "task", "contender", "best mode", "img/s", "ms", *(["host ms"] if hosts else []), "spread",
+        "speed ÷ softmax", "GiB", "GiB ÷ softmax",
     ]  # fmt: skip
     return table(header, rows)
 

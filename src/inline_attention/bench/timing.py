@@ -110,6 +110,17 @@ def synchronised(call: Call, device: torch.device) -> Call:
     return run
 
 
+def host_seconds(call: Call, device: torch.device, *, calls: int = 50) -> float:
+    """Median time until a call returns, each on an idle device: what Python and the launches take."""
+    samples = []
+    for _ in range(calls):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples)
+
+
 def captured(calls: Sequence[Call]) -> Call:
     """A CUDA graph of the calls, one after the other: the kernels alone, without the cost of Python and of launches."""
     stream = torch.cuda.Stream()

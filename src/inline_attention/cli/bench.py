@@ -125,7 +125,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     tables = add_action(kinds, "table", "print the results of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="files that --json wrote")
-    tables.add_argument("--picture", type=Path, metavar="FILE", help="draw records of model and sweep, or of dense")
+    tables.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw records of model and sweep, or of dense; a row that two records have is that of the later one",
+    )
 
 
 def _add_contenders(parser: argparse.ArgumentParser, names: str) -> None:
@@ -329,7 +334,7 @@ def _run_profile(args: argparse.Namespace, facts: dict[str, str], options: dict[
 def _print_records(paths: list[Path], picture: Path | None) -> None:
     from inline_attention.bench.break_even import break_even_table
     from inline_attention.bench.kernels import kernel_table
-    from inline_attention.bench.model import model_table, ratio_table
+    from inline_attention.bench.model import model_table, ratio_table, row_of
     from inline_attention.bench.op import op_table
     from inline_attention.bench.picture import draw_bars, draw_sweep
     from inline_attention.bench.profile import profile_table
@@ -354,7 +359,8 @@ def _print_records(paths: list[Path], picture: Path | None) -> None:
         say(f"{path.name}: {', '.join(f'{name} {value}' for name, value in facts.items())}", "")
         say_text(text + "\n")
         if kind in pictures:
-            drawn.setdefault(kind, []).extend(results)
+            rows = {row_of(result) for result in results}
+            drawn[kind] = [result for result in drawn.get(kind, []) if row_of(result) not in rows] + results
     if picture is None:
         return
     if len(drawn) != 1:

@@ -85,6 +85,31 @@ def test_random_shapes(seed):
         assert error <= allowed, (case, name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:] if GPU else DTYPES[-1:])
+def test_no_less_accurate_than_the_modules(dtype):
+    """On enough numbers for chance to cancel: at most 1.2 times the error of the reference, outputs and gradients."""
+    inputs = mlp_inputs((4096 if GPU else 130,), 192 if GPU else 48, 768 if GPU else 96, dtype)
+    for projection in (None, last_step(inputs[0])):
+        error, allowed = mlp_errors(inputs, None, projection=projection)
+        assert error <= allowed - torch.finfo(dtype).eps
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    exact, plain, fast = (
+        torch.autograd.grad(f(*leaves), leaves, upstream.to(leaves[0].dtype))
+        for f, kind in ((by_reference, torch.float64), (by_reference, dtype), (by_kernel, dtype))
+        for leaves in [[t.to(kind).requires_grad_() for t in inputs]]
+    )
+    for one, other, reference in zip(fast, exact, plain, strict=True):
+        assert (one - other).norm() <= 1.2 * (reference - other).norm()
+
+
+def by_reference(*tensors):
+    return add_mlp(*tensors, backend="reference")
+
+
+def by_kernel(x, *tensors):
+    return fused_mlp.add_mlp(x, tensors[:2], tensors[2:], None, 1e-5, x.dtype)
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_where_gradients_are_needed_the_projection_has_them(backend):
     leaves = mlp_inputs((3, 5), 16, 24, torch.float32)

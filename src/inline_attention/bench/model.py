@@ -427,8 +427,8 @@ def model_table(results: Sequence[dict]) -> str:
             _ratio(r["peak_bytes"], peer.get("peak_bytes")),
         ])  # fmt: skip
     header = [
-        "model", "size × batch", "task", "contender", "best mode", "img/s", "ms", *(["host ms"] if hosts else []), "spread",
-        "speed ÷ softmax", "GiB", "GiB ÷ softmax",
+        "model", "size × batch", "task", "contender", "best mode", "img/s", "ms", *(["host ms"] if hosts else []),
+        "spread", "speed ÷ softmax", "GiB", "GiB ÷ softmax",
     ]  # fmt: skip
     return table(header, rows)
 

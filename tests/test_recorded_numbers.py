@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,13 +306,32 @@ def test_recipes_of_linearize() -> None:
     for row, cells in found.items():
         of = [last[row.split(":")[0], name, epochs] for name in ("tangent", "inline") for epochs in (5, 20)]
         assert cells == [f"{each['val_top1']:.1f}" for each in of]
-    text = (DOCS / "linearize.md").read_text(encoding="utf-8")
+    text = " ".join((DOCS / "linearize.md").read_text(encoding="utf-8").split())
     (alone,) = (r for r in runs if r["alone"])
-    assert f"20 epochs take {alone['seconds']:.0f} seconds" in text
-    assert f"That student has {alone['evaluations'][-1]['val_top1']:.1f} %" in text
-    agreement = [last[recipe, "tangent", 20]["val_agreement"] for recipe in ("8e-3, 0.3", "4e-3, 0.1")]
-    assert f"for {agreement[0]:.0f} % of the images" in text
-    assert f"it is {agreement[1]:.0f} %" in text
+    assert f"**20 epochs take {alone['seconds']:.0f} seconds**" in text
+    half_rate = last["4e-3, 0.1", "tangent", 20]["val_agreement"]
+    assert f"agrees with its teacher for {half_rate:.0f} % of the images" in text
+
+
+def test_students() -> None:
+    found = table("linearize.md", " | before training | 5 epochs")
+    content = record("linearization")
+    of = {(cell["row"], cell["epochs"]): cell["top1"] for cell in content["students"]}
+    spread = [f"{statistics.mean(of['tangent', n]):.1f} ± {statistics.stdev(of['tangent', n]):.1f}" for n in (5, 20)]
+    assert all(len(of["tangent", epochs]) == 3 for epochs in (5, 20))
+    assert found["tangent, with residual"][1:] == spread
+    (inline,) = of["inline", 5]
+    assert found["InLine, with residual"][1:] == [f"{inline:.1f} (one seed)", "–"]
+    carried = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
+    assert [cells[0] for cells in found.values()] == [
+        f"{content['scratch']['softmax_deit_study']:.1f}",
+        carried["tangent at the mean query"],
+        carried["InLine, the tangent at zero"],
+    ]
+    text = " ".join((DOCS / "linearize.md").read_text(encoding="utf-8").split())
+    agreement = statistics.mean(content["agreement_after_20_epochs"])
+    assert f"predicts the teacher's class for {agreement:.0f} % of the images" in text
+    assert f"`inline_deit_study` has {content['scratch']['inline_deit_study']:.1f} %" in text
 
 
 def test_one_launch() -> None:

@@ -305,13 +305,21 @@ def test_auto_is_the_reference_until_a_table_says_otherwise(monkeypatch):
         assert ran == [None]
 
 
+def test_another_gpu_of_the_same_capability_has_no_measurements(monkeypatch):
+    device = torch.device("cuda", 0)
+    for count, measured in ((132, True), (78, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(gpu, "limits_of", lambda device, count=count: gpu.Limits(count, 227 * 1024))
+        assert bool(fused_mlp.wins_of(device, 192, 768, "inference")) == measured
+
+
 @pytest.mark.parametrize("use", fused_mlp.USES)
 def test_the_table_decides_by_width_and_rows(use, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(gpu, "model_of", lambda device: gpu.H200)
     wins = {key: {} for key in fused_mlp.USES}
-    wins[use] = {((9, 0), 192, 768): (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0]))}
+    wins[use] = {(gpu.H200, 192, 768): (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0]))}
     monkeypatch.setattr(fused_mlp, "WINS", wins)
     with FakeTensorMode():
         found = [

@@ -80,8 +80,8 @@ def test_analysis() -> None:
     masks = {name: cells for name, cells in found.items() if " tokens masked, " in name}
     assert len(masks) == 6
     for name, cells in masks.items():
-        tokens, what, taps = re.findall(r"(\d+) (local|random) tokens masked, taps (\w+)", name)[0]
-        assert cells == agreement(f"{what} {tokens}", taps), name
+        tokens, what, residual = re.findall(r"(\d+) (local|random) tokens masked, residual (\w+)", name)[0]
+        assert cells == agreement(f"{what} {tokens}", {"kept": "kept", "masked": "zeroed"}[residual]), name
 
 
 def test_analysis_of_accuracy() -> None:

@@ -336,13 +336,6 @@ def test_explore_starts(command: Command, tmp_path: Path, runs: dict[str, Path])
 
 # What a page assumes to be there.
 GIVEN = {
-    "docs/analysis.md": """
-import torch
-from inline_attention import create_model
-model = create_model("inline_deit_tiny", img_size=64, patch_size=8, depth=2, num_classes=2).eval()
-images = torch.randn(2, 3, 64, 64)
-batches = [images]
-""",
     "docs/training.md": """
 import torch
 from inline_attention import create_model

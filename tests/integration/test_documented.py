@@ -336,13 +336,6 @@ def test_explore_starts(command: Command, tmp_path: Path, runs: dict[str, Path])
 
 # What a page assumes to be there.
 GIVEN = {
-    "docs/training.md": """
-import torch
-from inline_attention import create_model
-from inline_attention.layers.drop import SampledDepth
-model = create_model("inline_deit_tiny", depth=2, drop_path_rate=0.1)
-sample_ids, step = torch.arange(2), 0
-""",
     "docs/weights.md": """
 import timm
 from inline_attention import create_model

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from inline_attention import create_model, linearize
 from inline_attention.bench.kernels import kernel_table
 from inline_attention.bench.model import best_of
 from inline_attention.bench.op import op_table
 from inline_attention.bench.profile import kind_of
+from inline_attention.models.profile import count_module_macs
 
 DOCS = Path(__file__).parents[1] / "docs"
 STUDY = ("softmax_deit_study", "linear_deit_study", "inline_deit_study")
@@ -81,8 +84,8 @@ def test_analysis() -> None:
     masks = {name: cells for name, cells in found.items() if " tokens masked, " in name}
     assert len(masks) == 6
     for name, cells in masks.items():
-        tokens, what, taps = re.findall(r"(\d+) (local|random) tokens masked, taps (\w+)", name)[0]
-        assert cells == agreement(f"{what} {tokens}", taps), name
+        tokens, what, residual = re.findall(r"(\d+) (local|random) tokens masked, residual (\w+)", name)[0]
+        assert cells == agreement(f"{what} {tokens}", {"kept": "kept", "masked": "zeroed"}[residual]), name
 
 
 def test_analysis_of_accuracy() -> None:
@@ -182,6 +185,39 @@ def test_few_tokens() -> None:
         (micros,) = (r["micros"] for r in of[name] if (r["width"], r[last], r["rows"]) == (width, outputs, rows))
         kernel = min(time for tile, time in micros.items() if tile != "compiled")
         assert cells == [f"{micros['compiled']:.1f}", f"{kernel:.1f} ({micros['compiled'] / kernel:.2f})"]
+
+
+def test_speed_in_the_readme() -> None:
+    found = table("../README.md", " | 224 px | 384")
+    sources = {  # the newest; 2048 pixels were measured before
+        "inference, in batches": ("sweep-mlp-h200", "sweep-projected-h200"),
+        "training step, in batches": ("sweep-train-h200", "sweep-train-second-h200"),
+        "inference, one image": ("one-image-h200",),
+    }
+    for row, names in sources.items():
+        of: dict[tuple[int, str], dict[str, Any]] = {}
+        for name in names:
+            of |= rates(name)
+        assert found[row] == [
+            f"{of[size, 'fused']['images_per_second'] / of[size, 'peer']['images_per_second']:.2f}"
+            if (size, "peer") in of
+            else "–"
+            for size in SIZES
+        ]
+
+
+def test_linearised_in_the_readme() -> None:
+    found = table("../README.md", " | softmax | tangent, 16 anchors", after="Linearised without training")
+    top1 = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
+    order = ("softmax", "tangent at 16 anchors", "tangent at 4 anchors", "tangent at the mean query")
+    assert found["top-1 (%)"] == [top1[name] for name in (*order, "InLine, the tangent at zero", "linear (ReLU)")]
+    image = torch.zeros(1, 3, 64, 64)
+    costs = [count_module_macs(create_model("softmax_deit_study"), image)]
+    for attention, anchors in (("tangent", 16), ("tangent", 4), ("tangent", 1), ("inline", 1), ("linear", 1)):
+        model = create_model("softmax_deit_study")
+        linearize(model, attention=attention, anchors=anchors, local_residual=False)
+        costs.append(count_module_macs(model, image))
+    assert found["GMACs"] == [f"{cost / 1e9:.2f}" for cost in costs]
 
 
 def test_free_attention() -> None:

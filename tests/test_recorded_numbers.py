@@ -356,6 +356,8 @@ def test_students() -> None:
     spread = [f"{statistics.mean(of['tangent', n]):.1f} ± {statistics.stdev(of['tangent', n]):.1f}" for n in (5, 20)]
     assert all(len(of["tangent", epochs]) == 3 for epochs in (5, 20))
     assert found["tangent, with residual"][1:] == spread
+    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"the student with one anchor has {spread[1]} over three seeds" in readme
     (inline,) = of["inline", 5]
     assert found["InLine, with residual"][1:] == [f"{inline:.1f} (one seed)", "–"]
     carried = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}

@@ -223,6 +223,18 @@ def test_without_local_residual(masked, path):
     check(*make_inputs(2, (3, 7), 1, 2, 16, torch.float32, local=False, masked=masked))
 
 
+@pytest.mark.parametrize("part", [0, 1], ids=["q", "k"])
+@pytest.mark.parametrize("feature_map", ["identity", "relu", "leaky_relu", "exp", "elu_plus_one"])
+def test_nan_is_not_swallowed(feature_map, part, path):
+    qkv, weight, grad, options = make_inputs(1, (3, 4), 0, 1, 16, torch.float32)
+    qkv[0, 5, part, 0, 3] = torch.nan
+    kind = Kind("subtract", feature_map)
+    expected, found = (run(qkv, weight, grad, options, backend=name, kind=kind) for name in ("reference", "triton"))
+    for name, x in expected.items():
+        assert x.isnan().any() == found[name].isnan().any(), name
+        assert found[name][x.isnan()].isnan().all(), name
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [INLINE, TANGENT], ids=str)
 def test_inputs_far_from_zero(kind, dtype, path):

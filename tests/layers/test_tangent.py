@@ -79,6 +79,28 @@ def test_an_adapter_of_the_projection_moves_the_anchor_too() -> None:
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
 
 
+def test_the_anchor_is_the_mean_of_the_queries_that_an_adapter_made() -> None:
+    """Its dropout would draw other numbers for the mean token."""
+
+    class Adapter(nn.Module):
+        def __init__(self, linear: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.calls = linear, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return F.dropout(self.linear(x))
+
+    module = build("tangent")
+    module.qkv = Adapter(module.qkv)
+    torch.manual_seed(1)
+    out = module(tokens(), GRID)
+    assert module.qkv.calls == 1
+    torch.manual_seed(1)
+    q, k, v = unstack(module.project(tokens(), GRID))
+    torch.testing.assert_close(out, module.proj(tangent_attention(q, k, v).flatten(2)), atol=1e-12, rtol=1e-12)
+
+
 def test_an_anchor_for_every_query_is_softmax() -> None:
     softmax, module = build("softmax"), build("tangent", anchors=N)
     torch.testing.assert_close(module(tokens(), GRID), softmax(tokens(), GRID), atol=1e-12, rtol=1e-12)

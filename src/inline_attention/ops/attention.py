@@ -36,7 +36,7 @@ from .feature_maps import FEATURE_MAPS, get_feature_map
 from .local import Grid, LocalSource, local_sum
 from .local_weight import make_local_weight
 from .projections import unstack
-from .reference import masked_mean, token_count, zero_absent
+from .reference import masked_mean, mean_of_rows, zero_absent
 
 Normalization = Literal["divide", "subtract", "magnitude"]
 NORMALIZATIONS = get_args(Normalization)
@@ -394,12 +394,6 @@ def _attention_of_projections(projections: Sequence[Tensor], *, grid: Grid | Non
     return _attention(projections, (q, k, v), grids=None if grid is None else [grid], **options)
 
 
-def _mean_query(q: Tensor, query_mask: Tensor | None) -> Tensor:
-    """The mean of the queries that are present, zero without any: (B, 1, heads, d), at least float32"""
-    total = zero_absent(q, query_mask).sum(1, keepdim=True, dtype=reference.accumulation_dtype(q.dtype))
-    return total / token_count(q, query_mask)
-
-
 def _attention(
     projections: Sequence[Tensor],
     qkv: Sequence[Tensor],
@@ -451,7 +445,7 @@ def _attention(
         packed=bounds is not None,
     )
     if anchored and anchor is None:
-        anchor = _mean_query(q, query_mask)
+        anchor = mean_of_rows(q, query_mask)
 
     def make(source: LocalSource) -> Tensor:
         return make_local_weight(masked_mean(source.x, token_mask), *source[1:], backend=backend)

@@ -84,6 +84,12 @@ def token_count(x: Tensor, mask: Tensor | None) -> Tensor | int:
     return mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
 
 
+def mean_of_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of the rows present, zero without any: (B, N, heads, d) → (B, 1, heads, d) in at least float32"""
+    total = zero_absent(rows, mask).sum(1, keepdim=True, dtype=accumulation_dtype(rows.dtype))
+    return total / token_count(rows, mask)
+
+
 def _state(k: Tensor, v: Tensor, inputs: Inputs, scale: float) -> State:
     """The state of φ(k) and v (B, heads, N, d), zero where absent. Both are overwritten if no graph records this."""
     mask, weight = inputs.token_mask, inputs.token_weight

@@ -734,6 +734,17 @@ def test_signed_halves_before_the_kernels():
         torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-5)
 
 
+def test_the_pole_of_a_divisor(path):
+    """Where z = −eps, g is zero in both backends. This happens if φ(q)·φ(k) can be negative."""
+    q, k, v = (torch.zeros(1, 1, 1, 16, device=DEVICE) for _ in range(3))
+    q[..., 0], k[..., 0], v[:] = -1e-6, 1.0, 2.0
+    for backend in ("reference", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = linear_attention(*leaves, feature_map="identity", backend=backend)
+        for x in (out, *torch.autograd.grad(out.sum(), leaves)):
+            assert torch.equal(x, torch.zeros_like(x)), backend
+
+
 def test_second_derivatives_are_refused():
     q = torch.randn(1, 6, 1, 16, device=DEVICE, requires_grad=True)
     (grad,) = torch.autograd.grad(inline_attention(q, q, q, backend="triton").square().sum(), q, create_graph=True)

@@ -113,13 +113,13 @@ def factors(z: Tensor, normalization: str, eps: Tensor | float) -> tuple[Tensor 
     if normalization == "subtract":
         return 1.0, 1.0
     if normalization == "divide":
-        g = 1 / (z + eps)
+        g = _inverse(z + eps)
         return g, z * g
     return 1 + _inverse(z), 1.0
 
 
 def _inverse(z: Tensor) -> Tensor:
-    """1/z, and zero for z = 0, where φ(q) is zero or orthogonal to all keys"""
+    """1/z, and zero for z = 0, where φ(q) is zero or orthogonal to all keys, or a divisor at its pole"""
     return (1 / z.masked_fill(z == 0, 1)).masked_fill(z == 0, 0)
 
 

@@ -132,6 +132,18 @@ def test_an_empty_batch(kind: str) -> None:
     assert all((grad == 0).all() for grad in grads.values())
 
 
+@every_attention
+def test_a_grid_that_nothing_needs_is_not_looked_at(kind: str) -> None:
+    """Neither one that is wrong, nor the one that is missing where all tokens are prefix tokens."""
+    module = build(kind, position_conv=False, local_residual=False)
+    if module.uses_grid():
+        with pytest.raises(ValueError, match="grid 5×5 with 1 prefix tokens"):
+            module(tokens(), (5, 5))
+        return
+    assert torch.equal(module(tokens(), (5, 5)), module(tokens()))
+    assert module(tokens(PREFIX)).shape == (3, PREFIX, DIM)
+
+
 def test_the_mean_of_many_tokens_in_half_precision() -> None:
     x = torch.full((1, 4096, 16), 20.0, dtype=torch.float16)
     mean = masked_mean(x, torch.ones(1, 4096, dtype=torch.bool))

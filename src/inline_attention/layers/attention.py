@@ -336,7 +336,7 @@ class Attention(nn.Module):
         """The arguments that `attend` passes to any operation, besides those of its own"""
         return dict(
             local_weight=local_weight,
-            grid=grid,
+            grid=None if local_weight is None else grid,  # `find_grid` makes one up where nothing needs it
             num_prefix_tokens=self.num_prefix_tokens,
             token_mask=token_mask,
             query_mask=token_mask,

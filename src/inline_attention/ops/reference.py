@@ -16,7 +16,7 @@ from torch import Tensor
 from .feature_maps import FeatureMap
 from .local import Grid, local_sum, local_sum_backward
 from .precision import is_autocast_on
-from .tracing import is_exporting, needs_plain_operations
+from .tracing import has_tangents, is_exporting, needs_plain_operations
 
 # Vanilla linear attention divides by a sum that can be zero.
 LINEAR_EPS = 1e-6
@@ -336,7 +336,7 @@ def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -
 
 def attention(inputs: Inputs, **options: Any) -> Tensor:
     """The backend's entry. Options are those of `forward`, with the defaults filled in."""
-    if needs_plain_operations():  # an exported program has no gradients
+    if needs_plain_operations() or has_tangents(*inputs):  # an exported program has no gradients
         return forward(inputs if is_exporting() else _with_zeros(inputs), **options)[0]
     # One tensor may be several inputs, as a mask of tokens and queries often is. Views make the inputs distinct: an
     # autograd function with repeated inputs breaks the graph of torch.compile, and `_differentiable_backward` needs a

@@ -617,6 +617,7 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(grid=(3.0, 7)), r"grid=\(3.0, 7\); expected \(height, width\) as integers"),
         (dict(grid=(2, 11), num_prefix_tokens=-1), "num_prefix_tokens=-1; expected 0 or more"),
         (dict(scale=torch.tensor(0.5)), "scale is a tensor; expected a number"),
+        (dict(scale="a"), "scale='a'; expected a number"),
         (dict(grid=(-3, -7)), "pass the"),
         (dict(local_weight=local_kernels()), "local_weight needs grid"),
         (dict(local_weight=local_kernels() * 1j, grid=(3, 7)), "dtype torch.complex128; .* in floating point"),

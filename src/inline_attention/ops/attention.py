@@ -79,8 +79,9 @@ def linear_attention(
         feature_map: φ, applied to q and k: "relu", "identity", "leaky_relu" (slope 0.01), "exp" (of 0.2·x),
             "elu_plus_one", or "signed_halves" (the positive and the negative part, 2·d features).
         scale: s; the 1/N is inside. Default d^-1/2. "divide" does not depend on it. MALA's paper has s = N.
-        token_weight: (B, N, heads), non-negative: how much each key counts in all sums. Only the proportions matter,
-            as the weights are divided by their sum. Gradients flow to them. Default: all keys count the same.
+        token_weight: (B, N, heads), finite and non-negative, which is not checked: a GPU would have to be waited for.
+            How much each key counts in all sums. Only the proportions matter, as the weights are divided by their sum.
+            Gradients flow to them. Default: all keys count the same.
         query_offset: (B, 1, heads, d), subtracted from the queries before φ. With "subtract" alone.
         local_weight: as for `inline_attention`, here and below.
         grid: (height, width) of the token map.

@@ -31,6 +31,7 @@ from kernel_cases import (
     configured,
     errors,
     make_inputs,
+    not_made,
     random_case,
     run,
 )
@@ -723,7 +724,7 @@ def test_a_feature_map_that_the_kernels_do_not_have(monkeypatch):
     with pytest.raises(Exception) as caught:  # noqa: PT011  # the interpreter's is another than the compiler's
         fused.attention(
             [x[:, :, None]] * 3, None, None, None, None, None, None, anchored=False, normalization="subtract",
-            feature_map="square", scale=1.0, grids=[(1, 1)], num_prefix_tokens=0,
+            feature_map="square", scale=1.0, grids=[(1, 1)], num_prefix_tokens=0, make=not_made,
         )  # fmt: skip
     assert "no branch in the kernels" in "".join(traceback.format_exception(caught.value))
 

@@ -37,7 +37,7 @@ from .rope import rotate
 from .tokens import pad_images, scores, through_state
 
 
-class FusedAttention(Attention):
+class OneCallAttention(Attention):
     """An attention that is one call of `linear_attention`, its local residual included. A subclass names its kind.
 
     Args:
@@ -66,7 +66,7 @@ class FusedAttention(Attention):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.has_plain_attend = cls.attend is FusedAttention.attend and cls.local_weight is Attention.local_weight
+        cls.has_plain_attend = cls.attend is OneCallAttention.attend and cls.local_weight is Attention.local_weight
 
     def __init__(self, dim: int, num_heads: int, *, rope: bool = False, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -214,7 +214,7 @@ class FusedAttention(Attention):
 
 
 @register_attention
-class InLineAttention(FusedAttention):
+class InLineAttention(OneCallAttention):
     """InLine attention, by default with its local residual. See `Attention` for the arguments."""
 
     kind = "inline"
@@ -226,7 +226,7 @@ class InLineAttention(FusedAttention):
 
 
 @register_attention
-class LinearAttention(FusedAttention):
+class LinearAttention(OneCallAttention):
     """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default.
 
     With a φ that can be negative ("identity", "leaky_relu") the divisor passes through zero, and outputs grow without

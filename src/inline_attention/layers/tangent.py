@@ -12,7 +12,7 @@ from inline_attention.ops.matrix import weighted_rows
 from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
 
 from .attention import Attention
-from .inline import FusedAttention
+from .inline import OneCallAttention
 from .registry import register_attention
 from .tokens import mean_of_seen, softmax_of_seen
 
@@ -20,7 +20,7 @@ ANCHOR_STEPS = 2  # of k-means; its start matters more
 
 
 @register_attention
-class TangentAttention(FusedAttention):
+class TangentAttention(OneCallAttention):
     """The first-order expansion of softmax attention around anchors, which are means of queries (`tangent_attention`).
 
     For a query q_i with the anchor a and p = softmax_j(s·a·k_j),

@@ -322,6 +322,11 @@ def make_source(qkv: Tensor, *, seed: int = 0) -> LocalSource:
     )  # fmt: skip
 
 
+def not_made(source: LocalSource) -> Tensor:
+    """For calls of `fused.attention` whose kernel makes the local weight, or that have none to make."""
+    raise AssertionError("the local weight was made outside the kernel")
+
+
 def run_made(
     qkv: Tensor, source: LocalSource, options: Mapping[str, Any], *, kind: Kind = INLINE, tile: Tile | None = None
 ) -> Results:
@@ -331,7 +336,7 @@ def run_made(
             [qkv], source, options["token_mask"], options["query_mask"], None, None, None,
             anchored=False, normalization=kind.normalization, feature_map=kind.feature_map,
             scale=1.0 if kind.normalization == "divide" else qkv.shape[-1] ** -0.5, grids=[options["grid"]],
-            num_prefix_tokens=options["num_prefix_tokens"], tile=tile,
+            num_prefix_tokens=options["num_prefix_tokens"], make=not_made, tile=tile,
         )  # fmt: skip
     return dict(out=out)
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from kernel_cases import DEVICE, DTYPES, GPU, make_inputs, make_source
+from kernel_cases import DEVICE, DTYPES, GPU, make_inputs, make_source, not_made
 from torch import Tensor
 
 from inline_attention.bench.timing import Call, Effort, Timing, captured, measure
@@ -69,7 +69,8 @@ def calls_of(inputs: list[tuple[Tensor, LocalSource]], side: int, *, made: bool,
             local = source if tile else make_local_weight(source.x.mean(1), *source[1:], backend="triton")
         return fused.attention(
             [qkv], local, None, None, None, None, None, anchored=False, normalization="subtract",
-            feature_map="identity", scale=qkv.shape[-1] ** -0.5, grids=[(side, side)], num_prefix_tokens=0, tile=tile,
+            feature_map="identity", scale=qkv.shape[-1] ** -0.5, grids=[(side, side)], num_prefix_tokens=0,
+            make=not_made, tile=tile,
         )  # fmt: skip
 
     weights = [make_local_weight(source.x.mean(1), *source[1:], backend="triton") for _, source in inputs]

@@ -175,6 +175,35 @@ def test_position_conv_is_a_depthwise_convolution_of_v() -> None:
     assert_close(module(x, GRID), without(x, GRID) + added @ module.proj.weight.T)
 
 
+class Gated(InLineAttention):
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.gate = nn.Linear(dim, dim)
+
+
+class OtherLocalWeight(InLineAttention):
+    def local_weight(self, *args: Any) -> Tensor:
+        weight = super().local_weight(*args)
+        assert weight is not None
+        return 2 * weight
+
+
+@pytest.mark.parametrize("cls", [InLineAttention, Gated, OtherLocalWeight])
+def test_images_of_different_sizes_are_computed_as_each_alone(cls: type[Attention]) -> None:
+    module, grids = build(cls), [(3, 5), (2, 4)]
+    x = tokens()
+    for out, image, (height, width) in zip(module.forward_each(x, grids), x, grids, strict=True):
+        own = height * width
+        assert_close(out[:own], module(image[None, :own], (height, width))[0])
+
+
+def test_an_overridden_local_weight_counts_in_inference_too() -> None:
+    module = build(OtherLocalWeight)
+    trained = module(tokens(), GRID)
+    with torch.no_grad():
+        assert_close(module(tokens(), GRID), trained)
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="dim=8 is not a multiple of num_heads=3"):
         InLineAttention(8, 3)

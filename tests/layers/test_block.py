@@ -1,9 +1,12 @@
-"""What a block keeps for the backward."""
+"""What a block keeps for the backward, and what it gives to the fused kernels."""
 
 import pytest
 import torch
+from torch import nn
 
-from inline_attention.layers.block import Mlp
+from inline_attention.layers import InLineAttention
+from inline_attention.layers.block import Block, Mlp
+from inline_attention.layers.mode import is_plain
 
 KEPT_BY_INDUCTOR = "aot_eager_decomp_partition"  # chooses what to keep as Inductor does, and compiles nothing
 
@@ -43,3 +46,64 @@ def test_the_backward_sees_the_same_dropout(index):
             parameter -= sign * step * direction
     difference = (losses[0] - losses[1]) / (2 * step)
     torch.testing.assert_close(difference, (grads[index] * direction).sum(), rtol=1e-6, atol=1e-6)
+
+
+def watch(*args):
+    """A hook that changes nothing."""
+
+
+def replace_forward(module):
+    module.forward = type(module).forward.__get__(module)
+
+
+CHANGES = {
+    "hook": lambda module: module.register_forward_hook(watch),
+    "pre-hook": lambda module: module.register_forward_pre_hook(watch),
+    "backward hook": lambda module: module.register_full_backward_hook(watch),
+    "backward pre-hook": lambda module: module.register_full_backward_pre_hook(watch),
+    "forward": replace_forward,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_whose_call_was_changed_is_not_plain(change):
+    module = nn.Linear(2, 2)
+    assert is_plain(module, nn.Linear)
+    CHANGES[change](module)
+    assert not is_plain(module, nn.Linear)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("norm1", {"mlp", "projection"}),
+        ("attn", {"mlp"}),
+        ("attn.qkv", {"mlp", "projection"}),
+        ("attn.proj", {"mlp", "norm"}),
+        ("attn.proj_drop", {"mlp", "norm"}),
+        *((name, {"norm", "projection"}) for name in ("norm2", "mlp", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.norm")),
+        *((name, {"norm", "projection"}) for name in ("mlp.fc2", "mlp.drop2", "drop_path2")),
+    ],
+)
+def test_a_changed_call_is_made(name, kept, change):
+    """No kernel takes the place of a module that somebody watches or replaced."""
+    block = Block(16, InLineAttention(16, 2), mlp_ratio=2, norm_eps=1e-6).eval()
+    CHANGES[change](block.get_submodule(name))
+    plain = {
+        "mlp": block.has_plain_mlp(training=False),
+        "norm": block.has_plain_norm(),
+        "projection": block.attn.has_plain_projection(),
+    }
+    assert {key for key, value in plain.items() if value} == kept
+
+
+def test_a_watched_first_drop_path_keeps_the_projection_apart(monkeypatch):
+    monkeypatch.setattr("inline_attention.layers.block.pays_for", lambda *args: True)
+    block = Block(16, InLineAttention(16, 2), mlp_ratio=2, norm_eps=1e-6).eval()
+    block.fused = ("inference", "projected")
+    x = torch.zeros(1, 4, 16)
+    assert block.pays("projected", x)
+    block.drop_path1.register_forward_hook(watch)
+    assert not block.pays("projected", x)
+    assert block.pays("inference", x)

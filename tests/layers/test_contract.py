@@ -1,6 +1,7 @@
 """What holds for every registered attention: masks, absent samples, single tokens, precision, hooks."""
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -131,6 +132,18 @@ def test_an_empty_batch(kind: str) -> None:
     assert all((grad == 0).all() for grad in grads.values())
 
 
+@every_attention
+def test_a_grid_that_nothing_needs_is_not_looked_at(kind: str) -> None:
+    """Neither one that is wrong, nor the one that is missing where all tokens are prefix tokens."""
+    module = build(kind, position_conv=False, local_residual=False)
+    if module.uses_grid():
+        with pytest.raises(ValueError, match="grid 5×5 with 1 prefix tokens"):
+            module(tokens(), (5, 5))
+        return
+    assert torch.equal(module(tokens(), (5, 5)), module(tokens()))
+    assert module(tokens(PREFIX)).shape == (3, PREFIX, DIM)
+
+
 def test_the_mean_of_many_tokens_in_half_precision() -> None:
     x = torch.full((1, 4096, 16), 20.0, dtype=torch.float16)
     mean = masked_mean(x, torch.ones(1, 4096, dtype=torch.bool))
@@ -164,15 +177,18 @@ def test_prefix_tokens_take_no_part_in_the_positional_convolution(kind: str) -> 
 
 @every_attention
 def test_every_module_that_can_be_called_is_called(kind: str) -> None:
-    """Hooks, adapters and quantisers work on each of them. Modules that are never called have no forward."""
+    """Hooks, adapters and quantisers work on each of them. Modules that are never called have no forward.
+
+    Each is called once, but for an affine map, which queries and keys share.
+    """
     module = build(kind)
-    called = set()
+    calls: Counter[str] = Counter()
     for name, part in module.named_modules():
-        part.register_forward_hook(lambda *_, name=name: called.add(name))
+        part.register_forward_hook(lambda *_, name=name: calls.update([name]))
     module(tokens(), GRID)
     for name, part in module.named_modules():
         has_forward = type(part).forward is not nn.Module.forward
-        assert (name in called) == has_forward, name
+        assert calls[name] == has_forward * (2 if name == "affine" else 1), name
 
 
 def test_the_projection_of_patches_is_a_convolution_that_is_called() -> None:

@@ -101,10 +101,10 @@ def test_gradient_checkpointing_recomputes_the_same_masks() -> None:
 
 @pytest.mark.parametrize("rate", [0.999, 1.0])
 def test_extreme_rates_stay_finite(rate: float) -> None:
-    layer = torch.nn.Sequential(timm.layers.DropPath(rate))
+    layer = torch.nn.Sequential(timm.layers.DropPath(rate), ChannelDrop(rate, 2))
     depth = SampledDepth(layer, device="cpu")
     depth.draw(torch.arange(64), key=0)
-    assert torch.isfinite(layer(torch.ones(64, 2))).all()
+    assert torch.isfinite(layer(torch.ones(64, 2, 1, 1))).all()
     assert isinstance(layer[0], DropPath)
 
 

@@ -59,7 +59,7 @@ def test_products_of_turned_vectors_depend_on_the_offset() -> None:
 
 
 def rotated_row(kind: str, q: list[Tensor], k: list[Tensor], places: list[int], i: int) -> list[Tensor]:
-    """A row of weights by the table in FusedAttention's docstring; `places` are the numbers of the tokens."""
+    """A row of weights by the table in OneCallAttention's docstring; `places` are the numbers of the tokens."""
     phi: Any = {"inline": lambda x: x, "linear": F.relu, "mala": elu_plus_one}[kind]
     n, s = len(k), D**-0.5
     a = [phi(q[i]).dot(phi(x)) for x in k]

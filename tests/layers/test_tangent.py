@@ -22,7 +22,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from inline_attention.layers import TangentAttention
-from inline_attention.layers.tangent import find_anchors
+from inline_attention.layers.tangent import expand_at_anchors, find_anchors
 from inline_attention.ops import tangent_attention
 from inline_attention.ops.projections import unstack
 
@@ -79,6 +79,28 @@ def test_an_adapter_of_the_projection_moves_the_anchor_too() -> None:
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
 
 
+def test_the_anchor_is_the_mean_of_the_queries_that_an_adapter_made() -> None:
+    """Its dropout would draw other numbers for the mean token."""
+
+    class Adapter(nn.Module):
+        def __init__(self, linear: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.calls = linear, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return F.dropout(self.linear(x))
+
+    module = build("tangent")
+    module.qkv = Adapter(module.qkv)
+    torch.manual_seed(1)
+    out = module(tokens(), GRID)
+    assert module.qkv.calls == 1
+    torch.manual_seed(1)
+    q, k, v = unstack(module.project(tokens(), GRID))
+    torch.testing.assert_close(out, module.proj(tangent_attention(q, k, v).flatten(2)), atol=1e-12, rtol=1e-12)
+
+
 def test_an_anchor_for_every_query_is_softmax() -> None:
     softmax, module = build("softmax"), build("tangent", anchors=N)
     torch.testing.assert_close(module(tokens(), GRID), softmax(tokens(), GRID), atol=1e-12, rtol=1e-12)
@@ -133,6 +155,20 @@ def test_anchors_when_there_are_fewer_queries() -> None:
     expected = softmax(tokens()[:1, [3, 7]], (1, 1))
     torch.testing.assert_close(out[:1, [3, 7]], expected, atol=1e-12, rtol=1e-12)
     assert torch.equal(out[1], module.proj.bias.expand_as(out[1]))
+
+
+def test_absent_queries_may_hold_anything() -> None:
+    """Wherever the queries come from: those of the module are finite."""
+    q = torch.randn(2, 9, HEADS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) < 0.7
+
+    def expand(q: Tensor) -> Tensor:
+        options: Any = dict(token_mask=mask, query_mask=mask)
+        return expand_at_anchors(lambda a: tangent_attention(q, q, q, anchor=a, **options), q, mask, count=2)
+
+    expected = expand(q)
+    for garbage in (torch.nan, torch.inf):
+        torch.testing.assert_close(expand(q.masked_fill(~mask[:, :, None, None], garbage)), expected)
 
 
 def test_anchors_of_separate_clusters_are_their_means() -> None:

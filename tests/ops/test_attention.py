@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from inline_attention.ops import (
@@ -229,6 +230,11 @@ def test_transforms_of_torch_func(argument: int) -> None:
     expected = torch.autograd.functional.jacobian(call, x)
     assert_close(torch.func.jacrev(call)(x), expected)
     assert_close(torch.func.jacfwd(call)(x), expected)
+    direction = randn(*x.shape, seed=7)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(x, direction))).tangent
+        assert_close(tangent, (expected * direction).flatten(4).sum(-1))
     several = torch.stack([x, 2 * x])
     assert_close(torch.func.vmap(call)(several), torch.stack([call(y) for y in several]))
 
@@ -611,6 +617,7 @@ def test_the_output_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
         (dict(grid=(3.0, 7)), r"grid=\(3.0, 7\); expected \(height, width\) as integers"),
         (dict(grid=(2, 11), num_prefix_tokens=-1), "num_prefix_tokens=-1; expected 0 or more"),
         (dict(scale=torch.tensor(0.5)), "scale is a tensor; expected a number"),
+        (dict(scale="a"), "scale='a'; expected a number"),
         (dict(grid=(-3, -7)), "pass the"),
         (dict(local_weight=local_kernels()), "local_weight needs grid"),
         (dict(local_weight=local_kernels() * 1j, grid=(3, 7)), "dtype torch.complex128; .* in floating point"),

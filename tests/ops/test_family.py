@@ -285,6 +285,7 @@ def test_tangent_is_its_parts() -> None:
         (dict(token_weight=torch.zeros(2, 13)), r"expected \(B, N, heads\) = \(2, 13, 3\)"),
         (dict(token_weight=torch.zeros(2, 13, 3, dtype=torch.int64)), "in floating point"),
         (dict(feature_map="softplus"), "feature_map='softplus' is unknown"),
+        (dict(scale="a"), "scale='a'; expected a number"),  # "divide" does not use it
     ],
 )
 def test_errors(options: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 pytest.importorskip("triton")
@@ -161,6 +162,9 @@ def test_refuses_forward_mode_differentiation():
     layer, mean = make_layer(3, 2, 16)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda mean: by_kernel(layer, mean), (mean,), (mean,))
+    out = by_kernel(layer, mean.requires_grad_())
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.autograd.grad(out, mean, forward_ad.make_dual(out.detach(), out.detach()))
 
 
 def test_compiles_as_one_graph():

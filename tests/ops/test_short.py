@@ -18,6 +18,7 @@ from kernel_cases import (
     made_results,
     make_inputs,
     make_source,
+    not_made,
     random_short,
     run,
 )
@@ -270,7 +271,7 @@ def test_cost():
     with FlopCounterMode(display=False) as one, configured(**ONE_LAUNCH):
         fused.attention(
             [qkv], source, None, None, None, None, None, anchored=False, normalization="subtract",
-            feature_map="identity", scale=1.0, grids=[(3, 4)], num_prefix_tokens=0,
+            feature_map="identity", scale=1.0, grids=[(3, 4)], num_prefix_tokens=0, make=not_made,
         )  # fmt: skip
     with FlopCounterMode(display=False) as several:
         weight = make_local_weight(source.x.mean(1), *source[1:], backend="triton")

@@ -31,6 +31,7 @@ from kernel_cases import (
     configured,
     errors,
     make_inputs,
+    not_made,
     random_case,
     run,
 )
@@ -221,6 +222,18 @@ def test_family_packed(kind, path):
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_local_residual(masked, path):
     check(*make_inputs(2, (3, 7), 1, 2, 16, torch.float32, local=False, masked=masked))
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["q", "k"])
+@pytest.mark.parametrize("feature_map", ["identity", "relu", "leaky_relu", "exp", "elu_plus_one"])
+def test_nan_is_not_swallowed(feature_map, part, path):
+    qkv, weight, grad, options = make_inputs(1, (3, 4), 0, 1, 16, torch.float32)
+    qkv[0, 5, part, 0, 3] = torch.nan
+    kind = Kind("subtract", feature_map)
+    expected, found = (run(qkv, weight, grad, options, backend=name, kind=kind) for name in ("reference", "triton"))
+    for name, x in expected.items():
+        assert x.isnan().any() == found[name].isnan().any(), name
+        assert found[name][x.isnan()].isnan().all(), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -639,6 +652,10 @@ def test_refuses_forward_mode_differentiation():
             attend(forward_ad.make_dual(x, x))
         with pytest.raises(ValueError, match=r"torch\.func"):
             torch.func.jvp(attend, (x,), (x,))
+        leaf = x.clone().requires_grad_()
+        out = attend(leaf)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.autograd.grad(out, leaf, forward_ad.make_dual(out.detach(), out.detach()))
 
 
 @pytest.fixture
@@ -707,7 +724,7 @@ def test_a_feature_map_that_the_kernels_do_not_have(monkeypatch):
     with pytest.raises(Exception) as caught:  # noqa: PT011  # the interpreter's is another than the compiler's
         fused.attention(
             [x[:, :, None]] * 3, None, None, None, None, None, None, anchored=False, normalization="subtract",
-            feature_map="square", scale=1.0, grids=[(1, 1)], num_prefix_tokens=0,
+            feature_map="square", scale=1.0, grids=[(1, 1)], num_prefix_tokens=0, make=not_made,
         )  # fmt: skip
     assert "no branch in the kernels" in "".join(traceback.format_exception(caught.value))
 
@@ -722,10 +739,21 @@ def test_signed_halves_before_the_kernels():
         torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-5)
 
 
+def test_the_pole_of_a_divisor(path):
+    """Where z = −eps, g is zero in both backends. This happens if φ(q)·φ(k) can be negative."""
+    q, k, v = (torch.zeros(1, 1, 1, 16, device=DEVICE) for _ in range(3))
+    q[..., 0], k[..., 0], v[:] = -1e-6, 1.0, 2.0
+    for backend in ("reference", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = linear_attention(*leaves, feature_map="identity", backend=backend)
+        for x in (out, *torch.autograd.grad(out.sum(), leaves)):
+            assert torch.equal(x, torch.zeros_like(x)), backend
+
+
 def test_second_derivatives_are_refused():
     q = torch.randn(1, 6, 1, 16, device=DEVICE, requires_grad=True)
     (grad,) = torch.autograd.grad(inline_attention(q, q, q, backend="triton").square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(NotImplementedError, match="no second derivatives; pass backend='reference'"):
         torch.autograd.grad(grad.sum(), q)
 
 

@@ -16,10 +16,10 @@ from inline_attention.ops.checks import check_grid, check_mask, check_rows
 from inline_attention.ops.local import TAPS
 from inline_attention.ops.precision import product_dtype
 from inline_attention.ops.projections import unstack
-from inline_attention.ops.reference import masked_mean, zero_absent
+from inline_attention.ops.reference import masked_mean, mean_of_rows, zero_absent
 
 from .local import LocalTerm, LocalWeight, ParameterPair
-from .mode import has_hooks, is_plain
+from .mode import is_changed, is_plain
 from .queries import AffineMap, HeadGain
 from .token_grid import TokenGrid, find_grid, token_mask_of, wait_for_model
 from .tokens import pad_images
@@ -211,11 +211,10 @@ class Attention(nn.Module):
         options: dict[str, Any] = {}
         if self.uses_mean_query():
             mean = masked_mean(x, token_mask)
-            if self.q_norm is None:
+            if self.has_affine_queries():
                 options["mean_query"] = self.mean_query(mean)
-            else:  # a normed query is not an affine function of its token
-                q = unstack(projections)[0]
-                options["mean_query"] = masked_mean(q.flatten(2), token_mask).unflatten(1, q.shape[2:])[:, None]
+            else:
+                options["mean_query"] = mean_of_rows(unstack(projections)[0], token_mask)
             token_mean = mean if token_mean is None else token_mean
         options["local_weight"] = self.local_input(x, token_mean, token_mask)
         out = self.attend(projections, grid=grid, token_mask=token_mask, **options)
@@ -226,17 +225,31 @@ class Attention(nn.Module):
         """Whether the queries, keys and values are what one linear layer makes of the tokens."""
         return (
             self.has_plain_start
+            and not is_changed(self)
             and self.fused_qkv
             and self.query_gain is None
             and is_plain(self.qkv, nn.Linear)
             and self.qkv.bias is not None
         )
 
+    def has_affine_queries(self) -> bool:
+        """Whether a query is an affine function of its token, and nothing else sees the calls that make it.
+
+        A norm is not affine. An adapter may draw dropout, and a hook would count one call more.
+        """
+        linears = (self.qkv,) if self.fused_qkv else (self.q, self.kv)
+        return (
+            self.has_plain_start
+            and self.q_norm is None
+            and (self.affine is None or is_plain(self.affine, AffineMap))
+            and all(is_plain(linear, nn.Linear) for linear in linears)
+        )
+
     def has_plain_projection(self) -> bool:
         """Whether `proj` is all that inference adds to `forward` with `project=False`."""
         return (
             self.has_plain_end
-            and not has_hooks(self)
+            and not is_changed(self)
             and is_plain(self.proj, nn.Linear)
             and self.proj.bias is not None
             and is_plain(self.proj_drop, nn.Dropout)
@@ -277,7 +290,7 @@ class Attention(nn.Module):
     def mean_query(self, token_mean: Tensor) -> Tensor:
         """The mean of the queries, from the mean of the tokens: (B, C) → (B, 1, heads, d)
 
-        A query is an affine function of its token, so this needs no pass over the queries.
+        It needs no pass over the queries, and `has_affine_queries`.
         """
         return unstack(self.project(token_mean.unsqueeze(1), (1, 1)))[0]
 
@@ -323,7 +336,7 @@ class Attention(nn.Module):
         """The arguments that `attend` passes to any operation, besides those of its own"""
         return dict(
             local_weight=local_weight,
-            grid=grid,
+            grid=None if local_weight is None else grid,  # `find_grid` makes one up where nothing needs it
             num_prefix_tokens=self.num_prefix_tokens,
             token_mask=token_mask,
             query_mask=token_mask,

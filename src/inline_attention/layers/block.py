@@ -12,7 +12,7 @@ from inline_attention.ops import Grid, OutputProjection, add_mlp, norm_linear
 from inline_attention.ops.mlp import pays_for
 
 from .attention import Attention
-from .mode import is_plain
+from .mode import is_changed, is_plain
 from .padding import Padding
 from .windows import WindowPlan
 
@@ -71,16 +71,17 @@ class Block(nn.Module):
     def has_plain_mlp(self, *, training: bool) -> bool:
         """Whether `add_mlp` computes the second half.
 
-        No module in it was replaced, and none has hooks. In training, nothing is dropped either.
+        No module in it was replaced, and no call was changed. In training, nothing is dropped either.
         """
         return (
             is_plain(self.norm2, nn.LayerNorm)
             and is_plain(self.mlp, Mlp)
             and is_plain(self.mlp.fc1, nn.Linear)
             and is_plain(self.mlp.fc2, nn.Linear)
-            and isinstance(self.mlp.act, nn.GELU)
+            and is_plain(self.mlp.act, nn.GELU)
             and self.mlp.act.approximate == "none"
-            and isinstance(self.mlp.norm, nn.Identity)
+            and is_plain(self.mlp.norm, nn.Identity)
+            and not any(is_changed(module) for module in (self.mlp.drop1, self.mlp.drop2, self.drop_path2))
             and has_parameters(self.norm2, self.mlp.fc1, self.mlp.fc2)
             and not (training and self.drops_mlp())
         )
@@ -113,7 +114,7 @@ class Block(nn.Module):
         )
 
     def has_plain_norm(self) -> bool:
-        """Whether `norm_linear` computes the norm and `qkv`. No module was replaced, and none has hooks."""
+        """Whether `norm_linear` computes the norm and `qkv`. No module was replaced, and no call was changed."""
         return is_plain(self.norm1, nn.LayerNorm) and has_parameters(self.norm1) and self.attn.has_plain_qkv()
 
     def attention_branch_of_each(self, x: Tensor, grid: Grid, padding: Padding | None = None) -> Tensor:
@@ -148,7 +149,7 @@ class Block(nn.Module):
         return (
             use in self.fused
             and self.has_plain_mlp(training=self.training)
-            and (use != "projected" or self.attn.has_plain_projection())
+            and (use != "projected" or (self.attn.has_plain_projection() and not is_changed(self.drop_path1)))
             and pays_for(x, self.mlp.fc1.weight.shape[0], use)
         )
 

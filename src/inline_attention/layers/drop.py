@@ -53,7 +53,7 @@ class SampledDepth:
         column = torch.tensor([layer.drop_prob for layer in self.layers], dtype=torch.float32).unsqueeze(1)
         kept = torch.tensor([layer.scale_by_keep for layer in self.layers], dtype=torch.bool).unsqueeze(1)
         self.drop_prob = column.to(device)
-        # A rate of 1 keeps nothing, so there is nothing to scale.
+        # A rate of 1 keeps nothing, so there is nothing to scale, here and in `draw`.
         self.scale = torch.where(kept & (column < 1), 1 / (1 - column), 1.0).to(device)
         self.places = torch.arange(1, len(self.layers) + 1, device=device).unsqueeze(1)
         self.keep = self.scale.new_empty(len(self.layers), 0)
@@ -77,7 +77,7 @@ class SampledDepth:
             kept = _uniform(samples.unsqueeze(1), places, key) >= layer.p  # (B, channels)
             if layer.keep is None or layer.keep.shape[0] != len(sample_ids):
                 layer.keep = self.scale.new_empty(kept.shape)
-            torch.mul(kept, 1 / (1 - layer.p), out=layer.keep)
+            torch.mul(kept, 1 / (1 - layer.p) if layer.p < 1 else 1.0, out=layer.keep)
         if not self.layers:
             return
         if self.keep.shape[1] != len(sample_ids):

@@ -19,7 +19,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import LINEAR_EPS, accumulation_dtype, anchor_weight, without_autocast
 
 from .attention import Attention
-from .inline import FusedAttention
+from .inline import OneCallAttention
 from .registry import register_attention
 from .tokens import mean_of_seen, scores, softmax_of_seen
 
@@ -27,7 +27,7 @@ POLAFORMER_POWER = 4.0  # how much more than 1 the learned exponents can be
 
 
 @register_attention
-class MALAAttention(FusedAttention):
+class MALAAttention(OneCallAttention):
     """Magnitude-aware linear attention: InLine's rows, plus those of linear attention, less the mean.
 
     With a_ij = φ(q_i)·φ(k_j) and z_i = (s/N)·Σ_t a_it, the weight of query i on token j is

@@ -37,7 +37,7 @@ from .rope import rotate
 from .tokens import pad_images, scores, through_state
 
 
-class FusedAttention(Attention):
+class OneCallAttention(Attention):
     """An attention that is one call of `linear_attention`, its local residual included. A subclass names its kind.
 
     Args:
@@ -61,11 +61,12 @@ class FusedAttention(Attention):
     normalization: ClassVar[Normalization]
     matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
     follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual", "gain")
-    has_plain_attend: ClassVar[bool] = True  # whether `attend` is the one below
+    # Whether `attend` is the one below, and `local_weight` that of `Attention`: the operation may then do both.
+    has_plain_attend: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.has_plain_attend = cls.attend is FusedAttention.attend
+        cls.has_plain_attend = cls.attend is OneCallAttention.attend and cls.local_weight is Attention.local_weight
 
     def __init__(self, dim: int, num_heads: int, *, rope: bool = False, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -76,13 +77,18 @@ class FusedAttention(Attention):
             )
         self.rope = rope
 
+    def is_one_call(self) -> bool:
+        """Whether `attend` is one call of the operation, and its local weight is what `local` makes."""
+        return self.has_plain_attend and "attend" not in vars(self) and not self.rope and self.position is None
+
     def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The images end to end, without their padding, in one call of the operation"""
-        if not self.has_plain_attend or self.rope or self.position is not None:
+        if not self.is_one_call():
             return super().forward_each(x, grids)
         lengths = self.lengths(grids)
         own = [x[i, :n].to(product_dtype(x)) for i, n in enumerate(lengths)]
-        q, k, v = (y[0] for y in unstack(self.project(torch.cat(own)[None], (1, sum(lengths)))))
+        together = torch.cat(own)[None]
+        q, k, v = (y[0] for y in unstack(self.project(together, (1, sum(lengths)))))
         local_weight = None
         if self.local is not None:
             local_weight = self.local(torch.stack([image.mean(0) for image in own]), backend=self.backend)
@@ -99,7 +105,7 @@ class FusedAttention(Attention):
             num_prefix_tokens=self.num_prefix_tokens,
             backend=self.backend,
         )
-        return pad_images(self.merge(out[None])[0].split(lengths), x.shape[1])
+        return pad_images(self.merge(self.apply_gate(out[None], together))[0].split(lengths), x.shape[1])
 
     def local_input(
         self, x: Tensor, token_mean: Tensor | None, token_mask: Tensor | None
@@ -109,10 +115,7 @@ class FusedAttention(Attention):
             self.local is None
             or not is_plain(self.local, LocalWeight)
             or token_mean is not None
-            or self.position is not None
-            or self.rope
-            or not self.has_plain_attend
-            or "attend" in vars(self)
+            or not self.is_one_call()
             or torch.is_grad_enabled()
             or needs_plain_operations()  # a program recorded without gradients may be used with them
         ):
@@ -211,7 +214,7 @@ class FusedAttention(Attention):
 
 
 @register_attention
-class InLineAttention(FusedAttention):
+class InLineAttention(OneCallAttention):
     """InLine attention, by default with its local residual. See `Attention` for the arguments."""
 
     kind = "inline"
@@ -223,7 +226,7 @@ class InLineAttention(FusedAttention):
 
 
 @register_attention
-class LinearAttention(FusedAttention):
+class LinearAttention(OneCallAttention):
     """Vanilla linear attention, which divides where InLine subtracts. φ is ReLU by default.
 
     With a φ that can be negative ("identity", "leaky_relu") the divisor passes through zero, and outputs grow without

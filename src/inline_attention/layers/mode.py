@@ -22,10 +22,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the module is the forward of this class and nothing else: no subclass, no hooks."""
-    return type(module) is kind and not has_hooks(module)
+    """Whether a call of the module is the forward of this class and nothing else."""
+    return type(module) is kind and not is_changed(module)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module calls hooks too."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def is_changed(module: nn.Module) -> bool:
+    """Whether a call of this module does more or other than its class says: it has hooks, or a forward of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)  # as some libraries attach adapters
+    )

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .mode import is_plain
+
 
 class AffineMap(nn.Module):
     """A learned map x → A·x + b per head, shared by queries and keys. It starts as the identity.
@@ -60,7 +62,7 @@ class HeadGain(nn.Module):
         queries = x.shape[-1]
         factor = self.weight.repeat_interleave(queries // len(self.weight))
         # An adapter, a quantised layer or a layer with hooks computes something else than its weight says.
-        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+        if not is_plain(linear, nn.Linear):
             y = linear(x)
             return y * F.pad(factor, (0, y.shape[-1] - queries), value=1.0).to(y.dtype)
         factor = F.pad(factor, (0, linear.out_features - queries), value=1.0)

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from inline_attention.ops import Grid, LocalSource, tangent_attention_projected
 from inline_attention.ops.matrix import weighted_rows
-from inline_attention.ops.reference import accumulation_dtype, without_autocast
+from inline_attention.ops.reference import accumulation_dtype, without_autocast, zero_absent
 
 from .attention import Attention
-from .inline import FusedAttention
+from .inline import OneCallAttention
 from .registry import register_attention
 from .tokens import mean_of_seen, softmax_of_seen
 
@@ -20,7 +20,7 @@ ANCHOR_STEPS = 2  # of k-means; its start matters more
 
 
 @register_attention
-class TangentAttention(FusedAttention):
+class TangentAttention(OneCallAttention):
     """The first-order expansion of softmax attention around anchors, which are means of queries (`tangent_attention`).
 
     For a query q_i with the anchor a and p = softmax_j(s·a·k_j),
@@ -112,7 +112,8 @@ def expand_at_anchors(
     """
     mask = None if query_mask is None else query_mask[:, None]
     with without_autocast(q.device):
-        anchors, nearest = find_anchors(q.to(accumulation_dtype(q.dtype)).transpose(1, 2), mask, count=count)
+        queries = zero_absent(q, query_mask).to(accumulation_dtype(q.dtype)).transpose(1, 2)
+        anchors, nearest = find_anchors(queries, mask, count=count)
     out = expand(anchors[:, None, :, 0])
     for m in range(1, count):
         out = torch.where((nearest == m).transpose(1, 2)[..., None], expand(anchors[:, None, :, m]), out)
@@ -143,7 +144,7 @@ def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows.gather(-2, index.unsqueeze(-1).expand(*index.shape, rows.shape[-1]))
 
 
-def find_anchors(q: Tensor, mask: Tensor | None, *, count: int, steps: int = ANCHOR_STEPS) -> tuple[Tensor, Tensor]:
+def find_anchors(q: Tensor, mask: Tensor | None, *, count: int) -> tuple[Tensor, Tensor]:
     """k-means of queries, deterministic.
 
     It starts from the query nearest to the mean of all, and then takes the query farthest from the anchors that it has,
@@ -153,7 +154,8 @@ def find_anchors(q: Tensor, mask: Tensor | None, *, count: int, steps: int = ANC
 
     Args:
         q: (…, N, d)
-        mask: (…, N) bool, False for a query that is absent. The dimensions before N broadcast with q's.
+        mask: (…, N) bool, False for a query that is absent, which must be finite. The dimensions before N broadcast
+            with q's.
         count: M.
 
     Returns:
@@ -171,8 +173,8 @@ def find_anchors(q: Tensor, mask: Tensor | None, *, count: int, steps: int = ANC
         distance = torch.minimum(distance, (points - chosen[-1]).square().sum(-1))
         index = distance.masked_fill(~present, -1).argmax(-1, keepdim=True)
     anchors = torch.cat(chosen, -2)
-    for step in range(steps):
-        queries = q if step == steps - 1 else points
+    for step in range(ANCHOR_STEPS):
+        queries = q if step == ANCHOR_STEPS - 1 else points
         members = F.one_hot(nearest_rows(points, anchors), count).to(q.dtype) * present.unsqueeze(-1)
         sizes = members.sum(-2).unsqueeze(-1)
         anchors = torch.where(sizes > 0, members.mT @ queries / sizes.clamp(min=1), anchors)

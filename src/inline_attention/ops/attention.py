@@ -32,11 +32,11 @@ from .checks import (
     hint_at_order,
     shape_of,
 )
-from .feature_maps import FEATURE_MAPS, get_feature_map
+from .feature_maps import FEATURE_MAPS, FeatureMap, get_feature_map
 from .local import Grid, LocalSource, local_sum
 from .local_weight import make_local_weight
 from .projections import unstack
-from .reference import masked_mean, token_count, zero_absent
+from .reference import masked_mean, mean_of_rows, zero_absent
 
 Normalization = Literal["divide", "subtract", "magnitude"]
 NORMALIZATIONS = get_args(Normalization)
@@ -79,8 +79,9 @@ def linear_attention(
         feature_map: φ, applied to q and k: "relu", "identity", "leaky_relu" (slope 0.01), "exp" (of 0.2·x),
             "elu_plus_one", or "signed_halves" (the positive and the negative part, 2·d features).
         scale: s; the 1/N is inside. Default d^-1/2. "divide" does not depend on it. MALA's paper has s = N.
-        token_weight: (B, N, heads), non-negative: how much each key counts in all sums. Only the proportions matter,
-            as the weights are divided by their sum. Gradients flow to them. Default: all keys count the same.
+        token_weight: (B, N, heads), finite and non-negative, which is not checked: a GPU would have to be waited for.
+            How much each key counts in all sums. Only the proportions matter, as the weights are divided by their sum.
+            Gradients flow to them. Default: all keys count the same.
         query_offset: (B, 1, heads, d), subtracted from the queries before φ. With "subtract" alone.
         local_weight: as for `inline_attention`, here and below.
         grid: (height, width) of the token map.
@@ -266,9 +267,30 @@ def inline_attention(
     )
 
 
-def inline_attention_projected(*projections: Tensor, feature_map: str = "identity", **options: Any) -> Tensor:
+def inline_attention_projected(
+    *projections: Tensor,
+    feature_map: str = "identity",
+    scale: float | None = None,
+    local_weight: Tensor | LocalSource | None = None,
+    grid: Grid | None = None,
+    num_prefix_tokens: int = 0,
+    token_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
     """`inline_attention` of the outputs of projections, as `linear_attention_projected` takes them."""
-    return linear_attention_projected(*projections, normalization="subtract", feature_map=feature_map, **options)
+    return linear_attention_projected(
+        *projections,
+        normalization="subtract",
+        feature_map=feature_map,
+        scale=scale,
+        local_weight=local_weight,
+        grid=grid,
+        num_prefix_tokens=num_prefix_tokens,
+        token_mask=token_mask,
+        query_mask=query_mask,
+        backend=backend,
+    )
 
 
 def inline_attention_packed(
@@ -394,12 +416,6 @@ def _attention_of_projections(projections: Sequence[Tensor], *, grid: Grid | Non
     return _attention(projections, (q, k, v), grids=None if grid is None else [grid], **options)
 
 
-def _mean_query(q: Tensor, query_mask: Tensor | None) -> Tensor:
-    """The mean of the queries that are present, zero without any: (B, 1, heads, d), at least float32"""
-    total = zero_absent(q, query_mask).sum(1, keepdim=True, dtype=reference.accumulation_dtype(q.dtype))
-    return total / token_count(q, query_mask)
-
-
 def _attention(
     projections: Sequence[Tensor],
     qkv: Sequence[Tensor],
@@ -440,18 +456,17 @@ def _attention(
     check_token_weight(token_weight, k)
     check_one_query("query_offset", query_offset, q)
     check_one_query("anchor", anchor, q)
-    lengths = [k.shape[1]] if bounds is None else [end - start for start, end in pairwise(bounds)]
     check_local(
         local_weight,
         q,
         v,
         grids=grids,
-        lengths=lengths,
+        lengths=[k.shape[1]] if bounds is None else _lengths(bounds),
         num_prefix_tokens=num_prefix_tokens,
         packed=bounds is not None,
     )
     if anchored and anchor is None:
-        anchor = _mean_query(q, query_mask)
+        anchor = mean_of_rows(q, query_mask)
 
     def make(source: LocalSource) -> Tensor:
         return make_local_weight(masked_mean(source.x, token_mask), *source[1:], backend=backend)
@@ -462,52 +477,76 @@ def _attention(
         scale = 1.0  # it cancels
     if token_weight is not None:
         token_weight = reference.normalised_weight(token_weight, token_mask)
+    inputs = reference.Inputs(
+        q,
+        k,
+        v,
+        token_weight=token_weight,
+        query_offset=anchor if anchored else query_offset,
+        token_mask=token_mask,
+        query_mask=query_mask,
+    )
+    options: dict[str, Any] = dict(normalization=normalization, scale=scale, num_prefix_tokens=num_prefix_tokens)
     features, values = phi.expansion * q.shape[-1], v.shape[-1]
     if backends.choose(backend, q, why_not=lambda: fused.why_not_widths(features, values, q.device)) == "triton":
-        if phi.kernel is None:  # φ before the kernels, on zeros where a token is absent
-            offset = 0 if query_offset is None else query_offset
-            projections = [
-                phi.apply(zero_absent(q - offset, query_mask)).to(q.dtype).unsqueeze(2),
-                phi.apply(zero_absent(k, token_mask)).unsqueeze(2),
-                v.unsqueeze(2),
-            ]
-            phi, query_offset = FEATURE_MAPS["identity"], None
-        sequences = None
-        if bounds is None:
-            sizes = [(1, 1)] if grids is None else list(grids)
-        else:
-            sizes = [(1, length) for length in lengths] if grids is None else list(grids)
-            rows = [(start, n, *size) for start, n, size in zip(bounds[:-1], lengths, sizes, strict=True)]
-            sequences = _to_device(rows, q.device)
-            if local_weight is None:
-                sizes = [(1, max(lengths))]
-        assert phi.kernel is not None
-        return fused.attention(
-            projections,
-            local_weight,
-            token_mask,
-            query_mask,
-            sequences,
-            token_weight,
-            query_offset if anchor is None else anchor,
-            anchored=anchored,
-            normalization=normalization,
-            feature_map=phi.kernel,
-            scale=scale,
-            grids=sizes,
-            num_prefix_tokens=num_prefix_tokens,
-            make=make,
+        return _by_kernel(
+            projections, inputs, local_weight, phi, grids, bounds, anchored=anchored, make=make, **options
         )
     if isinstance(local_weight, LocalSource):
         local_weight = make(local_weight)
     if anchor is not None:
-        query_offset, token_weight = anchor, reference.anchor_weight(anchor, k, token_mask, scale)
-    options: dict[str, Any] = dict(
-        normalization=normalization, feature_map=phi, scale=scale, num_prefix_tokens=num_prefix_tokens
-    )
+        inputs = inputs._replace(token_weight=reference.anchor_weight(anchor, k, token_mask, scale))
+    return _by_reference(inputs._replace(local_weight=local_weight), grids, bounds, feature_map=phi, **options)
+
+
+def _by_kernel(
+    projections: Sequence[Tensor],
+    inputs: reference.Inputs,
+    local_weight: Tensor | LocalSource | None,
+    phi: FeatureMap,
+    grids: Sequence[Grid] | None,
+    bounds: Sequence[int] | None,
+    **options: Any,
+) -> Tensor:
+    q, k, v, _, token_weight, query_offset, token_mask, query_mask = inputs
+    if phi.kernel is None:  # φ before the kernels, on zeros where a token is absent
+        offset = 0 if query_offset is None else query_offset
+        projections = [
+            phi.apply(zero_absent(q - offset, query_mask)).to(q.dtype).unsqueeze(2),
+            phi.apply(zero_absent(k, token_mask)).unsqueeze(2),
+            v.unsqueeze(2),
+        ]
+        phi, query_offset = FEATURE_MAPS["identity"], None
+    sequences = None
     if bounds is None:
-        tensors = reference.Inputs(q, k, v, local_weight, token_weight, query_offset, token_mask, query_mask)
-        return reference.attention(tensors, grid=None if grids is None else grids[0], **options)
+        sizes = [(1, 1)] if grids is None else list(grids)
+    else:
+        lengths = _lengths(bounds)
+        sizes = [(1, length) for length in lengths] if grids is None else list(grids)
+        rows = [(start, n, *size) for start, n, size in zip(bounds[:-1], lengths, sizes, strict=True)]
+        sequences = _to_device(rows, q.device)
+        if local_weight is None:
+            sizes = [(1, max(lengths))]
+    return fused.attention(
+        projections,
+        local_weight,
+        token_mask,
+        query_mask,
+        sequences,
+        token_weight,
+        query_offset,
+        feature_map=phi.kernel,
+        grids=sizes,
+        **options,
+    )
+
+
+def _by_reference(
+    inputs: reference.Inputs, grids: Sequence[Grid] | None, bounds: Sequence[int] | None, **options: Any
+) -> Tensor:
+    if bounds is None:
+        return reference.attention(inputs, grid=None if grids is None else grids[0], **options)
+    q, k, v, local_weight, *_ = inputs  # images that are packed have nothing else
     outs = []
     for i, (start, end) in enumerate(pairwise(bounds)):
         own = slice(start, end)
@@ -515,6 +554,11 @@ def _attention(
         tensors = reference.Inputs(q[:, own], k[:, own], v[:, own], weight)
         outs.append(reference.attention(tensors, grid=None if grids is None else grids[i], **options))
     return torch.cat(outs, dim=1)
+
+
+def _lengths(bounds: Sequence[int]) -> list[int]:
+    """The tokens of each packed image"""
+    return [end - start for start, end in pairwise(bounds)]
 
 
 def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

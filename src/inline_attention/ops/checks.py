@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -253,4 +254,8 @@ def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], *, total: int) -> list[
 def default_scale(q: Tensor, scale: float | None) -> float:
     if isinstance(scale, Tensor):  # it would get no gradient, silently
         raise ValueError("scale is a tensor; expected a number. Multiply q by a scale that is learned")
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(scale, (Real, torch.SymInt, torch.SymFloat)):
+        raise ValueError(f"scale={scale!r}; expected a number")
+    return scale

@@ -50,7 +50,7 @@ def _signed_halves_backward(x: Tensor, grad: Tensor) -> Tensor:
 
 FEATURE_MAPS: dict[str, FeatureMap] = {
     "identity": FeatureMap(lambda x: x, lambda x, grad: grad, "identity"),
-    "relu": FeatureMap(F.relu, lambda x, grad: grad * (x > 0), "relu"),
+    "relu": FeatureMap(F.relu, lambda x, grad: grad.masked_fill(x <= 0, 0), "relu"),
     "leaky_relu": FeatureMap(lambda x: F.leaky_relu(x, LEAKY_SLOPE), _leaky_relu_backward, "leaky_relu"),
     "exp": FeatureMap(
         lambda x: torch.exp(EXP_RATE * x), lambda x, grad: EXP_RATE * torch.exp(EXP_RATE * x) * grad, "exp"
@@ -88,7 +88,7 @@ if triton is not None:
     def feature_map(b_x, MAP: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's types
         """φ(x) − φ(0), element by element, of float32"""
         if MAP == "relu":
-            b_x = tl.maximum(b_x, 0.0)
+            b_x = tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         elif MAP == "leaky_relu":
             b_x = tl.where(b_x > 0, b_x, b_x * K_LEAKY_SLOPE)
         elif MAP == "exp":
@@ -104,7 +104,7 @@ if triton is not None:
     def feature_map_backward(b_x, b_grad, MAP: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's types
         """φ'(x)·grad"""
         if MAP == "relu":
-            b_grad = tl.where(b_x > 0, b_grad, 0.0)
+            b_grad = tl.where(b_x <= 0, 0.0, b_grad)
         elif MAP == "leaky_relu":
             b_grad = tl.where(b_x > 0, b_grad, b_grad * K_LEAKY_SLOPE)
         elif MAP == "exp":

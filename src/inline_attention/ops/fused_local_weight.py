@@ -105,6 +105,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """A few small products. The forward's hidden values are computed again."""
     mean, w1, b1, w2 = ctx.saved_tensors
+    refuse_tangents(grad)
     if not torch.is_grad_enabled() and 0 < mean.shape[0] <= MOST_SAMPLES:
         return *_backward_op(grad.contiguous(), mean, w1, b1, w2), None
     # For second derivatives too.

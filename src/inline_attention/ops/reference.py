@@ -16,7 +16,7 @@ from torch import Tensor
 from .feature_maps import FeatureMap
 from .local import Grid, local_sum, local_sum_backward
 from .precision import is_autocast_on
-from .tracing import is_exporting, needs_plain_operations
+from .tracing import has_tangents, is_exporting, needs_plain_operations
 
 # Vanilla linear attention divides by a sum that can be zero.
 LINEAR_EPS = 1e-6
@@ -84,6 +84,12 @@ def token_count(x: Tensor, mask: Tensor | None) -> Tensor | int:
     return mask.sum(1).clamp(min=1).to(accumulation_dtype(x.dtype))[:, None, None, None]
 
 
+def mean_of_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of the rows present, zero without any: (B, N, heads, d) → (B, 1, heads, d) in at least float32"""
+    total = zero_absent(rows, mask).sum(1, keepdim=True, dtype=accumulation_dtype(rows.dtype))
+    return total / token_count(rows, mask)
+
+
 def _state(k: Tensor, v: Tensor, inputs: Inputs, scale: float) -> State:
     """The state of φ(k) and v (B, heads, N, d), zero where absent. Both are overwritten if no graph records this."""
     mask, weight = inputs.token_mask, inputs.token_weight
@@ -107,13 +113,13 @@ def factors(z: Tensor, normalization: str, eps: Tensor | float) -> tuple[Tensor 
     if normalization == "subtract":
         return 1.0, 1.0
     if normalization == "divide":
-        g = 1 / (z + eps)
+        g = _inverse(z + eps)
         return g, z * g
     return 1 + _inverse(z), 1.0
 
 
 def _inverse(z: Tensor) -> Tensor:
-    """1/z, and zero for z = 0, where φ(q) is zero or orthogonal to all keys"""
+    """1/z, and zero for z = 0, where φ(q) is zero or orthogonal to all keys, or a divisor at its pole"""
     return (1 / z.masked_fill(z == 0, 1)).masked_fill(z == 0, 0)
 
 
@@ -330,7 +336,7 @@ def _differentiable_backward(grad_out: Tensor, inputs: Inputs, **options: Any) -
 
 def attention(inputs: Inputs, **options: Any) -> Tensor:
     """The backend's entry. Options are those of `forward`, with the defaults filled in."""
-    if needs_plain_operations():  # an exported program has no gradients
+    if needs_plain_operations() or has_tangents(*inputs):  # an exported program has no gradients
         return forward(inputs if is_exporting() else _with_zeros(inputs), **options)[0]
     # One tensor may be several inputs, as a mask of tokens and queries often is. Views make the inputs distinct: an
     # autograd function with repeated inputs breaks the graph of torch.compile, and `_differentiable_backward` needs a

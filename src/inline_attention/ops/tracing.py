@@ -2,11 +2,17 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
     """Whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def has_tangents(*tensors: Tensor | None) -> bool:
+    """Whether one of these tensors has a tangent: forward-mode differentiation, outside the transforms of torch.func"""
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_exporting() -> bool:

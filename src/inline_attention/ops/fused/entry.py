@@ -50,7 +50,7 @@ def attention(
     scale: float,
     grids: Sequence[Grid],
     num_prefix_tokens: int,
-    make: Callable[[LocalSource], Tensor] | None = None,
+    make: Callable[[LocalSource], Tensor],
     tile: Tile | None = None,
 ) -> Tensor:
     """The backend's entry. Inputs are checked and defaults filled in.
@@ -82,7 +82,6 @@ def attention(
         assert not save, "one launch has no backward"
         return short_op(projections, local, *masks, sequences, shares, offset, *options, list(tile))
     if isinstance(local_weight, LocalSource):
-        assert make is not None
         local = local_tensors(make(local_weight))
     weight = local[0] if local else None
     out, *_ = forward_op(projections, weight, *masks, sequences, shares, offset, *options, save)

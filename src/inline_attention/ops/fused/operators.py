@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..gpu import on_device_of
 from ..projections import unstack
-from ..registration import register
+from ..registration import refuse_second_derivatives, refuse_tangents, register
 from .arguments import Options, Tensors, saved
 from .backward import run_backward
 from .forward import run_forward
@@ -102,6 +102,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad_out is None:
         return ([None] * len(ctx.needs_input_grad[0]), *[None] * 13)
+    refuse_tangents(grad_out)
     *projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means, lse = ctx.saved_tensors
     grad_of_local = ctx.needs_input_grad[1]
     *grads, grad_local, grad_shares, grad_offset = backward_op(
@@ -121,6 +122,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivatives(backward_op)
 
 
 def flops_of(projections: Any, local_weight: Any, products: int, local: int) -> int:

@@ -163,7 +163,7 @@ def layer_costs(model: nn.Module, images: Images) -> Costs:
         found = _outputs(model, batches, observers)
         change = (found - expected).square().sum() / spread
         agreement = None
-        if getattr(model, "num_classes", 1) != 0:
+        if _has_head(model):
             agreement = (found.argmax(1) == expected.argmax(1)).double().mean().item()
         return LayerCost(name, error, change.item(), agreement)
 
@@ -173,6 +173,11 @@ def layer_costs(model: nn.Module, images: Images) -> Costs:
         gain = 1.0 if module.gain is None else module.gain.detach().double()
         layers.append(compare(name, others, fits[name].error(gain)))
     return Costs(layers, len(expected), compare("all together", {}, float("nan")))
+
+
+def _has_head(model: nn.Module) -> bool:
+    """By timm's contract, or transformers': there a model without a head is its own base model."""
+    return getattr(model, "num_classes", 1) != 0 and getattr(model, "base_model", None) is not model
 
 
 def costliest(model: nn.Module, images: Images, count: int) -> list[str]:
@@ -214,10 +219,21 @@ def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str
     """The model's outputs for all images as rows in float64, with some of its attentions observed."""
     with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
         like = floating_parameter(model)
-        outputs = [model(batch.to(like)) for batch in batches]
-    if not all(isinstance(output, Tensor) for output in outputs):
-        raise ValueError(f"the model returns {type(outputs[0]).__name__}; expected one tensor for a batch of images")
+        outputs = [_prediction(model(batch.to(like))) for batch in batches]
     return torch.cat([output.flatten(1).double() for output in outputs])
+
+
+def _prediction(output: Any) -> Tensor:
+    """The tensor that is compared. A model of transformers returns several, with these names."""
+    names = ("logits", "pooler_output", "last_hidden_state")
+    tensors = (output, *(getattr(output, name, None) for name in names))
+    found = next((tensor for tensor in tensors if isinstance(tensor, Tensor)), None)
+    if found is None:
+        raise ValueError(
+            f"the model returns {type(output).__name__}; expected one tensor for a batch of images, or an output of "
+            f"transformers with {', '.join(names)}"
+        )
+    return found
 
 
 @contextmanager

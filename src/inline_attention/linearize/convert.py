@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from inline_attention.layers import Attention, LocalWeight
 from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
 
-from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention
+from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention, Removable
 
 # Adapters of optional libraries. One is imported when a model of its library is converted, so that another release of
 # the library does not get in the way of other models.
@@ -80,7 +80,7 @@ class Linearization:
     local_residual: bool
     arguments: dict[str, Any] | None  # of timm.create_model, as far as the user gave them
     report: Report
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list[Removable] = field(default_factory=list)
 
 
 class _Found(NamedTuple):
@@ -155,7 +155,7 @@ def linearize(
         raise ValueError(f"keep_softmax={keep_softmax!r}, but the model has {len(convertible)} attentions to convert")
     for item in convertible:
         _convert_module(item, form, like=floating_parameter(item.module, model))
-    record.hooks = _install_grids(convertible)
+    record.hooks = [*_install_grids(convertible), *_change_around(model, convertible)]
     model.linearization = record  # type: ignore[assignment]
     if automatic:
         from .calibration import costliest  # it measures converted models
@@ -387,6 +387,13 @@ def _install_grids(converted: Sequence[_Found]) -> list[RemovableHandle]:
                 hooks.append(source.module.register_forward_hook(grids[source.module], with_kwargs=True))
             module.token_grid = grids[source.module]
     return hooks
+
+
+def _change_around(model: nn.Module, converted: Sequence[_Found]) -> list[Removable]:
+    changes = []
+    for adapter in dict.fromkeys(item.adapter for item in converted):
+        changes += adapter.around(model, [item.module for item in converted if item.adapter is adapter])
+    return changes
 
 
 def add_gains(model: nn.Module) -> None:

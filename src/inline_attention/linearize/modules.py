@@ -7,7 +7,7 @@ and of `LinearizedAttention`, whose `forward` computes the linear form instead o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,12 @@ class Call:
         return zero_absent(out + local, self.query_mask)
 
 
+class Removable(Protocol):
+    """A change of a model that can be undone, such as a hook."""
+
+    def remove(self) -> None: ...
+
+
 class LinearizedAttention(nn.Module):
     """The base of all converted modules. A subclass projects, calls `attend_linearly`, and projects back.
 
@@ -165,6 +171,11 @@ class LinearizedAttention(nn.Module):
         return None
 
     # A module that has just been converted, or is about to be restored.
+
+    @classmethod
+    def around(cls, model: nn.Module, converted: Sequence[nn.Module]) -> list[Removable]:
+        """Changes what is around the converted modules of this class in a model. `restore` removes the changes."""
+        return []
 
     def converted(self) -> None:
         """Called after a conversion."""

@@ -140,7 +140,7 @@ def linearize(
         What was done, layer by layer.
     """
     form = LinearForm.parse(attention, feature_map, anchors)
-    names, automatic = _parse_keep(keep_softmax)
+    names, automatic = parse_keep(keep_softmax)
     if automatic and images is None:
         raise ValueError(f"keep_softmax={keep_softmax!r} measures what each layer costs: pass images=, a batch of them")
     if isinstance(model, DistributedDataParallel):  # it would not average the gradients of new parameters
@@ -201,7 +201,7 @@ def linearized_modules(model: nn.Module) -> dict[str, LinearizedAttention]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
 
 
-def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
+def parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
     """The names and positions to keep, and K of "auto:K" (0 without it)."""
     if keep_softmax is None:
         return [], 0

@@ -22,6 +22,15 @@ from .modules import Call, LinearizedAttention
 Images = Tensor | Iterable[Tensor]
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype for sums over many values."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.to(widest_float(x.device))
+
+
 def as_softmax(module: LinearizedAttention, call: Call) -> Tensor:
     """An observer that computes the original softmax."""
     return module.softmax_form(call)
@@ -39,9 +48,9 @@ class LayerFit:
     def __call__(self, module: LinearizedAttention, call: Call) -> Tensor:
         bare = call.without_residual()  # softmax has none, or the same
         softmax = module.softmax_form(bare)
-        out = softmax.double()
+        out = widened(softmax)
         ones = torch.ones(out.shape[2], device=out.device)
-        base, full = (module.linear_form(bare, gain).double() for gain in (0 * ones, ones))
+        base, full = (widened(module.linear_form(bare, gain)) for gain in (0 * ones, ones))
         slope, rest, deviation = full - base, out - base, out - out.mean(1, keepdim=True)
         pairs = ((slope, slope), (slope, rest), (rest, rest), (deviation, deviation))
         sums = torch.stack([(a * b).sum((0, 1, 3)) for a, b in pairs])
@@ -164,13 +173,13 @@ def layer_costs(model: nn.Module, images: Images) -> Costs:
         change = (found - expected).square().sum() / spread
         agreement = None
         if _has_head(model):
-            agreement = (found.argmax(1) == expected.argmax(1)).double().mean().item()
+            agreement = widened(found.argmax(1) == expected.argmax(1)).mean().item()
         return LayerCost(name, error, change.item(), agreement)
 
     layers = []
     for name, module in modules.items():
         others = {other: as_softmax for other in modules if other != name}
-        gain = 1.0 if module.gain is None else module.gain.detach().double()
+        gain = 1.0 if module.gain is None else widened(module.gain.detach())
         layers.append(compare(name, others, fits[name].error(gain)))
     return Costs(layers, len(expected), compare("all together", {}, float("nan")))
 
@@ -216,11 +225,11 @@ def count_keys(model: nn.Module, images: Tensor) -> dict[str, int]:
 
 
 def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str, Any]) -> Tensor:
-    """The model's outputs for all images as rows in float64, with some of its attentions observed."""
+    """The model's outputs for all images as rows, with some of its attentions observed."""
     with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
         like = floating_parameter(model)
         outputs = [_prediction(model(batch.to(like))) for batch in batches]
-    return torch.cat([output.flatten(1).double() for output in outputs])
+    return torch.cat([widened(output.flatten(1)) for output in outputs])
 
 
 def _prediction(output: Any) -> Tensor:

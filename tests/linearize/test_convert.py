@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,11 +18,13 @@ from linearize_cases import CASES, Case, shrink_logits, vit
 from small import create_small
 from torch import Tensor, nn
 
+import inline_attention
 from inline_attention import linear_attention, linearize, tangent_attention
 from inline_attention.layers import InLineAttention, SoftmaxAttention, TangentAttention
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.linearize.convert import add_gains
 from inline_attention.linearize.modules import Call
+from inline_attention.models import create_model
 from inline_attention.ops import local_residual
 
 of_every_kind = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -276,6 +279,38 @@ def test_the_report_counts_anchors() -> None:
     with torch.device("meta"):
         swin = timm.create_model("swin_tiny_patch4_window7_224")  # windows of 49 tokens, heads of 32 channels
     assert "12 layers have no more tokens than channels in a head, counted twice where" in str(linearize(swin))
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [
+        (lambda: timm.create_model("pvt_v2_b0"), {49}),
+        (lambda: timm.create_model("twins_svt_small"), {49}),
+        (lambda: create_model("softmax_deit_tiny"), {197}),
+        (lambda: create_model("softmax_pvt_tiny"), {49}),
+        (lambda: create_model("softmax_cswin_tiny"), {49, 56, 98}),
+    ],
+)
+def test_the_report_counts_tokens_that_no_module_knows(model: Callable[[], nn.Module], tokens: set[int]) -> None:
+    with torch.device("meta"):
+        built = model()
+    before = dict(built.named_parameters())
+    report = linearize(built, local_residual=False)
+    assert {layer.tokens for layer in report.linear()} == tokens
+    assert "saves no products and is slower" in str(report) or f"tokens of a layer are {min(tokens)}." in str(report)
+    assert dict(built.named_parameters()) == before
+
+
+def test_the_report_says_how_to_find_where_the_linear_form_is_slower() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1)  # 197 tokens: fewer products, which may still be slower
+    assert "The fewest tokens of a layer are 197." in str(linearize(model))
+    assert "inline bench break-even --heads 3x64" in str(model.linearization.report)
+
+
+def test_restoring_is_at_the_top_of_the_package() -> None:
+    """`inline_attention.linearize` is the function there, so the package's names cannot be reached as attributes."""
+    assert inline_attention.restore is restore
+    assert "restore" in inline_attention.__all__
 
 
 def test_deep_copies_have_grids_of_their_own() -> None:

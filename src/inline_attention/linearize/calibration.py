@@ -209,18 +209,23 @@ def _batches(images: Images) -> list[Tensor]:
     return batches
 
 
-def count_keys(model: nn.Module, images: Tensor) -> dict[str, int]:
-    """The number of keys of every converted attention in one call of the model: name → tokens."""
+def count_keys(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, int]:
+    """The number of keys of every converted attention for an image (C, H, W): name → tokens. Computes shapes alone."""
     keys: dict[str, int] = {}
 
     def counting(name: str) -> Callable[[LinearizedAttention, Call], Tensor]:
         def observe(module: LinearizedAttention, call: Call) -> Tensor:
-            keys[name] = unstack(call.projections)[1].shape[1]
-            return module.linear_form(call, module.gain)
+            q, k, v = unstack(call.projections)
+            keys[name] = k.shape[1]
+            return v.new_empty(*q.shape[:3], v.shape[3])
 
         return observe
 
-    _outputs(model, [images], {name: counting(name) for name in linearized_modules(model)})
+    tensors = {name: t.to("meta") for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    image = floating_parameter(model).new_empty(1, *shape, device="meta")
+    observers = {name: counting(name) for name in linearized_modules(model)}
+    with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
+        torch.func.functional_call(model, tensors, (image,))
     return keys
 
 

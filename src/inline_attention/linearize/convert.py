@@ -4,6 +4,7 @@ import fnmatch
 import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from inline_attention.layers import Attention, LocalWeight
 from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
+from inline_attention.models.base import input_shape
 
 from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention, Removable
 
@@ -36,6 +38,7 @@ class Layer:
     is_linear: bool = False
     anchors: int = 1  # expansions that are computed; each has the cost of one
     has_bias: bool = False  # a position bias, whose product with v is one of the two of softmax
+    heads: int | None = None
 
     @property
     def saves_products(self) -> bool:
@@ -68,7 +71,18 @@ class Report:
             if any(layer.has_bias for layer in short):
                 channels += ", counted twice where there is a position bias"
             layers = "1 layer has" if len(short) == 1 else f"{len(short)} layers have"
-            lines.append(f"{layers} no more tokens than {channels}. There the linear form saves no products.")
+            lines.append(
+                f"{layers} no more tokens than {channels}. There the linear form saves no products and is slower."
+            )
+        others = [layer for layer in self.linear() if layer.saves_products]
+        if others:
+            sizes = " ".join(dict.fromkeys(f"{layer.heads}x{layer.head_dim}" for layer in others))
+            known = [layer.tokens for layer in others if layer.tokens is not None]
+            fewest = f" The fewest tokens of {'the others' if short else 'a layer'} are {min(known)}." if known else ""
+            lines.append(
+                f"Fewer products are not always faster: with few tokens, softmax is.{fewest} To measure from how many "
+                f"on the linear form is faster on a device: inline bench break-even --heads {sizes}"
+            )
         return "\n".join(lines)
 
 
@@ -100,8 +114,9 @@ class _Found(NamedTuple):
         tokens = self.adapter.num_tokens(self.module)
         if tokens is None and self.source is not None:
             tokens = self.source.num_tokens
-        head_dim = self.adapter.heads(self.module)[1]
-        return Layer(self.name, type(self.module).__name__, action, tokens, head_dim, has_bias=self.adapter.has_bias)
+        heads, head_dim = self.adapter.heads(self.module)
+        kind, has_bias = type(self.module).__name__, self.adapter.has_bias
+        return Layer(self.name, kind, action, tokens, head_dim, has_bias=has_bias, heads=heads)
 
 
 def linearize(
@@ -157,9 +172,14 @@ def linearize(
         _convert_module(item, form, like=floating_parameter(item.module, model))
     record.hooks = [*_install_grids(convertible), *_change_around(model, convertible)]
     model.linearization = record  # type: ignore[assignment]
-    if automatic:
-        from .calibration import costliest  # it measures converted models
+    from .calibration import costliest, count_keys  # they need a converted model
 
+    if unknown := [layer for layer in report.linear() if layer.tokens is None]:
+        with suppress(Exception):  # a model may not run with shapes alone, or not say for which size it was built
+            keys = count_keys(model, input_shape(model))
+            for layer in unknown:
+                layer.tokens = keys.get(layer.name)
+    if automatic:
         assert images is not None
         try:
             names_to_keep = costliest(model, images, automatic)

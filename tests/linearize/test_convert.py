@@ -24,6 +24,7 @@ from inline_attention.layers import InLineAttention, SoftmaxAttention, TangentAt
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.linearize.convert import add_gains
 from inline_attention.linearize.modules import Call
+from inline_attention.linearize.timm_modules import LinearizedViTAttention
 from inline_attention.models import create_model
 from inline_attention.ops import local_residual
 
@@ -311,6 +312,40 @@ def test_restoring_is_at_the_top_of_the_package() -> None:
     """`inline_attention.linearize` is the function there, so the package's names cannot be reached as attributes."""
     assert inline_attention.restore is restore
     assert "restore" in inline_attention.__all__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(keep_softmax=1.5), r"keep_softmax=1.5; expected names"),
+        (dict(keep_softmax=True), r"keep_softmax=True; expected names"),
+        (dict(keep_softmax=[0.5]), r"keep_softmax=\[0.5\]; expected names"),
+        (dict(keep_softmax="auto"), r"keep_softmax='auto'; expected the number .* such as 'auto:2'"),
+        (dict(arguments="x"), r"arguments='x'; expected a mapping"),
+        (dict(anchors=True), r"anchors=True; expected 1 or more, an integer"),
+        (dict(local_residual="no"), r"local_residual='no'; expected True or False"),
+        (dict(model="vit_tiny_patch16_224"), r"model='vit_tiny_patch16_224'; expected a model"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(options: dict[str, Any], message: str) -> None:
+    model = nn.Sequential(SoftmaxAttention(32, num_heads=2))
+    with pytest.raises(ValueError, match=message):
+        linearize(**{"model": model, **options})
+    assert not hasattr(model, "linearization")
+
+
+def test_heads_may_have_other_channels_than_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean query is then that of the queries."""
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model: Any = case.model.float()
+    for block in model.blocks:
+        block.attn = timm.layers.Attention(24, 2, attn_head_dim=8)
+    train_residual(model)
+    images = case.images().float()
+    with torch.no_grad():
+        out = model(images)
+        monkeypatch.setattr(LinearizedViTAttention, "mean_query", None)
+        torch.testing.assert_close(model(images), out)
 
 
 def test_deep_copies_have_grids_of_their_own() -> None:

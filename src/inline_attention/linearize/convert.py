@@ -3,7 +3,7 @@
 import fnmatch
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -154,7 +154,18 @@ def linearize(
     Returns:
         What was done, layer by layer.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model={model!r}; expected a model, a torch.nn.Module, such as timm.create_model('vit_tiny_patch16_224')"
+        )
     form = LinearForm.parse(attention, feature_map, anchors)
+    if not isinstance(local_residual, bool):
+        raise ValueError(f"local_residual={local_residual!r}; expected True or False")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"arguments={arguments!r}; expected a mapping from names of timm.create_model's arguments to values, such "
+            "as {'num_heads': 6}"
+        )
     names, automatic = parse_keep(keep_softmax)
     if automatic and images is None:
         raise ValueError(f"keep_softmax={keep_softmax!r} measures what each layer costs: pass images=, a batch of them")
@@ -230,10 +241,14 @@ def parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
         if match is None:
             raise ValueError(f"keep_softmax={keep_softmax!r}; expected the number of layers to keep, such as 'auto:2'")
         return [], int(match[1])
-    wanted = [keep_softmax] if isinstance(keep_softmax, str | int) else list(keep_softmax)
-    if not all(type(want) in (str, int) for want in wanted):  # not bool
-        raise ValueError(f"keep_softmax={keep_softmax!r}; expected names, such as 'blocks.0.attn', or positions")
-    return wanted, 0
+    wanted: Any = [keep_softmax] if isinstance(keep_softmax, str | int) else keep_softmax
+    is_sequence = isinstance(wanted, Sequence | Set)
+    if not is_sequence or not all(type(want) in (str, int) for want in wanted):  # not bool
+        raise ValueError(
+            f"keep_softmax={keep_softmax!r}; expected names, such as 'blocks.0.attn', positions, such as [0, -1], or "
+            "'auto:2'"
+        )
+    return list(wanted), 0
 
 
 def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool) -> list[_Found | Layer]:

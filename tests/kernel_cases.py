@@ -162,8 +162,10 @@ class Error(NamedTuple):
     allowed: float
 
 
-def errors(exact: Results, plain: Results, fast: Results, *, mean: float = 0.0, factor: float = 2.0) -> list[Error]:
-    """Allowed is `factor` times the error of the reference backend on the same inputs, and one rounding, each.
+def errors(
+    exact: Results, plain: Results, fast: Results, *, mean: float = 0.0, factor: float = 2.0, roundings: float = 1.0
+) -> list[Error]:
+    """Allowed is `factor` times the error of the reference backend on the same inputs, and so many roundings, each.
 
     A rounding is relative to the size of the inputs. Tokens of mean `mean` and spread 1 are that much larger than
     their spread, which is what the gradients depend on.
@@ -173,7 +175,7 @@ def errors(exact: Results, plain: Results, fast: Results, *, mean: float = 0.0, 
         x, y = exact[name], plain[name]
         assert z.dtype == y.dtype
         size = float(x.norm()) or 1.0
-        rounding = torch.finfo(z.dtype).eps * max(1.0, mean)
+        rounding = roundings * torch.finfo(z.dtype).eps * max(1.0, mean)
         error, allowed = (z - x).norm(), factor * (y - x).norm() + rounding * x.norm()
         found.append(Error(name, float(error) / size, float(allowed) / size))
     return found
@@ -456,7 +458,8 @@ def trained_mlp_errors(inputs: MlpInputs, tile: fused_mlp.Tile | None) -> list[E
         return add_mlp(*tensors, backend="reference")
 
     exact, plain = (results(by_reference, precision) for precision in (torch.float64, dtype))
-    return errors(exact, plain, results(by_kernel, dtype), factor=3.0 if dtype == torch.float32 else 2.0)
+    factor, roundings = (3.0, 2.0) if dtype == torch.float32 else (2.0, 1.0)  # as in `mlp_errors`
+    return errors(exact, plain, results(by_kernel, dtype), factor=factor, roundings=roundings)
 
 
 class RandomMlp(NamedTuple):

@@ -173,12 +173,12 @@ def test_training_takes_the_mlps_kernel_where_its_table_says_so(monkeypatch: pyt
     blocks[2].mlp.drop2.p = 0.5
     monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: None)
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda"))
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "model_of", lambda device: gpu.H200)
     optimize(model)
     assert not any(block.fused for block in blocks)  # no measurement, no change
     fc1 = blocks[0].mlp.fc1
     win = fused_mlp.Win(0, fused_mlp.ANY, fused_mlp.TILES[0])
-    monkeypatch.setitem(fused_mlp.WINS["training"], ((9, 0), fc1.in_features, fc1.out_features), (win,))
+    monkeypatch.setitem(fused_mlp.WINS["training"], (gpu.H200, fc1.in_features, fc1.out_features), (win,))
     optimize(model)
     assert [block.fused for block in blocks] == [("training",), (), (), ("training",)]
     monkeypatch.undo()

@@ -3,16 +3,20 @@
 import itertools
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from inline_attention import create_model, linearize
 from inline_attention.bench.kernels import kernel_table
 from inline_attention.bench.model import best_of
 from inline_attention.bench.op import op_table
 from inline_attention.bench.profile import kind_of
+from inline_attention.models.profile import count_module_macs
 
 DOCS = Path(__file__).parents[1] / "docs"
 STUDY = ("softmax_deit_study", "linear_deit_study", "inline_deit_study")
@@ -80,8 +84,8 @@ def test_analysis() -> None:
     masks = {name: cells for name, cells in found.items() if " tokens masked, " in name}
     assert len(masks) == 6
     for name, cells in masks.items():
-        tokens, what, taps = re.findall(r"(\d+) (local|random) tokens masked, taps (\w+)", name)[0]
-        assert cells == agreement(f"{what} {tokens}", taps), name
+        tokens, what, residual = re.findall(r"(\d+) (local|random) tokens masked, residual (\w+)", name)[0]
+        assert cells == agreement(f"{what} {tokens}", {"kept": "kept", "masked": "zeroed"}[residual]), name
 
 
 def test_analysis_of_accuracy() -> None:
@@ -140,20 +144,80 @@ def rates(name: str) -> dict[tuple[int, str], dict[str, Any]]:
 SIZES = (224, 384, 640, 1024, 2048)
 
 
-@pytest.mark.parametrize(("task", "name"), [("inference", "sweep-mlp-h200"), ("training step", "sweep-train-h200")])
-def test_sweeps(task: str, name: str) -> None:
+SWEEPS = {  # the second record has the newer kernels, and not all sizes
+    "inference": ("sweep-mlp-h200", "sweep-projected-h200"),
+    "training step": ("sweep-train-h200", "sweep-train-second-h200"),
+}
+
+
+@pytest.mark.parametrize("task", SWEEPS)
+def test_sweeps(task: str) -> None:
     speeds = table("performance.md", f" | {SIZES[0]} × 256", after="## Speed over resolution")
     memory = table("performance.md", f" | {SIZES[0]} × 256", after="## Memory")
-    found = rates(name)
+    older, newer = map(rates, SWEEPS[task])
+    found = older | newer
     for title, contender in (("DeiT-T, FlashAttention", "peer"), ("InLine-DeiT-T", "fused")):
         of = [found[size, contender] for size in SIZES]
         cells = []
         for size, r in zip(SIZES, of, strict=True):
-            text = f"{r['images_per_second']:,.0f}" + ("ᵃ" if r["mode"] == "max-autotune" else "")
+            text = f"{r['images_per_second']:,.0f}" + ("" if (size, contender) in newer else "ᵃ")
             ratio = r["images_per_second"] / found[size, "peer"]["images_per_second"]
             cells.append(text if contender == "peer" else f"{text} ({ratio:.2f})")
         assert speeds[f"{task}, {title}"] == cells
         assert memory[f"{task}, {title}"] == [f"{r['peak_bytes'] / 2**30:.2f}" for r in of]
+
+
+def test_one_image() -> None:
+    found = table("performance.md", "size | DeiT-T, ms (quartiles)")
+    timings = {(r["img_size"], r["contender"]): r["timing"] for r in results("one-image-h200")}
+    for size, cells in found.items():
+        peer, ours = timings[int(size), "peer"], timings[int(size), "fused"]
+        shown = [f"{1e3 * t['median']:.2f} ({1e3 * t['low']:.2f}–{1e3 * t['high']:.2f})" for t in (peer, ours)]
+        assert cells == [*shown, f"{peer['median'] / ours['median']:.2f}"]
+
+
+def test_few_tokens() -> None:
+    found = table("performance.md", "part of a block, channels, tokens")
+    of = record("few-tokens-h200")
+    for title, cells in found.items():
+        width, outputs, rows = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d", title))
+        name, last = ("mlp", "hidden") if title.startswith("MLP") else ("norm_linear", "outputs")
+        (micros,) = (r["micros"] for r in of[name] if (r["width"], r[last], r["rows"]) == (width, outputs, rows))
+        kernel = min(time for tile, time in micros.items() if tile != "compiled")
+        assert cells == [f"{micros['compiled']:.1f}", f"{kernel:.1f} ({micros['compiled'] / kernel:.2f})"]
+
+
+def test_speed_in_the_readme() -> None:
+    found = table("../README.md", " | 224 px | 384")
+    sources = {  # the newest; 2048 pixels were measured before
+        "inference, in batches": ("sweep-mlp-h200", "sweep-projected-h200"),
+        "training step, in batches": ("sweep-train-h200", "sweep-train-second-h200"),
+        "inference, one image": ("one-image-h200",),
+    }
+    for row, names in sources.items():
+        of: dict[tuple[int, str], dict[str, Any]] = {}
+        for name in names:
+            of |= rates(name)
+        assert found[row] == [
+            f"{of[size, 'fused']['images_per_second'] / of[size, 'peer']['images_per_second']:.2f}"
+            if (size, "peer") in of
+            else "–"
+            for size in SIZES
+        ]
+
+
+def test_linearised_in_the_readme() -> None:
+    found = table("../README.md", " | softmax | tangent, 16 anchors", after="Linearised without training")
+    top1 = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
+    order = ("softmax", "tangent at 16 anchors", "tangent at 4 anchors", "tangent at the mean query")
+    assert found["top-1 (%)"] == [top1[name] for name in (*order, "InLine, the tangent at zero", "linear (ReLU)")]
+    image = torch.zeros(1, 3, 64, 64)
+    costs = [count_module_macs(create_model("softmax_deit_study"), image)]
+    for attention, anchors in (("tangent", 16), ("tangent", 4), ("tangent", 1), ("inline", 1), ("linear", 1)):
+        model = create_model("softmax_deit_study")
+        linearize(model, attention=attention, anchors=anchors, local_residual=False)
+        costs.append(count_module_macs(model, image))
+    assert found["GMACs"] == [f"{cost / 1e9:.2f}" for cost in costs]
 
 
 def test_free_attention() -> None:
@@ -212,18 +276,7 @@ def test_all_kernels_of_one_image() -> None:
         for name in ("fused", "peer")
     }
     text = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
-    assert f"take {of['fused']:.0f} µs, and those of DeiT-T {of['peer']:.0f} (" in text
-
-
-def test_the_sweep_with_the_projection() -> None:
-    found = table("performance.md", " | 224 × 256", after="ended before")
-    rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in results("sweep-projected-h200")}
-    sizes = list(dict.fromkeys(size for size, _ in rates))
-    ratios = [f"{rates[size, 'fused']:,.0f} ({rates[size, 'fused'] / rates[size, 'peer']:.2f})" for size in sizes]
-    assert found == {
-        "DeiT-T, FlashAttention": [f"{rates[size, 'peer']:,.0f}" for size in sizes],
-        "InLine-DeiT-T": ratios,
-    }
+    assert f"took {of['fused']:.0f} µs, and those of DeiT-T {of['peer']:.0f} (" in text
 
 
 def test_the_kernel_of_the_mlp() -> None:
@@ -289,13 +342,34 @@ def test_recipes_of_linearize() -> None:
     for row, cells in found.items():
         of = [last[row.split(":")[0], name, epochs] for name in ("tangent", "inline") for epochs in (5, 20)]
         assert cells == [f"{each['val_top1']:.1f}" for each in of]
-    text = (DOCS / "linearize.md").read_text(encoding="utf-8")
+    text = " ".join((DOCS / "linearize.md").read_text(encoding="utf-8").split())
     (alone,) = (r for r in runs if r["alone"])
-    assert f"20 epochs take {alone['seconds']:.0f} seconds" in text
-    assert f"That student has {alone['evaluations'][-1]['val_top1']:.1f} %" in text
-    agreement = [last[recipe, "tangent", 20]["val_agreement"] for recipe in ("8e-3, 0.3", "4e-3, 0.1")]
-    assert f"for {agreement[0]:.0f} % of the images" in text
-    assert f"it is {agreement[1]:.0f} %" in text
+    assert f"**20 epochs take {alone['seconds']:.0f} seconds**" in text
+    half_rate = last["4e-3, 0.1", "tangent", 20]["val_agreement"]
+    assert f"agrees with its teacher for {half_rate:.0f} % of the images" in text
+
+
+def test_students() -> None:
+    found = table("linearize.md", " | before training | 5 epochs")
+    content = record("linearization")
+    of = {(cell["row"], cell["epochs"]): cell["top1"] for cell in content["students"]}
+    spread = [f"{statistics.mean(of['tangent', n]):.1f} ± {statistics.stdev(of['tangent', n]):.1f}" for n in (5, 20)]
+    assert all(len(of["tangent", epochs]) == 3 for epochs in (5, 20))
+    assert found["tangent, with residual"][1:] == spread
+    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"the student with one anchor has {spread[1]} over three seeds" in readme
+    (inline,) = of["inline", 5]
+    assert found["InLine, with residual"][1:] == [f"{inline:.1f} (one seed)", "–"]
+    carried = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
+    assert [cells[0] for cells in found.values()] == [
+        f"{content['scratch']['softmax_deit_study']:.1f}",
+        carried["tangent at the mean query"],
+        carried["InLine, the tangent at zero"],
+    ]
+    text = " ".join((DOCS / "linearize.md").read_text(encoding="utf-8").split())
+    agreement = statistics.mean(content["agreement_after_20_epochs"])
+    assert f"predicts the teacher's class for {agreement:.0f} % of the images" in text
+    assert f"`inline_deit_study` has {content['scratch']['inline_deit_study']:.1f} %" in text
 
 
 def test_one_launch() -> None:

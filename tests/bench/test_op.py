@@ -48,6 +48,25 @@ def test_textbook_form_of_the_tangent(case: str) -> None:
     torch.testing.assert_close(op.tangent_textbook(x), expected)
 
 
+@pytest.mark.parametrize("name", ["rala", "polaformer"])
+@pytest.mark.parametrize("case", CASES)
+def test_textbook_forms_of_what_prepares_its_inputs(case: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs(case)
+    attend = op.linear_attention_projected
+    monkeypatch.setattr(op, "linear_attention_projected", lambda *q, **o: attend(*q, **o | dict(backend="reference")))
+    torch.testing.assert_close(op.CONTENDERS[f"{name}_textbook"].call(x), op.CONTENDERS[name].call(x))
+
+
+def test_an_attention_is_compared_with_its_own_textbook_form() -> None:
+    def result(name: str, seconds: float) -> dict[str, Any]:
+        timing = Timing(seconds, seconds, seconds, 2)
+        return asdict(op.OpResult("1, 2², 2×4", "forward", name, timing, 1.0, None, captured=True))
+
+    names = {"linear": 1, "linear_plain": 2, "linear_textbook": 4, "textbook": 8, "fused": 2, "softmax": 4}
+    rows = op.op_table([result(name, seconds) for name, seconds in names.items()]).splitlines()[2:]
+    assert [row.split("|")[8].strip() for row in rows] == ["4.00", "", "1.00", "1.00", "4.00", "2.00"]
+
+
 def gradients(name: str, x: op.Inputs) -> tuple[Tensor, ...]:
     contender = op.CONTENDERS[name]
     return torch.autograd.grad(contender.call(x), contender.leaves(x), x.grad_out)

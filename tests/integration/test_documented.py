@@ -336,30 +336,6 @@ def test_explore_starts(command: Command, tmp_path: Path, runs: dict[str, Path])
 
 # What a page assumes to be there.
 GIVEN = {
-    "docs/analysis.md": """
-import torch
-from inline_attention import create_model
-model = create_model("inline_deit_tiny", img_size=64, patch_size=8, depth=2, num_classes=2).eval()
-images = torch.randn(2, 3, 64, 64)
-batches = [images]
-""",
-    "docs/attention.md": """
-import torch
-from inline_attention import create_model, inline_attention_packed
-H, W = 14, 14
-q, k, v = torch.randn(3, 2, 1 + H * W, 2, 8)
-r = torch.randn(2, 2, 8, 9)
-present = torch.ones(2, 1 + H * W, dtype=torch.bool)
-packed = torch.randn(3, 14 * 14 + 10 * 18, 2, 8)
-starts = torch.tensor([0, 14 * 14, 14 * 14 + 10 * 18])
-""",
-    "docs/training.md": """
-import torch
-from inline_attention import create_model
-from inline_attention.layers.drop import SampledDepth
-model = create_model("inline_deit_tiny", depth=2, drop_path_rate=0.1)
-sample_ids, step = torch.arange(2), 0
-""",
     "docs/weights.md": """
 import timm
 from inline_attention import create_model

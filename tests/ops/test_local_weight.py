@@ -1,5 +1,7 @@
 """The kernel of the local weight against the reference in float64. Without a GPU it runs in Triton's interpreter."""
 
+import random
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -38,9 +40,7 @@ def by_reference(layer, mean):
 SHAPES = [(1, 1, 16), (3, 2, 24), (17, 3, 32), (2, 1, 40), (2, 1, 128), (70, 2, 16)]
 
 
-@pytest.mark.parametrize(("batch", "heads", "head_dim"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weight_and_gradients(batch, heads, head_dim, dtype):
+def check(batch, heads, head_dim, dtype):
     """At most twice the error of the reference under autocast, and one rounding of the result."""
     layer, mean = make_layer(batch, heads, head_dim)
     grad = torch.randn(batch, heads, head_dim, 9, device=DEVICE)
@@ -53,6 +53,19 @@ def test_weight_and_gradients(batch, heads, head_dim, dtype):
     for name, x, y, z in zip(names, exact, plain, fast, strict=True):
         error, allowed = (z - x).norm(), 2 * (y - x).norm() + torch.finfo(dtype).eps * x.norm()
         assert error <= allowed, f"{name}: {error / x.norm():.2e}, allowed {allowed / x.norm():.2e}"
+
+
+@pytest.mark.parametrize(("batch", "heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_and_gradients(batch, heads, head_dim, dtype):
+    check(batch, heads, head_dim, dtype)
+
+
+@pytest.mark.parametrize("seed", range(210 if GPU else 6))
+def test_random_shapes(seed):
+    generator = random.Random(seed)
+    batch = generator.choice((1, 16, 256, generator.randint(1, 2048))) if GPU else generator.randint(1, 70)
+    check(batch, generator.randint(1, 6), generator.randint(1, 64 if GPU else 24), DTYPES[seed % len(DTYPES)])
 
 
 @pytest.mark.parametrize(("most", "launches"), [(3, 1), (2, 0)])

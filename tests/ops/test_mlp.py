@@ -85,6 +85,31 @@ def test_random_shapes(seed):
         assert error <= allowed, (case, name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:] if GPU else DTYPES[-1:])
+def test_no_less_accurate_than_the_modules(dtype):
+    """On enough numbers for chance to cancel: at most 1.2 times the error of the reference, outputs and gradients."""
+    inputs = mlp_inputs((4096 if GPU else 130,), 192 if GPU else 48, 768 if GPU else 96, dtype)
+    for projection in (None, last_step(inputs[0])):
+        error, allowed = mlp_errors(inputs, None, projection=projection)
+        assert error <= allowed - torch.finfo(dtype).eps
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    exact, plain, fast = (
+        torch.autograd.grad(f(*leaves), leaves, upstream.to(leaves[0].dtype))
+        for f, kind in ((by_reference, torch.float64), (by_reference, dtype), (by_kernel, dtype))
+        for leaves in [[t.to(kind).requires_grad_() for t in inputs]]
+    )
+    for one, other, reference in zip(fast, exact, plain, strict=True):
+        assert (one - other).norm() <= 1.2 * (reference - other).norm()
+
+
+def by_reference(*tensors):
+    return add_mlp(*tensors, backend="reference")
+
+
+def by_kernel(x, *tensors):
+    return fused_mlp.add_mlp(x, tensors[:2], tensors[2:], None, 1e-5, x.dtype)
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_where_gradients_are_needed_the_projection_has_them(backend):
     leaves = mlp_inputs((3, 5), 16, 24, torch.float32)
@@ -280,13 +305,21 @@ def test_auto_is_the_reference_until_a_table_says_otherwise(monkeypatch):
         assert ran == [None]
 
 
+def test_another_gpu_of_the_same_capability_has_no_measurements(monkeypatch):
+    device = torch.device("cuda", 0)
+    for count, measured in ((132, True), (78, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(gpu, "limits_of", lambda device, count=count: gpu.Limits(count, 227 * 1024))
+        assert bool(fused_mlp.wins_of(device, 192, 768, "inference")) == measured
+
+
 @pytest.mark.parametrize("use", fused_mlp.USES)
 def test_the_table_decides_by_width_and_rows(use, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(gpu, "model_of", lambda device: gpu.H200)
     wins = {key: {} for key in fused_mlp.USES}
-    wins[use] = {((9, 0), 192, 768): (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0]))}
+    wins[use] = {(gpu.H200, 192, 768): (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0]))}
     monkeypatch.setattr(fused_mlp, "WINS", wins)
     with FakeTensorMode():
         found = [

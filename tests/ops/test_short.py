@@ -230,8 +230,8 @@ def test_a_local_source_is_checked():
 
 
 def test_only_measured_wins_are_chosen(monkeypatch):
-    """By capability, channels of a head, tokens, and samples × heads."""
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    """By GPU, channels of a head, tokens, and samples × heads."""
+    monkeypatch.setattr(gpu, "model_of", lambda device: gpu.H200)
     tile = Tile(64, 32, 4, 2, 8)
     most = config.CONFIG.part
     options = Options("subtract", "relu", False, 1.0, (14, 14), 1)
@@ -243,7 +243,7 @@ def test_only_measured_wins_are_chosen(monkeypatch):
 
     monkeypatch.setattr(short, "WINS", {})
     assert chosen() is None
-    monkeypatch.setattr(short, "WINS", {((9, 0), 32, False): (Win(most // 2, most * 2, 3, 24, tile),)})
+    monkeypatch.setattr(short, "WINS", {(gpu.H200, 32, False): (Win(most // 2, most * 2, 3, 24, tile),)})
     assert chosen() == chosen(batch=4) == tile
     for other in (
         dict(batch=5), dict(heads=2), dict(tokens=most // 2 - 1), dict(d=64), dict(dtype=torch.float32),

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from inline_attention.layers.family import POLAFORMER_POWER
 from inline_attention.ops import (
     inline_attention,
     inline_attention_projected,
     linear_attention_projected,
     tangent_attention_projected,
 )
+from inline_attention.ops.reference import accumulation_dtype, anchor_weight
 from inline_attention.printing import table
 
 from .record import check_contenders
@@ -59,7 +61,9 @@ class Case:
         return self.batch * self.tokens * self.heads * self.head_dim
 
 
-GPU_CASES = ("128,14,6x32", "256,14+1,6x32", "64,28,12x32", "32,40,6x32", "16,64,6x32", "4,128,6x32", "1,256,6x32")
+GPU_CASES = (
+    "128,14,6x32", "256,14+1,6x32", "64,28,12x32", "32,40,6x32", "16,64,6x32", "4,128,6x32", "1,256,6x32", "1,512,6x32"
+)  # fmt: skip
 CPU_CASES = ("8,14,6x32", "8,14+1,6x32", "64,7,6x32", "4,28,6x32", "2,32,6x32", "1,56,6x32", "1,64,6x32")
 QUICK_CASES = ("8,14,6x32", "64,7,6x32", "2,32,6x32")
 
@@ -121,6 +125,38 @@ def tangent(x: Inputs) -> Tensor:
     return tangent_attention_projected(x.qkv, anchor=x.anchor, backend="triton", **_options(x))
 
 
+def rala(x: Inputs) -> Tensor:
+    """Without its gate, which is a linear layer of the token."""
+    weight = anchor_weight(x.anchor, x.qkv[:, :, 1], None, x.case.head_dim**-0.5)
+    return linear_attention_projected(
+        x.qkv,
+        feature_map="elu_plus_one",
+        token_weight=weight.permute(0, 2, 1),
+        backend="triton",
+        **_options(x),
+    )
+
+
+def polarised(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """PolaFormer's two heads for each, of equal and of opposite signs, with the powers that its layer starts with."""
+    power = 1 + POLAFORMER_POWER / 2
+    parts = [F.relu(sign * y.to(accumulation_dtype(y.dtype))).pow(power) for y in (x.q, x.k) for sign in (1, -1)]
+    q_positive, q_negative, k_positive, k_negative = parts
+    signs = (torch.cat([q_positive, q_negative], -1), torch.cat([q_negative, q_positive], -1))
+    key = torch.cat([k_positive, k_negative], -1)
+    v = x.v.unflatten(3, (2, -1)).flatten(2, 3)
+    return torch.stack(signs, 3).flatten(2, 3), key.repeat_interleave(2, dim=2), v
+
+
+def polaformer(x: Inputs) -> Tensor:
+    """Without its gate, which is a linear layer of the token."""
+    q, k, v = polarised(x)
+    options = _options(x) | dict(local_weight=x.local_weight.unflatten(2, (2, -1)).flatten(1, 2))
+    projections = (y.to(q.dtype).unsqueeze(2) for y in (q, k, v))
+    out = linear_attention_projected(*projections, feature_map="identity", backend="triton", **options)
+    return out.to(x.v.dtype).reshape(x.v.shape)
+
+
 def reference(x: Inputs) -> Tensor:
     return inline_attention(x.q, x.k, x.v, backend="reference", **_options(x))
 
@@ -179,6 +215,20 @@ def tangent_textbook(x: Inputs) -> Tensor:
     return convolve(out.transpose(1, 2), x.v, **_options(x))
 
 
+def rala_textbook(x: Inputs) -> Tensor:
+    q, k, v = (y.transpose(1, 2) for y in (F.elu(x.q) + 1, F.elu(x.k) + 1, x.v))
+    scores = x.case.head_dim**-0.5 * (x.anchor.transpose(1, 2).to(q.dtype) @ x.k.transpose(1, 2).mT)
+    k = k * (x.case.tokens * scores.softmax(-1)).mT
+    out = q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT + 1e-6)
+    return convolve(out.transpose(1, 2), x.v, **_options(x))
+
+
+def polaformer_textbook(x: Inputs) -> Tensor:
+    q, k, v = (y.transpose(1, 2) for y in polarised(x))
+    out = q @ (k.mT @ v.to(q.dtype)) / (q @ k.sum(2, keepdim=True).mT + 1e-6)
+    return convolve(out.to(v.dtype).transpose(1, 2).reshape(x.v.shape), x.v, **_options(x))
+
+
 def flash_bla(x: Inputs) -> Tensor:
     """The package flash-bidirectional-linear-attention, if it is installed. φ is applied before its kernels."""
     from flash_bla.ops.linear_attn.fused import linear_attention
@@ -215,6 +265,7 @@ class Contender:
     title: str
     call: Callable[[Inputs], Tensor]
     leaves: Callable[[Inputs], tuple[Tensor, ...]]
+    textbook: str | None = "textbook"  # the contender that its time is compared with
 
 
 def _separate(x: Inputs) -> tuple[Tensor, ...]:
@@ -229,6 +280,10 @@ def _plain(x: Inputs) -> tuple[Tensor, ...]:
     return x.q, x.k, x.v
 
 
+def anchored(leaves: Callable[[Inputs], tuple[Tensor, ...]]) -> Callable[[Inputs], tuple[Tensor, ...]]:
+    return lambda x: (*leaves(x), x.anchor)
+
+
 CONTENDERS = {
     "fused": Contender("InLine, fused", fused, _projected),
     "reference": Contender("InLine, reference", reference, _separate),
@@ -236,17 +291,21 @@ CONTENDERS = {
     "softmax": Contender("softmax (SDPA)", softmax, _plain),
     "softmax_math": Contender("softmax (SDPA, written out)", softmax_math, _plain),
     "softmax_wide": Contender("softmax, half the heads", softmax_wide, _plain),
-    "linear": Contender("linear, fused", linear, _projected),
-    "linear_textbook": Contender("linear, textbook", linear_textbook, _separate),
-    "mala": Contender("MALA, fused", mala, _projected),
-    "mala_textbook": Contender("MALA, textbook", mala_textbook, _separate),
-    "tangent": Contender("tangent, fused", tangent, lambda x: (*_projected(x), x.anchor)),
-    "tangent_textbook": Contender("tangent, textbook", tangent_textbook, lambda x: (*_separate(x), x.anchor)),
-    "linear_plain": Contender("linear without residual, fused", linear_plain, lambda x: (x.qkv,)),
-    "flash_bla": Contender("linear without residual, flash_bla", flash_bla, _plain),
+    "linear": Contender("linear, fused", linear, _projected, "linear_textbook"),
+    "linear_textbook": Contender("linear, textbook", linear_textbook, _separate, "linear_textbook"),
+    "mala": Contender("MALA, fused", mala, _projected, "mala_textbook"),
+    "mala_textbook": Contender("MALA, textbook", mala_textbook, _separate, "mala_textbook"),
+    "tangent": Contender("tangent, fused", tangent, anchored(_projected), "tangent_textbook"),
+    "tangent_textbook": Contender("tangent, textbook", tangent_textbook, anchored(_separate), "tangent_textbook"),
+    "rala": Contender("RALA, fused", rala, anchored(_projected), "rala_textbook"),
+    "rala_textbook": Contender("RALA, textbook", rala_textbook, anchored(_separate), "rala_textbook"),
+    "polaformer": Contender("PolaFormer, fused", polaformer, _separate, "polaformer_textbook"),
+    "polaformer_textbook": Contender("PolaFormer, textbook", polaformer_textbook, _separate, "polaformer_textbook"),
+    "linear_plain": Contender("linear without residual, fused", linear_plain, lambda x: (x.qkv,), None),
+    "flash_bla": Contender("linear without residual, flash_bla", flash_bla, _plain, None),
 }
 DEFAULT = ("fused", "reference", "textbook", "softmax", "softmax_wide")
-ON_GPU_ONLY = ("fused", "linear", "mala", "tangent", "linear_plain", "flash_bla")
+ON_GPU_ONLY = ("fused", "linear", "mala", "tangent", "rala", "polaformer", "linear_plain", "flash_bla")
 
 
 @dataclass(frozen=True)
@@ -356,12 +415,11 @@ def in_turn(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
 
 
 def op_table(results: Sequence[dict]) -> str:
-    """A row for each case, direction and contender. "timed" says what was timed: kernels in a CUDA graph, or calls."""
-    textbook_seconds = {
-        (r["case"], r["direction"]): r["timing"]["median"]
-        for r in results
-        if r["contender"] == "textbook" and r["timing"]
-    }
+    """A row for each case, direction and contender. "timed" says what was timed: kernels in a CUDA graph, or calls.
+
+    "textbook ÷" is relative to the attention's own textbook form, with the residual; for softmax it is InLine's.
+    """
+    seconds = {(r["case"], r["direction"], r["contender"]): r["timing"]["median"] for r in results if r["timing"]}
     rows = []
     for r in results:
         timing = r["timing"]
@@ -369,7 +427,7 @@ def op_table(results: Sequence[dict]) -> str:
         if timing is None:
             rows.append([*cells, r["error"], *[""] * 5])
             continue
-        base = textbook_seconds.get((r["case"], r["direction"]))
+        base = seconds.get((r["case"], r["direction"], CONTENDERS[r["contender"]].textbook))
         cells.append(f"{timing['median'] * 1e3:.3f}")
         cells.append(f"{timing['low'] * 1e3:.3f}–{timing['high'] * 1e3:.3f}")
         cells.append("graph" if r["captured"] else "calls")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from . import gpu
-from .gpu import INTERPRETED, Limits, on_device_of
+from .gpu import H200, INTERPRETED, Limits, on_device_of
 from .kernels.mlp import mlp_kernel, mlp_sum_kernel
 from .projections import OutputProjection
 from .registration import refuse_tangents, register
@@ -85,32 +85,32 @@ class Win(NamedTuple):
     tile: Tile
 
 
-# By compute capability, width and hidden channels, in half precision. For "training" it is forward and backward.
-WINS: dict[Use, dict[tuple[tuple[int, int], int, int], tuple[Win, ...]]] = {
+# By GPU, width and hidden channels, in half precision. For "training" it is forward and backward.
+WINS: dict[Use, dict[tuple[gpu.Model, int, int], tuple[Win, ...]]] = {
     "inference": {
-        ((9, 0), 64, 256): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
-        ((9, 0), 64, 512): (Win(267_605, ANY, Tile(64, 64, 4, 3)),),
-        ((9, 0), 96, 384): (Win(267_605, ANY, Tile(64, 32, 4, 3)),),
-        ((9, 0), 128, 512): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
-        ((9, 0), 128, 1024): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
-        ((9, 0), 192, 768): (
+        (H200, 64, 256): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
+        (H200, 64, 512): (Win(267_605, ANY, Tile(64, 64, 4, 3)),),
+        (H200, 96, 384): (Win(267_605, ANY, Tile(64, 32, 4, 3)),),
+        (H200, 128, 512): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        (H200, 128, 1024): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        (H200, 192, 768): (
             Win(131, 1_536, Tile(16, 32, 4, 2, 8)),
             Win(1_537, 14_373, Tile(64, 64, 4, 3, 2)),
             Win(14_374, ANY, Tile(64, 32, 4, 3)),
         ),
     },
     "projected": {
-        ((9, 0), 64, 256): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
-        ((9, 0), 64, 512): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
-        ((9, 0), 96, 384): (Win(267_605, ANY, Tile(64, 64, 4, 3)),),
-        ((9, 0), 128, 512): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
-        ((9, 0), 128, 1024): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        (H200, 64, 256): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
+        (H200, 64, 512): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
+        (H200, 96, 384): (Win(267_605, ANY, Tile(64, 64, 4, 3)),),
+        (H200, 128, 512): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
+        (H200, 128, 1024): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
         # At 4,097 tokens the projection by itself and the MLP's kernel take less time.
-        ((9, 0), 192, 768): (Win(14_374, ANY, Tile(64, 32, 4, 3)),),
+        (H200, 192, 768): (Win(14_374, ANY, Tile(64, 32, 4, 3)),),
     },
     "training": {},
     "normed": {
-        ((9, 0), 192, 576): (Win(131, 336, Tile(16, 32, 4, 2, 16)), Win(337, 1_536, Tile(16, 32, 4, 2, 8))),
+        (H200, 192, 576): (Win(131, 336, Tile(16, 32, 4, 2, 16)), Win(337, 1_536, Tile(16, 32, 4, 2, 8))),
     },
 }
 
@@ -358,7 +358,7 @@ def add_mlp(
 def wins_of(device: torch.device, width: int, hidden: int, use: Use) -> tuple[Win, ...]:
     """What was measured on such a GPU."""
     wins = WINS[use]
-    return wins.get((gpu.capability(device), width, hidden), ()) if wins else ()
+    return wins.get((gpu.model_of(device), width, hidden), ()) if wins else ()
 
 
 def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype, use: Use) -> Tile | None:

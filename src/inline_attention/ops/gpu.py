@@ -38,10 +38,21 @@ def limits_of(device: torch.device) -> Limits:
     return INTERPRETER if INTERPRETED else _properties(device)
 
 
+class Model(NamedTuple):
+    """The key of a table of measurements. GPUs of one capability differ: an H20, or a slice of an H200, is slower."""
+
+    major: int
+    minor: int
+    multiprocessors: int
+
+
+H200 = Model(9, 0, 132)  # an H100 SXM is the same to a kernel
+
+
 # torch.compile calls these while it traces, and takes their results as constants.
 @torch.compiler.assume_constant_result
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def model_of(device: torch.device) -> Model:
+    return Model(*torch.cuda.get_device_capability(device), limits_of(device).multiprocessors)
 
 
 @torch.compiler.assume_constant_result

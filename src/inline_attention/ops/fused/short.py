@@ -65,17 +65,17 @@ _OF_32 = (
     Win(768, 1536, 9, 15, Tile(128, 32, 4, 2, 13)),
 )
 
-# By compute capability, channels of a head, and whether the kernel makes the local weight, which spares the launches
+# By GPU, channels of a head, and whether the kernel makes the local weight, which spares the launches
 # for the mean token and the weight too. For InLine attention with a local residual, in half precision.
-WINS: dict[tuple[tuple[int, int], int, bool], tuple[Win, ...]] = {
-    ((9, 0), 32, True): _OF_32,
-    ((9, 0), 32, False): _OF_32,
-    ((9, 0), 64, True): (
+WINS: dict[tuple[gpu.Model, int, bool], tuple[Win, ...]] = {
+    (gpu.H200, 32, True): _OF_32,
+    (gpu.H200, 32, False): _OF_32,
+    (gpu.H200, 64, True): (
         Win(130, 335, 2, 4, Tile(256, 32, 8, 1, 7)),
         Win(336, 767, 2, 4, Tile(128, 32, 4, 2, 18)),
         Win(768, 1536, 2, 4, Tile(128, 64, 8, 2, 16)),
     ),
-    ((9, 0), 64, False): (
+    (gpu.H200, 64, False): (
         Win(130, 335, 2, 4, Tile(128, 32, 4, 2, 7)),
         Win(336, 767, 2, 4, Tile(128, 32, 4, 2, 18)),
     ),
@@ -118,7 +118,7 @@ def winning_tile(
     # Tensor cores sum all keys of a sample, and round towards zero. So there are no more than in a part elsewhere.
     if tokens > config.CONFIG.part:
         return None
-    for win in WINS.get((gpu.capability(q.device), q.shape[3], len(local) > 1), ()):
+    for win in WINS.get((gpu.model_of(q.device), q.shape[3], len(local) > 1), ()):
         if win.least_tokens <= tokens <= win.most_tokens and win.least_heads <= heads <= win.most_heads:
             return win.tile
     return None

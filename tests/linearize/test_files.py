@@ -82,6 +82,14 @@ def test_a_file_never_names_another_model(
     assert "architecture" not in inline_attention.models.weights.read_metadata(path)
 
 
+def test_a_model_whose_patch_embedding_has_other_attributes_is_saved(tmp_path: Path) -> None:
+    model = timm.create_model("pit_ti_224", num_classes=5)
+    linearize(model, local_residual=False)
+    path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    said = json.loads(inline_attention.models.weights.read_metadata(path)["config"])
+    assert said == dict(num_classes=5)
+
+
 def test_dropout_alone_does_not_make_another_model(tmp_path: Path) -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", **SMALL, drop_rate=0.1, drop_path_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1

@@ -106,7 +106,8 @@ def _observed(model: Any) -> dict[str, Any]:
     patch_embed: Any = getattr(model, "patch_embed", None)
     if (size := getattr(patch_embed, "img_size", None)) is not None:
         found["img_size"] = list(size)
-        found["strict_img_size"] = patch_embed.strict_img_size
+        if hasattr(patch_embed, "strict_img_size"):  # PiT's has no such switch
+            found["strict_img_size"] = patch_embed.strict_img_size
     if "dynamic_img_size" in found:
         found.pop("strict_img_size", None)  # follows from it
     return found

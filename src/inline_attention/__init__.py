@@ -2,7 +2,7 @@
 
 from inline_attention._version import __version__
 from inline_attention.layers import InLineAttention, LinearAttention, SoftmaxAttention
-from inline_attention.linearize import linearize
+from inline_attention.linearize import linearize, restore
 from inline_attention.models import create_model, list_models
 from inline_attention.models.weights import load_model, load_weights, save_weights
 from inline_attention.ops import (
@@ -33,6 +33,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "optimize",
+    "restore",
     "save_weights",
     "set_backend",
     "tangent_attention",

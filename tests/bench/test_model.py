@@ -18,7 +18,7 @@ from inline_attention.bench.record import Record, read_record
 from inline_attention.bench.timing import Effort, Timing
 from inline_attention.cli import main
 from inline_attention.layers import InLineAttention
-from inline_attention.linearize.convert import linearization_of
+from inline_attention.linearize.convert import linearization_of, linearize
 from inline_attention.models import list_models
 from inline_attention.models.weights import save_weights
 from inline_attention.optimize import MODES
@@ -70,7 +70,7 @@ def test_the_command_takes_a_weights_file(tmp_path: Path) -> None:
     assert [(r["task"], r["error"]) for r in results] == [(task, None) for task in ("infer", "train") for _ in range(2)]
 
 
-@pytest.mark.parametrize("contender", [name for name in contenders.OF_CLASSIFIERS if name != "fused"])
+@pytest.mark.parametrize("contender", [name for name in contenders.OF_CLASSIFIERS if name not in ("fused", "student")])
 @pytest.mark.parametrize("training", [False, True])
 def test_every_contender_is_measured(contender: str, training: bool) -> None:
     setting = bench.Setting("inline_deit_tiny", 32, 2, training)
@@ -92,6 +92,51 @@ def test_a_softmax_model_is_measured_beside_its_linear_forms(
     assert {r["error"] for r in results} == {None}
     assert main([*words, "--contenders", "fused,peer"]) == 2
     assert "vit_tiny_patch16_224 is a softmax model; use --contenders peer,tangent,inline" in capsys.readouterr().err
+
+
+@pytest.fixture(params=["timm", "own"])
+def student(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "timm":
+        arguments = dict(depth=1, embed_dim=48, num_classes=5)
+        model = timm.create_model("vit_tiny_patch16_224", img_size=48, **arguments)
+        linearize(model, arguments=arguments)
+    else:
+        model = create_small("softmax_deit_tiny", num_classes=5)
+        linearize(model)
+    return save_weights(model, tmp_path / "student.safetensors")
+
+
+def test_a_student_is_measured_beside_its_softmax_form(
+    student: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--img-sizes", "32", "--batch-sizes", "2", "--no-latency", "--modes", "eager", "--device", "cpu"]
+    record = tmp_path / "record.json"
+    words = ["bench", "model", str(student), *options, "--infer", "--quick", "--json", str(record)]
+    assert main(words) == 0
+    results = read_record(record, kinds=["model"])[2]
+    assert [r["contender"] for r in results] == ["peer", "peer_optimized", "student"]
+    assert {r["error"] for r in results} == {None}
+    images = image(32)
+    ours, teacher = (contenders.CONTENDERS[name].build(str(student), 32).eval() for name in ("student", "peer"))
+    assert linearization_of(ours).report.linear()
+    assert not hasattr(teacher, "linearization")
+    linearize(teacher)
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(images), ours(images))
+    assert main([*words, "--contenders", "fused,peer"]) == 2
+    assert f"{student} is a linearised model; use --contenders peer,peer_optimized,student" in capsys.readouterr().err
+
+
+def test_only_a_file_of_a_linearised_model_is_a_student(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "model", "inline_deit_tiny", "--contenders", "student", "--device", "cpu"]) == 2
+    assert "--contenders student: inline_deit_tiny is no file of a linearised model" in capsys.readouterr().err
+
+
+def test_modes_with_cuda_graphs_are_those_of_cuda() -> None:
+    for kind in ("cpu", "mps"):
+        assert bench.default_modes(torch.device(kind)) == ["eager"]
+        assert bench.usable_modes(["reduce-overhead", "default"], torch.device(kind)) == ["default"]
+    assert bench.default_modes(torch.device("cuda")) == ["reduce-overhead", "max-autotune"]
 
 
 @pytest.mark.parametrize("attention", contenders.LINEARIZED)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inline_attention.bench.timing import Kernel, profiled
+from inline_attention.bench.timing import Kernel, profiled, sample, synchronised
 
 
 def test_launches_that_the_profiler_lost_are_made_up_for() -> None:
@@ -28,3 +28,14 @@ def test_operators_of_a_call() -> None:
 def test_a_call_without_operators_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="saw no kernel in 3 calls"):
         profiled(lambda: None, device=torch.device("cpu"), calls=3)
+
+
+def test_mps_is_timed_until_it_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: events.append("wait"))
+    device = torch.device("mps")
+    sample(lambda: events.append("call"), device=device, repeats=2)
+    assert events == ["wait", "call", "call", "wait"]
+    events.clear()
+    synchronised(lambda: events.append("call"), device)()
+    assert events == ["call", "wait"]

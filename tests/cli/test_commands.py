@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
-from inline_attention import __version__, create_model, list_models
+from inline_attention import __version__, create_model, linearize, list_models, restore, save_weights
 from inline_attention.cli import main
 from inline_attention.models import deit
 
@@ -51,6 +52,26 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     stages = json.loads(capsys.readouterr().out)
     assert [stage["name"] for stage in stages] == ["stem", "stage 1", "stage 2", "stage 3", "stage 4", "head"]
     assert stages[1]["shape"] == [56, 56, 64]
+
+
+def test_info_of_a_student_of_timm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = dict(depth=2, embed_dim=48, num_heads=2)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, **arguments)
+    costs = []
+    for local_residual in (False, True):
+        linearize(model, arguments=arguments, local_residual=local_residual)
+        path = save_weights(model, tmp_path / "student.safetensors")
+        assert main(["info", "--weights", str(path), "--json", "-"]) == 0
+        costs += json.loads(capsys.readouterr().out)
+        parameters = sum(p.numel() for p in model.parameters())
+        assert (costs[-1]["name"], costs[-1]["shape"], costs[-1]["params"]) == ("model", [5], parameters)
+        restore(model)
+    from_mean = 2 * (2 * (1 + 9) * 24 * 24 + 48 * 48)  # of two layers: the local weight of two heads, the mean query
+    assert costs[1]["macs"] - costs[0]["macs"] == from_mean + 2 * 9 * 48 * 17  # 16 patches and a class token
+    assert main(["info", "--weights", str(path), "--img-size", "32", "96"]) == 0
+    out = capsys.readouterr().out
+    assert "linearised vit_tiny_patch16_224 at 32×96" in out
+    assert "stage" in out
 
 
 def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,9 @@ def test_errors(weights: Path, images: Path, tmp_path: Path, capsys, caplog) -> 
         assert main(command(weights, *arguments)) == 2
         assert message in capsys.readouterr().err
     assert "empty file" in caplog.text
+
+
+def test_a_model_without_a_classifier(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = save_weights(create_model("inline_deit_tiny", num_classes=0, **SMALL), tmp_path / "backbone.safetensors")
+    assert main(["predict", "--weights", str(weights), "--device", "cpu", str(images)]) == 2
+    assert "inline_deit_tiny has no classifier (num_classes=0)" in capsys.readouterr().err

@@ -7,7 +7,8 @@ import pytest
 import torch
 from linearize_cases import CASES, own, shrink_logits, vit
 
-from inline_attention.linearize import calibrate, layer_costs, linearize, restore
+from inline_attention.linearize import calibrate, calibration, layer_costs, linearize, restore
+from inline_attention.linearize.calibration import widest_float
 from inline_attention.linearize.convert import linearized_modules
 
 OF_NAME = {case.name: case for case in CASES}
@@ -138,3 +139,16 @@ def test_an_interrupted_measurement_leaves_the_model_as_it_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         linearize(model, keep_softmax="auto:1", images=case.images())
     assert not hasattr(model, "linearization")
+
+
+def test_mps_has_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There all sums are float32."""
+    assert widest_float(torch.device("mps")) == torch.float32
+    assert widest_float(torch.device("cpu")) == torch.float64
+    monkeypatch.setattr(calibration, "widest_float", lambda device: torch.float32)
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model, images = case.model.float(), case.images().float()
+    linearize(model)
+    monkeypatch.setattr(torch.Tensor, "double", None)
+    assert all(after <= before for before, after in calibrate(model, images).values())
+    assert all(0 < layer.error < 10 for layer in layer_costs(model, images).layers)

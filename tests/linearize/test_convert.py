@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,11 +18,14 @@ from linearize_cases import CASES, Case, shrink_logits, vit
 from small import create_small
 from torch import Tensor, nn
 
+import inline_attention
 from inline_attention import linear_attention, linearize, tangent_attention
 from inline_attention.layers import InLineAttention, SoftmaxAttention, TangentAttention
 from inline_attention.linearize import LinearizedAttention, register, restore
 from inline_attention.linearize.convert import add_gains
 from inline_attention.linearize.modules import Call
+from inline_attention.linearize.timm_modules import LinearizedViTAttention
+from inline_attention.models import create_model
 from inline_attention.ops import local_residual
 
 of_every_kind = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -278,6 +282,52 @@ def test_the_report_counts_anchors() -> None:
     assert "12 layers have no more tokens than channels in a head, counted twice where" in str(linearize(swin))
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [
+        (lambda: timm.create_model("pvt_v2_b0"), {49}),
+        (lambda: timm.create_model("twins_svt_small"), {49}),
+        (lambda: create_model("softmax_deit_tiny"), {197}),
+        (lambda: create_model("softmax_pvt_tiny"), {49}),
+        (lambda: create_model("softmax_cswin_tiny"), {49, 56, 98}),
+    ],
+)
+def test_the_report_counts_tokens_that_no_module_knows(model: Callable[[], nn.Module], tokens: set[int]) -> None:
+    with torch.device("meta"):
+        built = model()
+    before = dict(built.named_parameters())
+    report = linearize(built, local_residual=False)
+    assert {layer.tokens for layer in report.linear()} == tokens
+    assert "saves no products and is slower" in str(report) or f"tokens of a layer are {min(tokens)}." in str(report)
+    assert dict(built.named_parameters()) == before
+
+
+def test_the_report_says_how_to_find_where_the_linear_form_is_slower() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1)  # 197 tokens: fewer products, which may still be slower
+    assert "The fewest tokens of a layer are 197." in str(linearize(model))
+    assert "inline bench break-even --heads 3x64" in str(model.linearization.report)
+
+
+def test_restoring_is_at_the_top_of_the_package() -> None:
+    """`inline_attention.linearize` is the function there, so the package's names cannot be reached as attributes."""
+    assert inline_attention.restore is restore
+    assert "restore" in inline_attention.__all__
+
+
+def test_heads_may_have_other_channels_than_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean query is then that of the queries."""
+    case = OF_NAME["vit_tiny_patch16_224"]
+    model: Any = case.model.float()
+    for block in model.blocks:
+        block.attn = timm.layers.Attention(24, 2, attn_head_dim=8)
+    train_residual(model)
+    images = case.images().float()
+    with torch.no_grad():
+        out = model(images)
+        monkeypatch.setattr(LinearizedViTAttention, "mean_query", None)
+        torch.testing.assert_close(model(images), out)
+
+
 def test_deep_copies_have_grids_of_their_own() -> None:
     case = OF_NAME["vit_tiny_patch16_224"]
     model = train_residual(case.model)
@@ -513,12 +563,19 @@ def test_an_unknown_module_can_be_kept() -> None:
         (dict(attention="inline", anchors=4), "anchors=4: attention='inline' has none"),
         (dict(keep_softmax="auto:2"), "pass images="),
         (dict(keep_softmax="auto:x"), "such as 'auto:2'"),
-        (dict(keep_softmax=True), "keep_softmax=True; expected names, such as 'blocks.0.attn', or positions"),
+        (dict(keep_softmax="auto"), "such as 'auto:2'"),
+        (dict(keep_softmax=True), "keep_softmax=True; expected names, such as 'blocks.0.attn', positions"),
+        (dict(keep_softmax=1.5), "keep_softmax=1.5; expected names"),
+        (dict(keep_softmax=[0.5]), r"keep_softmax=\[0.5\]; expected names"),
+        (dict(arguments="x"), "arguments='x'; expected a mapping"),
+        (dict(anchors=True), "anchors=True; expected 1 or more, an integer"),
+        (dict(local_residual="no"), "local_residual='no'; expected True or False"),
+        (dict(model="vit_tiny_patch16_224"), "model='vit_tiny_patch16_224'; expected a model"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        linearize(OF_NAME["vit_tiny_patch16_224"].model, **options)
+        linearize(**{"model": OF_NAME["vit_tiny_patch16_224"].model, **options})
 
 
 def test_a_model_is_converted_once() -> None:

@@ -1,13 +1,16 @@
 """A weights file of a linearised model says how to build it again, and nothing that it says is executed."""
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from linearize_cases import CASES, MORE, TIMM, Case
 from safetensors.torch import save_file
+from timm.layers import LayerNorm
 
 import inline_attention
 from inline_attention.linearize import calibrate, linearize
@@ -47,6 +50,54 @@ def test_a_model_whose_arguments_are_not_known_is_saved_with_a_warning(tmp_path:
     linearize(twin)
     inline_attention.load_model(path, model=twin)
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+SMALL: dict[str, Any] = dict(depth=1, embed_dim=48, img_size=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "other", "message"),
+    [
+        ("vit_tiny_patch16_224", dict(num_heads=3), dict(num_heads=6), "blocks.0.attn.num_heads would be 3 and not 6"),
+        ("vit_tiny_patch16_224", {}, dict(act_layer="relu"), "mlp.act would be .*GELU and not .*ReLU"),
+        ("vit_tiny_patch16_224", {}, dict(norm_layer=partial(LayerNorm, eps=1e-3)), "eps would be 1e-06"),
+        (
+            "vit_tiny_patch16_224",
+            dict(global_pool="avg"),
+            dict(pool_include_prefix=True),
+            "pool_include_prefix would be False",
+        ),
+        ("vit_small_patch16_dinov3", dict(num_heads=6), dict(num_heads=12), "rope.dim would be 8 and not 4"),
+    ],
+)
+@pytest.mark.parametrize("local_residual", [False, True])
+def test_a_file_never_names_another_model(
+    name: str, arguments: dict[str, Any], other: dict[str, Any], message: str, local_residual: bool, tmp_path: Path
+) -> None:
+    """The weights of these models have the shapes of the model that is named, and their outputs differ."""
+    model = timm.create_model(name, **{**SMALL, **arguments, **other})
+    linearize(model, local_residual=local_residual, arguments={**SMALL, **arguments})
+    with pytest.warns(UserWarning, match=message):
+        path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    assert "architecture" not in inline_attention.models.weights.read_metadata(path)
+
+
+def test_a_model_whose_patch_embedding_has_other_attributes_is_saved(tmp_path: Path) -> None:
+    model = timm.create_model("pit_ti_224", num_classes=5)
+    linearize(model, local_residual=False)
+    path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    said = json.loads(inline_attention.models.weights.read_metadata(path)["config"])
+    assert said == dict(num_classes=5)
+
+
+def test_dropout_alone_does_not_make_another_model(tmp_path: Path) -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224", **SMALL, drop_rate=0.1, drop_path_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1
+    )
+    model.set_grad_checkpointing(True)
+    linearize(model, arguments=SMALL)
+    path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    assert "architecture" in inline_attention.models.weights.read_metadata(path)
 
 
 @pytest.mark.parametrize(

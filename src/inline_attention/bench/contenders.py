@@ -5,6 +5,7 @@ model is HEAD-BACKBONE, such as upernet-swin_tiny. Its backbone is InLine or sof
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inline_attention.layers import Attention, InLineAttention
-from inline_attention.linearize.convert import linearize
+from inline_attention.linearize.convert import linearize, restore
+from inline_attention.linearize.files import KEY as CONVERSION
 from inline_attention.models import create_model, list_models
 from inline_attention.models.base import resize_input
 from inline_attention.models.registry import suggest_names
-from inline_attention.models.weights import open_model
+from inline_attention.models.weights import WeightsError, open_model, read_metadata
 from inline_attention.ops import Backend, Grid, LocalSource
 from inline_attention.ops.projections import unstack
 from inline_attention.tasks.detection import published as detectors
@@ -207,6 +209,18 @@ def build_textbook(name: str, img_size: Size) -> nn.Module:
     return model
 
 
+def is_student(name: str) -> bool:
+    """Whether a name is a weights file of a linearised model."""
+    with suppress(WeightsError):  # a file of torch.save, which has no metadata
+        return Path(name).is_file() and CONVERSION in read_metadata(name)
+    return False
+
+
+def build_student(name: str, img_size: Size) -> nn.Module:
+    """A linearised model as its file has it."""
+    return build_model(name, img_size)
+
+
 def is_softmax(name: str) -> bool:
     """Whether a name is that of timm's models or of this library's softmax ones: they are timed beside linear forms."""
     return name.startswith("softmax_") or (timm.is_model(name) and name not in list_models())
@@ -214,6 +228,8 @@ def is_softmax(name: str) -> bool:
 
 def counterpart(name: str) -> str | None:
     """The softmax model that a model is compared with. A softmax model is its own, beside its linearised forms."""
+    if is_student(name):
+        return "its softmax form"
     return COUNTERPARTS.get(name, name if is_softmax(name) else None)
 
 
@@ -225,6 +241,11 @@ def build_linearized(name: str, img_size: Size, *, attention: str) -> nn.Module:
 
 
 def build_peer(name: str, img_size: Size) -> nn.Module:
+    """The counterpart. That of a student is its teacher's architecture."""
+    if is_student(name):
+        model = build_model(name, img_size)
+        restore(model)
+        return model
     peer = counterpart(name)
     if peer is None:
         raise ValueError(f"{name} has no counterpart; models with one: {', '.join(COUNTERPARTS)}, and those of timm")
@@ -288,12 +309,14 @@ CONTENDERS = {
     "peer_math": Contender("counterpart, softmax written out", build_peer_math, optimized=False),
     "tangent": Contender("counterpart, linearised: tangent", partial(build_linearized, attention="tangent")),
     "inline": Contender("counterpart, linearised: InLine", partial(build_linearized, attention="inline")),
+    "student": Contender("student", build_student),
     "free": Contender("counterpart, free attention", build_free, optimized=False),
     "softmax": Contender("softmax", build_softmax),
 }
 PEERS = ("peer", "peer_sdpa", "softmax")  # all ratios are over the fastest of them
 LINEARIZED = ("tangent", "inline")  # forms of a softmax model
 OF_INLINE = ("fused", "reference", "textbook")
+OF_STUDENTS = ("peer", "peer_optimized", "student")
 OF_DENSE_MODELS = ("fused", "reference", "softmax")
 OF_CLASSIFIERS = tuple(name for name in CONTENDERS if name != "softmax")
 
@@ -301,6 +324,8 @@ OF_CLASSIFIERS = tuple(name for name in CONTENDERS if name != "softmax")
 def default_contenders(models: Sequence[str], device: torch.device, *, dense: bool = False) -> list[str]:
     if not dense and all(map(is_softmax, models)):
         return ["peer", "peer_optimized", *LINEARIZED]
+    if not dense and all(map(is_student, models)):
+        return list(OF_STUDENTS)
     everywhere = ["reference", "softmax"] if dense else ["reference", "textbook", "peer", "free"]
     return ["fused", *everywhere] if device.type == "cuda" else everywhere
 
@@ -310,6 +335,11 @@ def check_classifiers(models: Sequence[str], contenders: Sequence[str]) -> None:
     if unknown := [name for name in models if not timm.is_model(name) and not Path(name).is_file()]:
         raise ValueError(f"there is no model or file {', '.join(unknown)}; {suggest_names(unknown[0])}")
     check_contenders(contenders, OF_CLASSIFIERS)
+    for model in models:
+        if wrong := [n for n in contenders if n in (OF_INLINE if is_student(model) else ("student",))]:
+            kind = "is a linearised model" if is_student(model) else "is no file of a linearised model"
+            ours = ",".join(OF_STUDENTS if is_student(model) else default_contenders([model], torch.device("cpu")))
+            raise ValueError(f"--contenders {','.join(wrong)}: {model} {kind}; use --contenders {ours}")
     if {*contenders} - {*OF_INLINE} and (without := [n for n in models if counterpart(n) is None]):
         raise ValueError(f"{', '.join(without)} has no counterpart; use --contenders {','.join(OF_INLINE)}")
     if wrong := [name for name in contenders if name in OF_INLINE]:

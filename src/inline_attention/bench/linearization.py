@@ -228,7 +228,7 @@ def compare_tokens(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[BreakEven]:
     """The break-even of each head size of the student, and the layers below it."""
-    keys = count_keys(student, torch.zeros(1, input_shape(student)[0], *size))
+    keys = count_keys(student, (input_shape(student)[0], *size))
     anchors = linearization_of(student).form.anchors
     of_size: dict[tuple[int, int], list[str]] = {}
     for name, module in linearized_modules(student).items():

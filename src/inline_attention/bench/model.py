@@ -205,8 +205,8 @@ def compare(
 
 
 def default_modes(device: torch.device) -> list[str]:
-    """The modes for classifiers. On a CPU, compiling takes longer than all measurements."""
-    return [EAGER] if device.type == "cpu" else list(COMPILE_MODES)
+    """The modes for classifiers. Both need CUDA. On a CPU, compiling takes longer than all measurements."""
+    return list(COMPILE_MODES) if device.type == "cuda" else [EAGER]
 
 
 def default_dense_modes(*, training: bool) -> list[str]:
@@ -227,7 +227,7 @@ def default_sizes(
 
 def usable_modes(modes: Sequence[str], device: torch.device) -> list[str]:
     """The modes that make a difference on the device."""
-    if device.type != "cpu":
+    if device.type == "cuda":
         return list(modes)
     return [mode for mode in modes if mode in (EAGER, "default")] or ["default"]
 

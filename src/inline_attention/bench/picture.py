@@ -9,7 +9,7 @@ from .model import best_of, describe_size, fastest_peers, row_of
 from .record import fastest
 
 COLOURS = {"fused": "C0", "reference": "C2", "textbook": "C4", "peer": "C1", "peer_sdpa": "C3", "peer_math": "C5",
-           "free": "0.6", "peer_optimized": "C6", "tangent": "C8", "inline": "C9"}  # fmt: skip
+           "free": "0.6", "peer_optimized": "C6", "student": "k", "tangent": "C8", "inline": "C9"}  # fmt: skip
 
 
 def check_picture(path: Path) -> None:

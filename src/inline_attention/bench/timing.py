@@ -50,7 +50,7 @@ class Effort:
 
 
 def sample(call: Call, *, device: torch.device, repeats: int) -> float:
-    """Seconds a call, over `repeats` calls in a row. A GPU runs asynchronously and is timed by events."""
+    """Seconds a call, over `repeats` calls in a row. A GPU runs asynchronously; CUDA is timed by events."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -59,10 +59,19 @@ def sample(call: Call, *, device: torch.device, repeats: int) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000 / repeats
+    _wait_for(device)
     begin = time.perf_counter()
     for _ in range(repeats):
         call()
+    _wait_for(device)
     return (time.perf_counter() - begin) / repeats
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def measure(calls: Mapping[str, Call], *, device: torch.device, effort: Effort) -> dict[str, Timing | str]:
@@ -100,12 +109,12 @@ def describe_error(error: Exception) -> str:
 
 def synchronised(call: Call, device: torch.device) -> Call:
     """A call that waits for its own completion: latency rather than throughput."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return call
 
     def run() -> None:
         call()
-        torch.cuda.synchronize()
+        _wait_for(device)
 
     return run
 

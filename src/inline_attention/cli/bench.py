@@ -74,7 +74,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "models",
             nargs="+",
             metavar="MODEL",
-            help="a name such as inline_deit_tiny, a weights file, or a softmax model of timm, to time it linearised",
+            help="a name such as inline_deit_tiny, a weights file, also of a linearised model, or a softmax model of "
+            "timm, to time it linearised",
         )
     for sub in (model, sweep, profile):
         sizes = "224 384 640 1024 2048, on a CPU 112 224 448" if sub is sweep else "224"
@@ -86,7 +87,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--batch-sizes", nargs="+", type=int, metavar="N", help=f"one, or one for each side (default: {batches})"
         )
         _add_contenders(
-            sub, "fused, reference, textbook, peer, peer_sdpa, peer_math, free; of softmax models also tangent, inline"
+            sub,
+            "fused, reference, textbook, peer, peer_sdpa, peer_math, free; of softmax models tangent, inline; student",
         )
     for sub in (model, sweep):
         _add_modes(sub, "reduce-overhead,max-autotune, on a CPU eager")

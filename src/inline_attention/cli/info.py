@@ -1,7 +1,8 @@
 """The cost of a model by stage: output shape, parameters, multiply-accumulates and activation memory of one image.
 
 Everything is counted from shapes, which takes seconds for any model and size. Activation memory is what training keeps
-for the backward pass in float32, without gradient checkpointing and fused kernels.
+for the backward pass in float32, without gradient checkpointing and fused kernels. A linearised model of timm has one
+stage.
 """
 
 import argparse
@@ -23,9 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    from inline_attention.models.base import VisionModel
+    from inline_attention.models.base import VisionModel, input_shape, resize_input
     from inline_attention.models.profile import profile
-    from inline_attention.models.weights import architecture, open_model
+    from inline_attention.models.weights import open_model
 
     check_writable(json=args.json)
     if args.weights:
@@ -33,9 +34,12 @@ def run(args: argparse.Namespace) -> None:
     else:
         with torch.device("meta"):
             model = open_model(args.name, None)
-    if not isinstance(model, VisionModel):
-        raise ValueError(f"{architecture(model)} is a model of timm: only models of this library have stages to report")
-    img_size = parse_size(args.img_size) or model.img_size
+    img_size = parse_size(args.img_size)
+    if img_size is None:
+        _, *size = input_shape(model)
+        img_size = (size[0], size[1])
+    elif not isinstance(model, VisionModel):
+        resize_input(model, img_size)
     costs = profile(model, img_size=img_size)
     if args.json:
         write_json(args.json, [cost._asdict() for cost in costs])

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-softmax",
         metavar="X",
-        help="layers that keep softmax: names or wildcards, separated by commas, or auto:K, which chooses K of them",
+        help="layers that keep softmax: names, wildcards or positions (0,-1), or auto:K, which chooses K of them",
     )
     parser.add_argument("--no-labels", action="store_true", help="learn from the teacher alone; any images will do")
     parser.add_argument("--no-report", action="store_true", help="do not measure accuracy and speed at the end")
@@ -97,15 +97,11 @@ def _report(plan: "LinearizationPlan") -> None:
 
 def _next(plan: "LinearizationPlan") -> str:
     student = plan.student
-    return "\n".join(
-        [
-            f"student   {student}",
-            "",
-            "next:",
-            f"  inline predict --weights {student} IMAGE",
-            f"  inline export --weights {student}",
-        ]
-    )
+    commands = [f"inline predict --weights {student} IMAGE"]
+    if not plan.has_head:
+        commands = [f"inline eval --weights {student} --data FOLDER --knn 20"]
+    commands.append(f"inline export --weights {student}")
+    return "\n".join([f"student   {student}", "", "next:", *(f"  {command}" for command in commands)])
 
 
 def _task() -> "type[Task]":

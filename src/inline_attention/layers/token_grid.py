@@ -13,6 +13,7 @@ import torch
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from inline_attention.ops import Grid
 
@@ -117,7 +118,29 @@ def token_mask_of(attn_mask: Tensor | None, is_causal: bool, x: Tensor) -> Tenso
             "pass use_key_only_attn_mask=True"
         )
     keys = attn_mask[:, 0, 0].expand(x.shape[0], -1)
-    return keys if is_bool else keys == 0  # an additive mask is 0 or −inf
+    if is_bool:
+        return keys
+    _check_absence(attn_mask)
+    return keys == 0
+
+
+ABSENT = -1e4  # or less, added to a logit, is as good as −inf in every precision
+_checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all layers get the same mask, and the host waits once
+
+
+def _check_absence(mask: Tensor) -> None:
+    """ValueError for an additive mask with a bias that is neither 0 nor so low that the key is absent."""
+    if torch.compiler.is_compiling() or mask.is_meta or mask in _checked:
+        return
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ~((mask == 0) | (mask <= ABSENT))
+    if wrong.any():
+        raise ValueError(
+            f"attn_mask adds {mask[wrong][0].item():g} to the logits of a key; a linear attention takes 0 for keys "
+            "that are present and −inf for those that are not. Pass such a mask, or one of bool"
+        )
+    _checked[mask] = True
 
 
 # Attentions that timm builds, as `attn_layer`. They are made before the model that they belong to is complete.

@@ -22,6 +22,15 @@ from .modules import Call, LinearizedAttention
 Images = Tensor | Iterable[Tensor]
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype for sums over many values."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.to(widest_float(x.device))
+
+
 def as_softmax(module: LinearizedAttention, call: Call) -> Tensor:
     """An observer that computes the original softmax."""
     return module.softmax_form(call)
@@ -39,9 +48,9 @@ class LayerFit:
     def __call__(self, module: LinearizedAttention, call: Call) -> Tensor:
         bare = call.without_residual()  # softmax has none, or the same
         softmax = module.softmax_form(bare)
-        out = softmax.double()
+        out = widened(softmax)
         ones = torch.ones(out.shape[2], device=out.device)
-        base, full = (module.linear_form(bare, gain).double() for gain in (0 * ones, ones))
+        base, full = (widened(module.linear_form(bare, gain)) for gain in (0 * ones, ones))
         slope, rest, deviation = full - base, out - base, out - out.mean(1, keepdim=True)
         pairs = ((slope, slope), (slope, rest), (rest, rest), (deviation, deviation))
         sums = torch.stack([(a * b).sum((0, 1, 3)) for a, b in pairs])
@@ -163,16 +172,21 @@ def layer_costs(model: nn.Module, images: Images) -> Costs:
         found = _outputs(model, batches, observers)
         change = (found - expected).square().sum() / spread
         agreement = None
-        if getattr(model, "num_classes", 1) != 0:
-            agreement = (found.argmax(1) == expected.argmax(1)).double().mean().item()
+        if _has_head(model):
+            agreement = widened(found.argmax(1) == expected.argmax(1)).mean().item()
         return LayerCost(name, error, change.item(), agreement)
 
     layers = []
     for name, module in modules.items():
         others = {other: as_softmax for other in modules if other != name}
-        gain = 1.0 if module.gain is None else module.gain.detach().double()
+        gain = 1.0 if module.gain is None else widened(module.gain.detach())
         layers.append(compare(name, others, fits[name].error(gain)))
     return Costs(layers, len(expected), compare("all together", {}, float("nan")))
+
+
+def _has_head(model: nn.Module) -> bool:
+    """By timm's contract, or transformers': there a model without a head is its own base model."""
+    return getattr(model, "num_classes", 1) != 0 and getattr(model, "base_model", None) is not model
 
 
 def costliest(model: nn.Module, images: Images, count: int) -> list[str]:
@@ -195,29 +209,45 @@ def _batches(images: Images) -> list[Tensor]:
     return batches
 
 
-def count_keys(model: nn.Module, images: Tensor) -> dict[str, int]:
-    """The number of keys of every converted attention in one call of the model: name → tokens."""
+def count_keys(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, int]:
+    """The number of keys of every converted attention for an image (C, H, W): name → tokens. Computes shapes alone."""
     keys: dict[str, int] = {}
 
     def counting(name: str) -> Callable[[LinearizedAttention, Call], Tensor]:
         def observe(module: LinearizedAttention, call: Call) -> Tensor:
-            keys[name] = unstack(call.projections)[1].shape[1]
-            return module.linear_form(call, module.gain)
+            q, k, v = unstack(call.projections)
+            keys[name] = k.shape[1]
+            return v.new_empty(*q.shape[:3], v.shape[3])
 
         return observe
 
-    _outputs(model, [images], {name: counting(name) for name in linearized_modules(model)})
+    tensors = {name: t.to("meta") for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    image = floating_parameter(model).new_empty(1, *shape, device="meta")
+    observers = {name: counting(name) for name in linearized_modules(model)}
+    with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
+        torch.func.functional_call(model, tensors, (image,))
     return keys
 
 
 def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str, Any]) -> Tensor:
-    """The model's outputs for all images as rows in float64, with some of its attentions observed."""
+    """The model's outputs for all images as rows, with some of its attentions observed."""
     with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
         like = floating_parameter(model)
-        outputs = [model(batch.to(like)) for batch in batches]
-    if not all(isinstance(output, Tensor) for output in outputs):
-        raise ValueError(f"the model returns {type(outputs[0]).__name__}; expected one tensor for a batch of images")
-    return torch.cat([output.flatten(1).double() for output in outputs])
+        outputs = [_prediction(model(batch.to(like))) for batch in batches]
+    return torch.cat([widened(output.flatten(1)) for output in outputs])
+
+
+def _prediction(output: Any) -> Tensor:
+    """The tensor that is compared. A model of transformers returns several, with these names."""
+    names = ("logits", "pooler_output", "last_hidden_state")
+    tensors = (output, *(getattr(output, name, None) for name in names))
+    found = next((tensor for tensor in tensors if isinstance(tensor, Tensor)), None)
+    if found is None:
+        raise ValueError(
+            f"the model returns {type(output).__name__}; expected one tensor for a batch of images, or an output of "
+            f"transformers with {', '.join(names)}"
+        )
+    return found
 
 
 @contextmanager

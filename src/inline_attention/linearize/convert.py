@@ -3,7 +3,8 @@
 import fnmatch
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from inline_attention.layers import Attention, LocalWeight
 from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
+from inline_attention.models.base import input_shape
 
-from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention
+from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention, Removable
 
 # Adapters of optional libraries. One is imported when a model of its library is converted, so that another release of
 # the library does not get in the way of other models.
@@ -36,6 +38,7 @@ class Layer:
     is_linear: bool = False
     anchors: int = 1  # expansions that are computed; each has the cost of one
     has_bias: bool = False  # a position bias, whose product with v is one of the two of softmax
+    heads: int | None = None
 
     @property
     def saves_products(self) -> bool:
@@ -68,7 +71,18 @@ class Report:
             if any(layer.has_bias for layer in short):
                 channels += ", counted twice where there is a position bias"
             layers = "1 layer has" if len(short) == 1 else f"{len(short)} layers have"
-            lines.append(f"{layers} no more tokens than {channels}. There the linear form saves no products.")
+            lines.append(
+                f"{layers} no more tokens than {channels}. There the linear form saves no products and is slower."
+            )
+        others = [layer for layer in self.linear() if layer.saves_products]
+        if others:
+            sizes = " ".join(dict.fromkeys(f"{layer.heads}x{layer.head_dim}" for layer in others))
+            known = [layer.tokens for layer in others if layer.tokens is not None]
+            fewest = f" The fewest tokens of {'the others' if short else 'a layer'} are {min(known)}." if known else ""
+            lines.append(
+                f"Fewer products are not always faster: with few tokens, softmax is.{fewest} To measure from how many "
+                f"on the linear form is faster on a device: inline bench break-even --heads {sizes}"
+            )
         return "\n".join(lines)
 
 
@@ -80,7 +94,7 @@ class Linearization:
     local_residual: bool
     arguments: dict[str, Any] | None  # of timm.create_model, as far as the user gave them
     report: Report
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list[Removable] = field(default_factory=list)
 
 
 class _Found(NamedTuple):
@@ -100,8 +114,9 @@ class _Found(NamedTuple):
         tokens = self.adapter.num_tokens(self.module)
         if tokens is None and self.source is not None:
             tokens = self.source.num_tokens
-        head_dim = self.adapter.heads(self.module)[1]
-        return Layer(self.name, type(self.module).__name__, action, tokens, head_dim, has_bias=self.adapter.has_bias)
+        heads, head_dim = self.adapter.heads(self.module)
+        kind, has_bias = type(self.module).__name__, self.adapter.has_bias
+        return Layer(self.name, kind, action, tokens, head_dim, has_bias=has_bias, heads=heads)
 
 
 def linearize(
@@ -139,8 +154,19 @@ def linearize(
     Returns:
         What was done, layer by layer.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model={model!r}; expected a model, a torch.nn.Module, such as timm.create_model('vit_tiny_patch16_224')"
+        )
     form = LinearForm.parse(attention, feature_map, anchors)
-    names, automatic = _parse_keep(keep_softmax)
+    if not isinstance(local_residual, bool):
+        raise ValueError(f"local_residual={local_residual!r}; expected True or False")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"arguments={arguments!r}; expected a mapping from names of timm.create_model's arguments to values, such "
+            "as {'num_heads': 6}"
+        )
+    names, automatic = parse_keep(keep_softmax)
     if automatic and images is None:
         raise ValueError(f"keep_softmax={keep_softmax!r} measures what each layer costs: pass images=, a batch of them")
     if isinstance(model, DistributedDataParallel):  # it would not average the gradients of new parameters
@@ -155,11 +181,16 @@ def linearize(
         raise ValueError(f"keep_softmax={keep_softmax!r}, but the model has {len(convertible)} attentions to convert")
     for item in convertible:
         _convert_module(item, form, like=floating_parameter(item.module, model))
-    record.hooks = _install_grids(convertible)
+    record.hooks = [*_install_grids(convertible), *_change_around(model, convertible)]
     model.linearization = record  # type: ignore[assignment]
-    if automatic:
-        from .calibration import costliest  # it measures converted models
+    from .calibration import costliest, count_keys  # they need a converted model
 
+    if unknown := [layer for layer in report.linear() if layer.tokens is None]:
+        with suppress(Exception):  # a model may not run with shapes alone, or not say for which size it was built
+            keys = count_keys(model, input_shape(model))
+            for layer in unknown:
+                layer.tokens = keys.get(layer.name)
+    if automatic:
         assert images is not None
         try:
             names_to_keep = costliest(model, images, automatic)
@@ -201,7 +232,7 @@ def linearized_modules(model: nn.Module) -> dict[str, LinearizedAttention]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
 
 
-def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
+def parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
     """The names and positions to keep, and K of "auto:K" (0 without it)."""
     if keep_softmax is None:
         return [], 0
@@ -210,10 +241,14 @@ def _parse_keep(keep_softmax: KeepSoftmax) -> tuple[list[str | int], int]:
         if match is None:
             raise ValueError(f"keep_softmax={keep_softmax!r}; expected the number of layers to keep, such as 'auto:2'")
         return [], int(match[1])
-    wanted = [keep_softmax] if isinstance(keep_softmax, str | int) else list(keep_softmax)
-    if not all(type(want) in (str, int) for want in wanted):  # not bool
-        raise ValueError(f"keep_softmax={keep_softmax!r}; expected names, such as 'blocks.0.attn', or positions")
-    return wanted, 0
+    wanted: Any = [keep_softmax] if isinstance(keep_softmax, str | int) else keep_softmax
+    is_sequence = isinstance(wanted, Sequence | Set)
+    if not is_sequence or not all(type(want) in (str, int) for want in wanted):  # not bool
+        raise ValueError(
+            f"keep_softmax={keep_softmax!r}; expected names, such as 'blocks.0.attn', positions, such as [0, -1], or "
+            "'auto:2'"
+        )
+    return list(wanted), 0
 
 
 def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool) -> list[_Found | Layer]:
@@ -387,6 +422,13 @@ def _install_grids(converted: Sequence[_Found]) -> list[RemovableHandle]:
                 hooks.append(source.module.register_forward_hook(grids[source.module], with_kwargs=True))
             module.token_grid = grids[source.module]
     return hooks
+
+
+def _change_around(model: nn.Module, converted: Sequence[_Found]) -> list[Removable]:
+    changes = []
+    for adapter in dict.fromkeys(item.adapter for item in converted):
+        changes += adapter.around(model, [item.module for item in converted if item.adapter is adapter])
+    return changes
 
 
 def add_gains(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import DropPath, PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
 from inline_attention.models import schema
@@ -105,16 +106,61 @@ def _observed(model: Any) -> dict[str, Any]:
     patch_embed: Any = getattr(model, "patch_embed", None)
     if (size := getattr(patch_embed, "img_size", None)) is not None:
         found["img_size"] = list(size)
-        found["strict_img_size"] = patch_embed.strict_img_size
+        if hasattr(patch_embed, "strict_img_size"):  # PiT's has no such switch
+            found["strict_img_size"] = patch_embed.strict_img_size
     if "dynamic_img_size" in found:
         found.pop("strict_img_size", None)  # follows from it
     return found
 
 
 def _why_different(twin: nn.Module, model: nn.Module) -> str | None:
-    """A weight that differs between a newly built model and this one, apart from what the conversion added."""
+    """What differs between a newly built model and this one, apart from what the conversion added.
+
+    Weights have the same shapes with other heads, activations or constants of norms, so modules are compared too.
+    """
     added = tuple(f"{name}.{what}" for name in linearized_modules(model) for what in ("local.", "gain"))
     own = {name: t.shape for name, t in model.state_dict().items() if not name.startswith(added)}
     built = {name: t.shape for name, t in twin.state_dict().items()}
     different = [name for name in {**own, **built} if own.get(name) != built.get(name)]
-    return f"its {different[0]} would be different" if different else None
+    if different:
+        return f"its {different[0]} would be different"
+    modules = dict(model.named_modules())
+    for name, theirs in twin.named_modules():
+        ours = modules.get(name)
+        if isinstance(ours, _ONLY_IN_TRAINING) and isinstance(theirs, _ONLY_IN_TRAINING):
+            continue
+        if not isinstance(ours, type(theirs)):  # the conversion and `optimize` make subclasses
+            built_as, is_now = ("missing" if module is None else _class_name(module) for module in (theirs, ours))
+            return f"its {name or 'class'} would be {built_as} and not {is_now}"
+        found = _constants(ours)
+        for key, value in _constants(theirs).items():
+            if key in found and found[key] != value:
+                where = f"{name}.{key}" if name else key
+                return f"its {where} would be {value!r} and not {found[key]!r}"
+    return None
+
+
+# Dropout changes no output of a model that is loaded.
+_ONLY_IN_TRAINING = (nn.Identity, nn.Dropout, DropPath, PatchDropout, PatchDropoutWithIndices)
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"  # several libraries have a class LayerNorm
+
+
+def _constants(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes of a module, without those that are switches of training and of the computation."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if _is_plain(value)
+        and not name.startswith("_")
+        and "drop" not in name
+        and name not in ("training", "grad_checkpointing", "fused_attn")
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -7,7 +7,7 @@ and of `LinearizedAttention`, whose `forward` computes the linear form instead o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class LinearForm(NamedTuple):
     def parse(cls, attention: str, feature_map: str | None, anchors: int = 1) -> "LinearForm":
         if attention not in FORMS:
             raise ValueError(f"attention={attention!r} is unknown; expected one of {', '.join(FORMS)}")
-        if not isinstance(anchors, int) or anchors < 1:
+        if type(anchors) is not int or anchors < 1:  # not bool
             raise ValueError(f"anchors={anchors}; expected 1 or more, an integer")
         if anchors > 1 and attention != TANGENT:
             raise ValueError(f"anchors={anchors}: attention={attention!r} has none. Choose attention='tangent'")
@@ -113,6 +113,12 @@ class Call:
         return zero_absent(out + local, self.query_mask)
 
 
+class Removable(Protocol):
+    """A change of a model that can be undone, such as a hook."""
+
+    def remove(self) -> None: ...
+
+
 class LinearizedAttention(nn.Module):
     """The base of all converted modules. A subclass projects, calls `attend_linearly`, and projects back.
 
@@ -165,6 +171,11 @@ class LinearizedAttention(nn.Module):
         return None
 
     # A module that has just been converted, or is about to be restored.
+
+    @classmethod
+    def around(cls, model: nn.Module, converted: Sequence[nn.Module]) -> list[Removable]:
+        """Changes what is around the converted modules of this class in a model. `restore` removes the changes."""
+        return []
 
     def converted(self) -> None:
         """Called after a conversion."""
@@ -220,11 +231,12 @@ class LinearizedAttention(nn.Module):
                         "known: call the whole model, or convert it with local_residual=False"
                     )
             tokens = unstack(projections)[2].flatten(2)
-            if x is not None and x.shape[-1] == tokens.shape[-1]:
+            is_of_input = x is not None and x.shape[-1] == tokens.shape[-1]
+            if x is not None and is_of_input:
                 tokens = x.to(product_dtype(x))
             mean = masked_mean(tokens, token_mask)
             local_weight = self.local(mean)
-            if mean_query is not None and self.form == LinearForm(TANGENT):
+            if mean_query is not None and is_of_input and self.form == LinearForm(TANGENT):
                 anchor = mean_query(mean)
         return self.compute(
             Call(

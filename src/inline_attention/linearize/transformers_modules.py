@@ -1,12 +1,15 @@
 """The attention modules of transformers' ViT, DINOv2 and SigLIP. Imported only for a model of transformers.
 
 Their `forward` looks up the attention function by the name in their configuration. A converted module keeps its
-`forward` and gets a copy of the configuration that names the function below.
+`forward` and gets a copy of the configuration that names the function below. The modules around it get the same copy,
+because a model makes the mask for the attention function that its own configuration names.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 try:
@@ -19,7 +22,7 @@ from transformers.models.vit import modeling_vit
 
 from inline_attention.layers.token_grid import GridSource, token_mask_of
 
-from .modules import LEFT_ALONE, LinearizedAttention, register
+from .modules import LEFT_ALONE, REGISTRY, LinearizedAttention, Removable, register
 from .torchvision_modules import measure_output
 
 NAME = "inline_attention_linearized"
@@ -35,7 +38,43 @@ def attend(
     return module.attend_linearly(*rows, scale=scale, token_mask=token_mask, query_mask=token_mask), None
 
 
+def mask_over_keys(
+    *, attention_mask: Tensor | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> Tensor | None:
+    """The mask that a model passes to its attentions: the user's over tokens (B, N) as (B, 1, 1, N), to be added.
+
+    It is not a bool, because an attention that stays softmax may be transformers' eager one, which adds it.
+    """
+    if attention_mask is None:
+        return None
+    absent = ~attention_mask.bool()[:, None, None]
+    return torch.zeros(absent.shape, dtype=dtype, device=absent.device).masked_fill(absent, torch.finfo(dtype).min)
+
+
 AttentionInterface.register(NAME, attend)
+try:
+    from transformers import AttentionMaskInterface
+except ImportError:  # an older release, whose vision models make no masks
+    pass
+else:
+    AttentionMaskInterface.register(NAME, mask_over_keys)
+
+
+class NamedConfigs:
+    """The modules around converted ones, whose configuration now names `attend`. `restore` calls `remove`."""
+
+    def __init__(self, model: nn.Module, converted: Sequence[Any]) -> None:
+        named = {id(module.softmax_config): module.config for module in converted}
+        self.replaced: list[tuple[Any, Any]] = []
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if id(config) in named and type(module) not in REGISTRY:  # not an attention that stays softmax
+                self.replaced.append((module, config))
+                module.config = named[id(config)]
+
+    def remove(self) -> None:
+        for module, config in self.replaced:
+            module.config = config
 
 
 class TransformersAttention(LinearizedAttention):
@@ -62,6 +101,10 @@ class TransformersAttention(LinearizedAttention):
         self.softmax_config = self.config
         self.config = copy.copy(self.config)
         self.config._attn_implementation = NAME
+
+    @classmethod
+    def around(cls, model: nn.Module, converted: Sequence[nn.Module]) -> list[Removable]:
+        return [NamedConfigs(model, converted)]
 
     def restored(self: Any) -> None:
         self.config = self.softmax_config
@@ -91,3 +134,9 @@ class LinearizedDinov2(TransformersAttention, DINOV2):  # type: ignore[misc, val
 @register(modeling_siglip.SiglipAttention)
 class LinearizedSiglip(TransformersAttention, modeling_siglip.SiglipAttention):
     """The attention of SigLIP."""
+
+    @classmethod
+    def why_not(cls, module: Any, parent: nn.Module) -> str | None:
+        if isinstance(module.config, modeling_siglip.SiglipTextConfig):
+            return "it attends to text: convert the vision tower alone, with linearize(model.vision_model)"
+        return super().why_not(module, parent)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from inline_attention.layers import Attention
+from inline_attention.layers import Attention, LocalWeight
 from inline_attention.ops import Grid
 from inline_attention.ops.local import TAPS
 
-from .base import VisionModel
+from .base import VisionModel, input_shape
 
 
 class StageCost(NamedTuple):
@@ -27,8 +27,8 @@ class StageCost(NamedTuple):
     activation_bytes: int  # kept for the backward of one image, in the model's dtype
 
 
-def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCost]:
-    """The cost of each stage for one image.
+def profile(model: nn.Module, *, img_size: Grid | None = None) -> list[StageCost]:
+    """The cost of each stage for one image. A model of timm is one stage.
 
     The model must be on the meta device (build it under `torch.device("meta")`), where only shapes are computed.
 
@@ -41,10 +41,10 @@ def profile(model: VisionModel, *, img_size: Grid | None = None) -> list[StageCo
     """
     if next(model.parameters()).device.type != "meta":
         raise ValueError('profile counts on the meta device: build the model under `with torch.device("meta"):`')
-    height, width = img_size or model.img_size
-    x = torch.empty(1, model.in_chans, height, width, device="meta")
+    channels, *size = input_shape(model)
+    x = torch.empty(1, channels, *(img_size or size), device="meta")
     costs = []
-    for name, modules, run in model.parts():
+    for name, modules, run in model.parts() if isinstance(model, VisionModel) else [("model", [model], model)]:
         with _counted(model) as counts:
             x = run(x)
         parameters = {p for m in modules for p in ([m] if isinstance(m, nn.Parameter) else m.parameters())}
@@ -111,7 +111,13 @@ def _counted(model: nn.Module) -> Iterator[_Counts]:
         if isinstance(module, Attention) and (module.local is not None or module.position is not None):
             counts.macs += TAPS * x.shape[0] * height * width * x.shape[2]
 
+    def count_linearized(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        counts.macs += TAPS * output.numel()
+
     hooks = [m.register_forward_hook(count_local) for m in model.modules() if isinstance(m, Attention)]
+    others = [m for m in model.modules() if not isinstance(m, Attention)]  # attentions of timm with the residual
+    with_residual = [m for m in others if isinstance(getattr(m, "local", None), LocalWeight)]
+    hooks += [m.register_forward_hook(count_linearized) for m in with_residual]
     try:
         with (
             _FusedSoftmax(),

@@ -215,7 +215,7 @@ def test_the_loss_of_a_classifier(teacher: Path) -> None:
 
 
 def test_a_model_without_a_head_learns_the_features_of_all_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     teacher = write_teacher(tmp_path / "backbone.safetensors", num_classes=0)
     task = build(Distillation, teacher, "data.mixup=0")
@@ -234,6 +234,9 @@ def test_a_model_without_a_head_learns_the_features_of_all_tokens(
     assert all(row["top1"] is None and row["agreement"] is None for row in quality)
     assert all(0 < row["knn_top1"] <= 100 for row in quality)
     assert load_model(folder / "student.safetensors")(torch.randn(1, 1, 8, 8)).shape == (1, 16)
+    advised = capsys.readouterr().out
+    assert "inline predict" not in advised
+    assert f"inline eval --weights {folder / 'student.safetensors'} --data FOLDER --knn 20" in advised
 
 
 @pytest.mark.slow
@@ -284,6 +287,11 @@ def test_a_folder_of_classes_without_splits(tmp_path: Path, monkeypatch: pytest.
         assert paths <= {str(classes / row["file"]) for row in rows if row["split"] == split}
     quality = json.loads((folder / "report.json").read_text())["quality"]
     assert {row["images"] for row in quality} == {sum(row["split"] == "val" for row in rows)}
+
+
+def test_layers_are_kept_by_their_positions(teacher: Path) -> None:
+    student = build(Matching, teacher, "model.keep_softmax=[-1]").build_model()
+    assert [layer.name for layer in student.linearization.report.linear()] == ["blocks.0.attn"]
 
 
 @pytest.mark.parametrize("anchors", [1, 4])
@@ -363,6 +371,9 @@ def test_two_ranks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
         (["--keep-softmax", "auto:1,blocks.0.attn"], "expected names, or auto:K alone"),
         (["--keep-softmax", "*"], "model.keep_softmax=['*'] keeps all attentions: keep fewer"),
         (["--keep-softmax", "stem"], "matches none of blocks.0.attn, blocks.1.attn"),
+        (["--keep-softmax", "0,1"], "model.keep_softmax=['0', '1'] keeps all attentions: keep fewer"),
+        (["--keep-softmax", "2"], "keep_softmax has 2, but the model has 2 attentions"),
+        (["--keep-softmax", "auto"], "expected the number of layers to keep, such as 'auto:2'"),
         (["--epochs", "-1"], "--epochs -1: expected 0 or more"),
         (["--resume", "nowhere"], "--resume nowhere: expected a folder of `inline linearize`"),
         (["match.steps=-1"], "match.steps=-1: expected 0 or more"),

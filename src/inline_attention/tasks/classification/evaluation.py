@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from inline_attention.data import Batch, EvalLoader
 from inline_attention.data.collate import as_targets
 from inline_attention.layers.mode import evaluation_mode
+from inline_attention.linearize.calibration import widest_float
 from inline_attention.tasks.evaluation import check_readable
 from inline_attention.training.distributed import current_ranks
 
@@ -131,7 +132,7 @@ class _Counts:
     """Counts and sums over batches, on the device."""
 
     def __init__(self, num_classes: int, *, device: torch.device) -> None:
-        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        wide = widest_float(device)
         self._loss = torch.zeros((), dtype=wide, device=device)
         self._calibration = torch.zeros((CALIBRATION_BINS, 2), dtype=wide, device=device)  # sums: confidence, hits
         self._top5 = torch.zeros((), dtype=torch.int64, device=device)

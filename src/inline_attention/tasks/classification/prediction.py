@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from inline_attention.data import EvalLoader
-from inline_attention.tasks.classification.classifier import Classifier, class_descriptions
+from inline_attention.tasks.classification.classifier import Classifier, class_descriptions, model_name
 
 
 class Guess(NamedTuple):
@@ -42,8 +42,10 @@ def predict(
         topk: number of classes. None: all of them.
         threshold: leave out classes below this probability.
     """
-    loader.to(device)
     model: Any = classifier.model.to(device).eval()  # timm's contract
+    if not model.num_classes:
+        raise ValueError(f"{model_name(model)} has no classifier (num_classes=0), so it predicts no classes")
+    loader.to(device)
     names = classifier.class_names or [str(label) for label in range(model.num_classes)]
     descriptions = class_descriptions(names)
     for batch in loader:

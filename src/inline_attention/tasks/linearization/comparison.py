@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from inline_attention.data import EvalLoader
 from inline_attention.layers.mode import evaluation_mode
+from inline_attention.linearize.calibration import widest_float
 from inline_attention.tasks.classification.evaluation import padded_batches
 from inline_attention.tasks.evaluation import check_readable
 from inline_attention.training.distributed import current_ranks
@@ -43,7 +44,7 @@ def compare_outputs(
     """
     loader.to(device)
     has_head = bool(teacher.num_classes)  # timm's contract
-    sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    sums = torch.zeros(4, dtype=widest_float(device), device=device)
     with evaluation_mode(model), evaluation_mode(teacher):
         for images, batch in padded_batches(loader, device=device):
             count = len(batch.images)

@@ -1,14 +1,16 @@
 """The settings of `inline linearize`."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from inline_attention.data import DataConfig
+from inline_attention.linearize.convert import parse_keep
 from inline_attention.linearize.modules import LinearForm
 from inline_attention.training.config import BackboneConfig, LoopConfig, check_setting
 
 RECIPES = "tasks/linearization/recipes"
-AUTOMATIC = "auto:"  # prefix of the number of softmax layers that are chosen automatically
+AUTOMATIC = "auto"  # with the number of softmax layers that are chosen automatically: auto:2
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class StudentConfig(BackboneConfig):
     anchors: int = 1  # of "tangent": the number of queries around which it expands softmax
     feature_map: str | None = None  # φ of all attentions but "tangent"; null: the published one
     local_residual: bool = True
-    keep_softmax: list[str] = field(default_factory=list)  # names of attentions that stay softmax, or auto:K
+    # Names or positions of attentions that stay softmax, or auto:K
+    keep_softmax: list[str] = field(default_factory=list)
     kept: list[str] | None = None  # set by the command: the names of the kept attentions
     start: str | None = None  # set by the command: the file of the previous stage
 
@@ -29,12 +32,18 @@ class StudentConfig(BackboneConfig):
         super().__post_init__()
         check_setting("model.weights", self.weights, self.weights is not None, '"pretrained" or a file of the teacher')
         LinearForm.parse(self.attention, self.feature_map, self.anchors)
-        if self.chooses_layers and len(self.keep_softmax) > 1:
-            raise ValueError(f"model.keep_softmax={self.keep_softmax}: expected names, or {AUTOMATIC}K alone")
+        if self.chooses_layers:
+            if len(self.keep_softmax) > 1:
+                raise ValueError(f"model.keep_softmax={self.keep_softmax}: expected names, or auto:K alone")
+            parse_keep(self.keep_softmax[0])
 
     @property
     def chooses_layers(self) -> bool:
         return any(name.startswith(AUTOMATIC) for name in self.keep_softmax)
+
+    @property
+    def names_and_positions(self) -> list[str | int]:
+        return [int(name) if re.fullmatch(r"-?\d+", name) else name for name in self.keep_softmax]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ class LinearizationPlan:
     folder: Path
     config: LinearizationConfig
     changes: tuple[str, ...] = ()  # settings that differ from those of the resumed run
-    stages: tuple[tuple[str, type[Linearization]], ...] = ()  # with the names of their folders; filled in by `prepare`
+    # Filled in by `prepare`:
+    stages: tuple[tuple[str, type[Linearization]], ...] = ()  # with the names of their folders
+    has_head: bool = True
 
     def weights(self, stage: str) -> Path:
         return self.folder / stage / CHECKPOINTS / "best.safetensors"
@@ -144,13 +146,14 @@ def prepare(
             f"optim.lr={config.optim.lr:g} may be too high for a teacher of {size / 1e6:.0f} million parameters: the "
             "recipe's 8e-3 was chosen on one of 2.4 million. Try optim.lr=5e-4 match.steps=240"
         )
+    has_head = bool(teacher.model.num_classes)
     stages: list[tuple[str, type[Linearization]]] = []
     if config.match.steps:
         stages.append((MATCH, Matching))
     if config.distill.enabled:
         of_classifier = LabelledDistillation if config.data.labels else LogitDistillation
-        stages.append((DISTILL, of_classifier if teacher.model.num_classes else Distillation))
-    return replace(plan, config=config, stages=tuple(stages))
+        stages.append((DISTILL, of_classifier if has_head else Distillation))
+    return replace(plan, config=config, stages=tuple(stages), has_head=has_head)
 
 
 def check_data(config: LinearizationConfig) -> None:
@@ -173,7 +176,7 @@ def choose_layers(teacher: Classifier, config: LinearizationConfig, *, device: t
         anchors=wanted.anchors,
         feature_map=wanted.feature_map,
         local_residual=False,
-        keep_softmax=wanted.keep_softmax[0],
+        keep_softmax=wanted.keep_softmax[0],  # auto:K
         images=[batch.images for batch in loader],
     )
     return [layer.name for layer in report.layers if not layer.is_linear]

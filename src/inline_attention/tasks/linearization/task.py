@@ -89,7 +89,7 @@ def make_student(teacher: Classifier, wanted: StudentConfig, *, seed: int) -> tu
         anchors=wanted.anchors,
         feature_map=wanted.feature_map,
         local_residual=wanted.local_residual,
-        keep_softmax=wanted.keep_softmax if wanted.kept is None else wanted.kept,
+        keep_softmax=wanted.names_and_positions if wanted.kept is None else wanted.kept,
         arguments={**teacher.arguments, **wanted.kwargs},
     )
     return student, report

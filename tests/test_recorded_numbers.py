@@ -411,4 +411,4 @@ def test_linearised_without_training() -> None:
     for title, cells in found.items():
         assert cells[0] == top1.get(titles.get(title, title), "–")
         if title != "softmax":
-            assert cells[1:] == [cosines[title, size] for size in (224, 518)]
+            assert cells[1:] == [cosines[title, size] for size in (224, 518, 1036)]

@@ -82,6 +82,23 @@ def test_a_file_never_names_another_model(
     assert "architecture" not in inline_attention.models.weights.read_metadata(path)
 
 
+@pytest.mark.parametrize("local_residual", [False, True])
+def test_a_file_that_names_no_model_is_not_guessed(local_residual: bool, tmp_path: Path) -> None:
+    """With the residual it has the shapes of inline_deit_tiny, without it those of the softmax model."""
+    model = timm.create_model("vit_tiny_patch16_224", num_heads=6)
+    linearize(model, local_residual=local_residual)
+    with pytest.warns(UserWarning, match="num_heads would be 3 and not 6"):
+        path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    for name in (None, "vit_tiny_patch16_224"):
+        with pytest.raises(WeightsError, match="holds a linearised model and does not say how to build it"):
+            inline_attention.models.weights.open_model(name, str(path))
+    twin = timm.create_model("vit_tiny_patch16_224", num_heads=6)
+    linearize(twin, local_residual=local_residual)
+    inline_attention.load_model(path, model=twin)
+    images = torch.randn(1, 3, 224, 224)
+    assert torch.equal(twin.eval()(images), model.eval()(images))
+
+
 def test_a_model_whose_patch_embedding_has_other_attributes_is_saved(tmp_path: Path) -> None:
     model = timm.create_model("pit_ti_224", num_classes=5)
     linearize(model, local_residual=False)

@@ -151,6 +151,11 @@ def restore(
         if description is not None and name not in (None, description.architecture):
             raise WeightsError(f"holds weights of {one_line(description.architecture)}, not of {name}")
         if description is None:
+            if any(key in checkpoint.info for key in schema.CONVERSIONS):  # its shapes may be those of another model
+                raise WeightsError(
+                    "holds a linearised model and does not say how to build it: build it, linearise it and call "
+                    "load_model(path, model=…)"
+                )
             name = name or identify(checkpoint, filename=Path(origin).name)
             options = _fitting_options(name, checkpoint)
         elif name is not None and find_family(name) is None:  # a model of timm, which the user named

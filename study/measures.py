@@ -230,11 +230,11 @@ def measure_speed(
                 step = partial(training_step, loss_of=loss_of, autocast=autocast)
                 infer = partial(inference_step, images=images, autocast=autocast)
                 candidates[row] = Candidate(partial(build_model, run), mode, step if training else infer, training)
-            for row, (timing, peak) in compare(candidates, device=device, effort=effort).items():
+            for row, found in compare(candidates, device=device, effort=effort).items():
                 key = "train" if training else "infer"
                 entry = rows.setdefault(speed_name(dataset, patch, row), {"batch": batch})
-                entry[key] = batch / timing.median if isinstance(timing, Timing) else None
-                entry[f"{key}_peak_bytes"] = peak
+                entry[key] = batch / found.timing.median if isinstance(found.timing, Timing) else None
+                entry[f"{key}_peak_bytes"] = found.peak_bytes
     return {
         "machine": machine_name(device),
         "mode": mode,

@@ -45,7 +45,8 @@ TOPICS = {
         "gap", "inline_linear", "inline_softmax", "inline_linear_residual", "other_linear", "windows",
     ),
     "Injectivity": (
-        "injectivity", "injectivity_residual", "feature_maps", "mapped_softmax", "length", "length_skip", "confusion",
+        "injectivity", "injectivity_residual", "feature_maps", "mapped_softmax", "length", "length_inline",
+        "length_skip", "length_skip_inline", "confusion",
     ),
     "Local modelling": (
         "residual_inline", "residual_linear", "local_residual", "local_softmax", "control", "locality", "locality_mean",
@@ -571,7 +572,7 @@ def _is_told_apart(effect: Effect) -> bool:
 
 
 def shared_map_table(results: Results) -> str:
-    """Linear against InLine attention with the same φ, without and with the residual. Empty without a pair."""
+    """Linear against InLine attention with the same φ, over the seeds that both have. Empty without a pair."""
     lines = []
     for name in PHI:
         for residual in (False, True):
@@ -579,10 +580,10 @@ def shared_map_table(results: Results) -> str:
                 continue
             pair = [shared_map_row(attention, name, residual=residual) for attention in ("inline", "linear")]
             for setting in results.settings_of(*pair)[:1]:
-                rows, effect = results.rows(setting), results.difference(setting, *pair)
-                assert effect is not None
-                cells = [PHI[name], "with" if residual else "without", setting.epochs, effect.seeds]
-                lines.append([*cells, rows[pair[1]], rows[pair[0]], _gap(results, setting, (pair[0], pair[1]))])
+                top1 = results.common_seeds(setting, pair)
+                inline, linear = (Sample({seed: of[row] for seed, of in top1.items()}) for row in pair)
+                cells = [PHI[name], "with" if residual else "without", setting.epochs, len(top1)]
+                lines.append([*cells, linear, inline, _gap(results, setting, (pair[0], pair[1]))])
     header = ["φ", "residual", "epochs", "seeds", "linear (%)", "InLine (%)", "InLine − linear"]
     return _table(header, lines) if lines else ""
 

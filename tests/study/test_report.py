@@ -228,11 +228,27 @@ def test_the_same_feature_map_is_compared(tmp_path: Path) -> None:
     assert "The same feature map" not in tables(collect(tmp_path / "other"), [], [])
 
 
+def test_means_of_the_same_feature_map_are_over_the_same_seeds(tmp_path: Path) -> None:
+    """So that they differ by what the table says."""
+    write_runs(tmp_path, {"linear_residual": [40.0, 40.0, 43.0], "inline_relu_residual": [39.0, 39.5]})
+    (line,) = shared_map_table(collect(tmp_path)).splitlines()[2:]
+    assert line.startswith("| ReLU | with | 60 | 2 | 40.00 ± 0.00 | 39.25 ± 0.35 | −0.75 ± ")
+
+
 def test_the_leaderboard_begins_with_the_highest(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"inline": [43.0, 43.4], "linear": LINEAR, "mala_residual": [44.0, 44.2], "hydra": [50.0]})
+    write_runs(
+        tmp_path,
+        {
+            "inline": [43.0, 43.4],
+            "linear": LINEAR,
+            "mala_residual": [44.0, 44.2],
+            "hydra": [20.0],
+            "inline_exp": [50.0],
+        },
+    )
     lines = leaderboard(collect(tmp_path)).splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == [
-        "| MALA with residual", "| InLine (with residual)", "| linear (ReLU)",
+        "| MALA with residual", "| InLine (with residual)", "| linear (ReLU)", "| Hydra",
     ]  # fmt: skip
     assert "## Every attention under one recipe" in tables(collect(tmp_path), [], [])
     write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})

@@ -729,12 +729,23 @@ def analysis_table(results: Results) -> str:
             ROWS[r.run.row].title, r.run.epochs, r.run.seed, r.analysis["images"],
             *(confused or ["–"] * len(CONFUSED_AT)), neighbourhood,
             *(drops.get((what, "kept"), drops.get((what, "none"), "–")) for what in ("local", "random")),
-            *(ablation.get(title, "–") for title in (WITHOUT_RESIDUAL, SPREAD_EVENLY)),
+            *(ablation.get(title, "–") for title in (WITHOUT_RESIDUAL, SPREAD_EVENLY)), _rank(r.analysis),
         ])  # fmt: skip
     pairs = [f"confused, τ = {tau:g}, ρ = {rho:g}" for tau, rho in CONFUSED_AT]
     lost = ["lost by local masks", "by random masks", "without the residual", "with attention spread evenly"]
     header = ["model", "epochs", "seed", "images", *pairs, "3×3 in the first layer, times chance", *lost]
+    header.append("effective rank")
     return _table(header, lines) if lines else ""
+
+
+def _rank(analysis: Mapping[str, Any]) -> str:
+    """Of version 0.2: from few images, without an interval."""
+    rank = analysis.get("rank")
+    if rank is None:
+        return "–"
+    if "interval" not in rank:
+        return f"{rank['mean_effective']:.1f} ({rank['images']} images)"
+    return _with_interval(rank["mean_effective"], rank["interval"])
 
 
 def _with_interval(value: float, interval: Sequence[float], *, digits: int = 1) -> str:

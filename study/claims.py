@@ -57,7 +57,8 @@ class Claim:
         if self.effect.seeds == 0:
             near = f"The ratio is within {100 * TIMING_ERROR:g} % of {self.limit:g}."
             return near if self.verdict == INCONCLUSIVE else ""
-        limit = "zero" if self.limit == 0 else f"{self.limit:+g} {self.unit}".replace("-", "−")
+        unit = self.unit.removesuffix("s") if abs(self.limit) == 1 else self.unit
+        limit = "zero" if self.limit == 0 else f"{self.limit:+g} {unit}".replace("-", "−")
         if self.effect.margin is None:
             return "There is one seed, so there is no interval."
         if self.parts and self.verdict != CONTRADICTED:
@@ -371,7 +372,7 @@ def _resolution(name: str, claim: str, about: str, attribute: str, wanted: Mappi
         side = min(wanted, key=lambda side: ratios[side] / wanted[side])
         parts = {f"{side} px": Effect(ratios[side], None, 0) for side in wanted}
         here = replace(empty, limit=wanted[side], parts=parts)
-        return _timed(here, ratios[side], f"{side} px, {_short(results.sweep.machine)}")
+        return _timed(here, ratios[side], _short(results.sweep.machine))
 
     return check
 
@@ -485,7 +486,7 @@ _CHECKS: tuple[Check, ...] = (
     ),
     _probe(
         "length_inline",
-        "InLine attention can",
+        "InLine attention can tell collinear queries apart",
         "The same layer with InLine attention against linear attention, both with ReLU as φ.",
         lambda probes: _probed(probes["length"]["bare"], "InLine, ReLU", "linear, ReLU"),
     ),
@@ -560,15 +561,16 @@ _CHECKS: tuple[Check, ...] = (
     _speed,
     _resolution(
         "speed_math",
-        "InLine-DeiT-T is 2.4 times as fast as DeiT-T at 640 px and 4.8 times at 1024 px",
-        "Inference, against DeiT-T with softmax written out, as in the paper.",
+        "InLine-DeiT-T is as much faster than DeiT-T as published",
+        "Inference, against DeiT-T with softmax written out, as in the paper. "
+        + " ".join(f"At {side} px the paper has {x:g} times its speed." for side, x in PUBLISHED_RATIOS.items()),
         "math_ratios",
         PUBLISHED_RATIOS,
     ),
     _resolution(
         "speed_flash",
-        "InLine-DeiT-T is faster than DeiT-T with FlashAttention at these sizes",
-        "Inference, against the counterpart as it is run today. The size with the lower ratio decides.",
+        "InLine-DeiT-T is faster than DeiT-T with FlashAttention",
+        "Inference, against the counterpart as it is run today.",
         "ratios",
         dict.fromkeys(PUBLISHED_RATIOS, 1.0),
     ),
@@ -613,22 +615,22 @@ _EXPLANATIONS: tuple[Check, ...] = (
     _compare(
         "why_map", "inline_relu_residual", "inline",
         "InLine's φ is the identity, and linear attention has ReLU",
-        "InLine with ReLU against InLine, both with the residual (`shared_maps`)",
+        "InLine with ReLU against InLine with the identity, both with the residual (`shared_maps`).",
     ),
     _compare(
         "why_gain", "inline_gain", "inline",
         "InLine's attention is too flat: its scores need a scale",
-        "a learned gain per head against none (`gain`)",
+        "A learned gain per head against none (`gain`).",
     ),
     _compare(
         "why_start", "inline_larger_start", "inline_gain",
         "InLine's attention starts too flat",
-        "a learned gain that starts at 8 against one that starts at 1 (`gain`)",
+        "A learned gain that starts at 8 against one that starts at 1 (`gain`).",
     ),
     _analysed(
         "why_residual",
         "InLine rests less on its residual than linear attention",
-        "share of the accuracy lost without the residual: linear attention − InLine (`long`, `report`)",
+        "The share of its accuracy that each loses without the residual: linear attention less InLine (`long`).",
         ("linear_residual", "inline"),
         "ablation",
         lambda linear, inline: {"linear − InLine": _lost_without_residual(linear) - _lost_without_residual(inline)},
@@ -637,14 +639,15 @@ _EXPLANATIONS: tuple[Check, ...] = (
     _gap_change(
         "why_augmentation",
         "Models overfit, and this favours linear attention",
-        "the gap with the published augmentation against the gap without, as many epochs (`augmentation`)",
+        "The gap is InLine less linear attention, both with the residual. The gap with the published augmentation is "
+        "compared with the gap without, at as many epochs (`augmentation`).",
         ("inline_published", "linear_residual_published"),
         {"all images": ("inline", "linear_residual")},
     ),
     _gap_change(
         "why_data",
         "InLine needs more images",
-        "the gap with all images against the gap with a quarter and with a half of them, as many updates (`data_size`)",
+        "The same gap with all images against a quarter and a half of them, at as many updates (`data_size`).",
         ("inline", "linear_residual"),
         {part: (f"inline_{part}_data", f"linear_residual_{part}_data") for part in DATA_SHARES},
     ),

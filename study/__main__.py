@@ -80,6 +80,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
     report.add_argument("--max-images", type=int, metavar="N", help="images for the analyses, evenly spaced (1000)")
     report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
+    report.add_argument(
+        "--sweeps", nargs="+", type=Path, default=[], metavar="JSON",
+        help="records of `inline bench sweep`, the newest first: each size is taken from the first that has it",
+    )  # fmt: skip
     report.add_argument("--docs", metavar="FOLDER", help="also write the page of the documentation")
     add_device(report)
     report.set_defaults(run=run_report)
@@ -409,7 +413,7 @@ def run_report(args: argparse.Namespace) -> int:
     if not args.no_speed:
         runs = [run for run, folder in run_folders(out) if is_finished(folder)]
         measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), log=say)
-    results = collect(out, onto=args.onto)
+    results = collect(out, onto=args.onto, sweeps=args.sweeps)
     files = write_report(results, out)
     if args.docs:
         files += write_docs(results, [path for path in files if path.suffix == ".png"], Path(args.docs))

@@ -469,7 +469,7 @@ def made_on(results: Results) -> str:
     if results.speed is not None:
         lines.append(f"- speed: {_where(results.speed['commits'], results.speed['machine'])}")
     if results.sweep is not None:
-        lines.append(f"- speed by resolution: {_where([results.sweep.commit], results.sweep.machine)}")
+        lines.append(f"- speed by resolution: {_where(results.sweep.commit.split(' and '), results.sweep.machine)}")
     if results.probes is not None:
         environment = results.probes["environment"]
         lines.append(f"- probes: {_where([environment['inline-attention']], environment['cpu'])}")

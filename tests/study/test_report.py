@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import commands
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
 from study import pages
+from study.__main__ import build_parser
 from study.claims import NOT_TESTABLE, explain, judge
 from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
 from study.pages import fill
@@ -259,6 +261,23 @@ def test_pages_are_easy_to_read(path: str) -> None:
         assert len(sentences(paragraph)) <= 5, paragraph
         for sentence in sentences(re.sub(r"^\d\. ", "", paragraph)):
             assert len(re.findall(r"(?<![A-Z])\b\d+(?:[.,×]\d+)*", sentence)) <= 3, sentence
+
+
+def test_speed_by_size_is_that_of_the_newest_records() -> None:
+    """Those that the page of the study names, each size from the first that has it."""
+    record = DOCS / "results" / "study.json"
+    (words,) = (c.words for c in commands(DOCS.parent / "study" / "README.md") if "--sweeps" in c.words)
+    args = build_parser().parse_args(list(words[3:]))
+    sweep = collect(DOCS, onto=record, sweeps=[DOCS.parent / path for path in args.sweeps]).sweep
+    assert sweep == collect(DOCS, onto=record).sweep
+    assert sweep is not None
+    assert sweep.commit == "0.2.0 (61da298b70ea-dirty) and 0.2.0 (86737523a8ee-dirty)"
+    rates = {
+        (r["img_size"], r["contender"]): r["images_per_second"]
+        for name in ("mlp", "projected")  # the later one replaces the earlier
+        for r in json.loads((DOCS / "results" / f"sweep-{name}-h200.json").read_text())["results"]
+    }
+    assert sweep.ratios == {side: rates[side, "fused"] / rates[side, "peer"] for side in (224, 384, 640, 1024, 2048)}
 
 
 def test_text_at_the_end_of_a_section_belongs_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -157,6 +157,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     pack = parts.add_parser("pack", help="write the weights that come with the package")
     pack.add_argument("out", metavar="DIR", help="the --output of `train`")
     pack.add_argument("--to", metavar="FOLDER", help="folder for the weights (default: the package)")
+    pack.add_argument(
+        "--published", action="store_true", help="the best row with the published augmentation instead of the three"
+    )
     pack.set_defaults(run=run_pack)
 
 
@@ -423,10 +426,11 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    from study.pack import pack_models
+    from study.pack import pack_best, pack_models
     from study.results import collect
 
-    for path in pack_models(collect(Path(args.out)), folder=args.to):
+    results = collect(Path(args.out))
+    for path in [pack_best(results, folder=args.to)] if args.published else pack_models(results, folder=args.to):
         say(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
     return 0
 

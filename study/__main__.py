@@ -3,8 +3,9 @@
 `probes` takes minutes on a CPU. `expansion` replaces the attention of a trained model without training it. `plan`
 prints what the grid has and what it still needs. `train` runs a grid of trainings on one GPU, each an ordinary `inline
 train`. It can be stopped at any time and continues later. `report` writes tables, figures and verdicts for the finished
-runs. `linearize` distils linear students of one teacher. `pretrained` linearises a real ViT without training. `pack`
-writes the weights of the package. Run it from a checkout: `python -m study --help`.
+runs. `segment` fine-tunes backbones for segmentation. `linearize` distils linear students of one teacher. `pretrained`
+linearises a real ViT without training. `pack` writes the weights of the package. Run it from a checkout: `python -m
+study --help`.
 """
 
 import argparse
@@ -153,6 +154,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     students.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     students.set_defaults(run=run_linearize)
+
+    segment = parts.add_parser("segment", help="fine-tune the backbones for segmentation, or continue")
+    add_output(segment, default="runs/camvid")
+    segment.add_argument("--data", required=True, metavar="FOLDER", help="CamVid: images/, masks/, classes.txt")
+    segment.add_argument(
+        "--backbones", type=Path, default=Path(OUT), metavar="DIR", help=f"the --output of `train` ({OUT})"
+    )
+    segment.add_argument("--models", nargs="+", metavar="MODEL", help="these backbones alone")
+    segment.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on one device (1)")
+    segment.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to continue")
+    segment.add_argument("--retry", action="store_true", help="make failed runs again")
+    segment.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
+    segment.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
+    segment.set_defaults(run=run_segment)
 
     pack = parts.add_parser("pack", help="write the weights that come with the package")
     pack.add_argument("out", metavar="DIR", help="the --output of `train`")
@@ -360,11 +375,34 @@ def run_train(args: argparse.Namespace) -> int:
     )
     outcome = _make(runner, runs)
     say("", f"{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
+    return _status(outcome, out)
+
+
+def _status(outcome: "Outcome", out: Path) -> int:
     for name in outcome.failed:
         say(f"failed: {name}, see {out / name / 'log.txt'}; --retry trains it again")
     if outcome.interrupted:
         return 130
     return 1 if outcome.failed else 0
+
+
+def run_segment(args: argparse.Namespace) -> int:
+    from study import segmentation
+    from study.grid import command_line
+
+    runs, out = segmentation.build_runs(args.backbones, args.models), args.output
+    if args.list:
+        for run in runs:
+            say(command_line(run.arguments(args.data, out, extra=args.set)))
+        return 0
+    segmentation.check_backbones(runs)
+    paths = {segmentation.DATASET: args.data}
+    runner = segmentation.Runner(
+        out, paths=paths, jobs=args.jobs, minutes=args.minutes, settings=args.set, retry=args.retry
+    )
+    outcome = _make(runner, runs)
+    say_text(segmentation.write_results(out))
+    return _status(outcome, out)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -440,7 +478,7 @@ def _check_least(option: str, value: int, least: int) -> None:
         raise ValueError(f"{option} is {value}; expected {least} or more")
 
 
-def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
+def _make(runner: "GridRunner", runs: "Sequence[Run]") -> "Outcome":
     """Show a progress bar on a terminal, and lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -106,6 +106,13 @@ def test_the_minutes_of_the_page() -> None:
         )
 
 
+def test_the_page_lists_every_file_in_plain_words() -> None:
+    text = README.read_text(encoding="utf-8")
+    modules = {path.name for path in README.parent.glob("*.py") if not path.name.startswith("__")}
+    assert modules <= set(re.findall(r"`(\w+\.py)`", text))
+    assert not re.findall(r"\b(?:visits?|travels?|comes? home|at home)\b", text, flags=re.IGNORECASE)
+
+
 def test_what_is_packed_is_reported(tmp_path: Path) -> None:
     """The commands of the page pack runs without what is large."""
     there, home = tmp_path / "there", tmp_path / "home"

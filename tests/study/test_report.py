@@ -263,6 +263,18 @@ def test_pages_are_easy_to_read(path: str) -> None:
             assert len(re.findall(r"(?<![A-Z])\b\d+(?:[.,×]\d+)*", sentence)) <= 3, sentence
 
 
+def test_repeated_runs_that_differ_are_named() -> None:
+    """Those that differ by more than a point from the first time."""
+    results = collect(DOCS, onto=DOCS / "results" / "study.json")
+    first = {result.run: result.top1 for result in results.runs}
+    text = (DOCS / "study.md").read_text(encoding="utf-8").split("## How the runs were made")[1]
+    different = [(first[r.run], r.top1) for r in results.again if abs(r.top1 - first[r.run]) > 1]
+    assert different
+    for before, after in different:
+        assert f"{before:.2f} %" in text
+        assert f"{after:.2f} %" in text
+
+
 def test_speed_by_size_is_that_of_the_newest_records() -> None:
     """Those that the page of the study names, each size from the first that has it."""
     record = DOCS / "results" / "study.json"

@@ -423,23 +423,30 @@ def topics(claims: Sequence[Claim], explanations: Sequence[Claim]) -> str:
     members[WHY] = list(explanations)
     sections = [f"### {topic}\n\n{claim_table(found)}\n{described(found)}" for topic, found in members.items() if found]
     if untestable := [claim for claim in claims if claim.verdict == NOT_TESTABLE]:
-        sections.append(f"### Not testable here\n\n{described(untestable)}")
+        reasons = "\n".join(f"- *{claim.claim}*: {claim.about}" for claim in untestable)
+        sections.append(f"### Not testable here\n\n{reasons}")
     return "\n\n".join(sections)
 
 
 def claim_table(claims: Sequence[Claim]) -> str:
-    """A line for each claim, or for each of its comparisons if they are few."""
+    """A line for each claim, or for each of its comparisons if they are few. Claims have numbers."""
     lines = []
-    for claim in claims:
-        for number, (_, shown) in enumerate(_shown(claim)):
-            name, verdict = ("", "") if number else (claim.claim, _verdict(claim))
-            lines.append([name, *_effect(shown), _measured_on(shown), verdict])
+    for number, claim in enumerate(claims, start=1):
+        first = [f"{number}. {claim.claim}", _verdict(claim)]
+        for _, shown in _shown(claim):
+            lines.append([first[0], *_effect(shown), _measured_on(shown), first[1]])
+            first = ["", ""]
     return _table(["claim", "effect", "95 % interval", "measured on", "verdict"], lines)
 
 
 def described(claims: Sequence[Claim]) -> str:
-    """What each claim compares and how its effect makes the verdict, in up to four sentences."""
-    return "\n".join(f"- *{claim.claim}*: {claim.about} {claim.reading}".rstrip() for claim in claims)
+    """By number: what each claim compares and how its effect makes the verdict, in up to four sentences.
+
+    That there is one seed or no measurement is said by the table.
+    """
+    readings = [claim.reading if claim.effect is not None and claim.effect.seeds != 1 else "" for claim in claims]
+    pairs = enumerate(zip(claims, readings, strict=True), start=1)
+    return "\n".join(f"{number}. {claim.about} {reading}".rstrip() for number, (claim, reading) in pairs)
 
 
 def _shown(claim: Claim) -> list[tuple[str, Claim]]:

@@ -3,8 +3,9 @@
 `probes` takes minutes on a CPU. `expansion` replaces the attention of a trained model without training it. `plan`
 prints what the grid has and what it still needs. `train` runs a grid of trainings on one GPU, each an ordinary `inline
 train`. It can be stopped at any time and continues later. `report` writes tables, figures and verdicts for the finished
-runs. `linearize` distils linear students of one teacher. `pretrained` linearises a real ViT without training. `pack`
-writes the weights of the package. Run it from a checkout: `python -m study --help`.
+runs. `segment` fine-tunes backbones for segmentation. `linearize` distils linear students of one teacher. `pretrained`
+linearises a real ViT without training. `pack` writes the weights of the package. Run it from a checkout: `python -m
+study --help`.
 """
 
 import argparse
@@ -80,6 +81,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--no-speed", action="store_true", help="do not time the models")
     report.add_argument("--max-images", type=int, metavar="N", help="images for the analyses, evenly spaced (1000)")
     report.add_argument("--onto", type=Path, metavar="JSON", help="add the runs to those of an earlier results.json")
+    report.add_argument(
+        "--sweeps", nargs="+", type=Path, default=[], metavar="JSON",
+        help="records of `inline bench sweep`, the newest first: each size is taken from the first that has it",
+    )  # fmt: skip
     report.add_argument("--docs", metavar="FOLDER", help="also write the page of the documentation")
     add_device(report)
     report.set_defaults(run=run_report)
@@ -150,9 +155,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     students.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
     students.set_defaults(run=run_linearize)
 
+    segment = parts.add_parser("segment", help="fine-tune the backbones for segmentation, or continue")
+    add_output(segment, default="runs/camvid")
+    segment.add_argument("--data", required=True, metavar="FOLDER", help="CamVid: images/, masks/, classes.txt")
+    segment.add_argument(
+        "--backbones", type=Path, default=Path(OUT), metavar="DIR", help=f"the --output of `train` ({OUT})"
+    )
+    segment.add_argument("--models", nargs="+", metavar="MODEL", help="these backbones alone")
+    segment.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on one device (1)")
+    segment.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes; call again to continue")
+    segment.add_argument("--retry", action="store_true", help="make failed runs again")
+    segment.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
+    segment.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run")
+    segment.set_defaults(run=run_segment)
+
     pack = parts.add_parser("pack", help="write the weights that come with the package")
     pack.add_argument("out", metavar="DIR", help="the --output of `train`")
     pack.add_argument("--to", metavar="FOLDER", help="folder for the weights (default: the package)")
+    pack.add_argument(
+        "--published", action="store_true", help="the best row with the published augmentation instead of the three"
+    )
     pack.set_defaults(run=run_pack)
 
 
@@ -353,11 +375,34 @@ def run_train(args: argparse.Namespace) -> int:
     )
     outcome = _make(runner, runs)
     say("", f"{len(runs) - len(outcome.left)} of {len(runs)} runs are finished; {out}")
+    return _status(outcome, out)
+
+
+def _status(outcome: "Outcome", out: Path) -> int:
     for name in outcome.failed:
         say(f"failed: {name}, see {out / name / 'log.txt'}; --retry trains it again")
     if outcome.interrupted:
         return 130
     return 1 if outcome.failed else 0
+
+
+def run_segment(args: argparse.Namespace) -> int:
+    from study import segmentation
+    from study.grid import command_line
+
+    runs, out = segmentation.build_runs(args.backbones, args.models), args.output
+    if args.list:
+        for run in runs:
+            say(command_line(run.arguments(args.data, out, extra=args.set)))
+        return 0
+    segmentation.check_backbones(runs)
+    paths = {segmentation.DATASET: args.data}
+    runner = segmentation.Runner(
+        out, paths=paths, jobs=args.jobs, minutes=args.minutes, settings=args.set, retry=args.retry
+    )
+    outcome = _make(runner, runs)
+    say_text(segmentation.write_results(out))
+    return _status(outcome, out)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -409,7 +454,7 @@ def run_report(args: argparse.Namespace) -> int:
     if not args.no_speed:
         runs = [run for run, folder in run_folders(out) if is_finished(folder)]
         measures.time_runs(out, runs, device=device, effort=Effort.choose(quick=True), log=say)
-    results = collect(out, onto=args.onto)
+    results = collect(out, onto=args.onto, sweeps=args.sweeps)
     files = write_report(results, out)
     if args.docs:
         files += write_docs(results, [path for path in files if path.suffix == ".png"], Path(args.docs))
@@ -419,10 +464,11 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    from study.pack import pack_models
+    from study.pack import pack_best, pack_models
     from study.results import collect
 
-    for path in pack_models(collect(Path(args.out)), folder=args.to):
+    results = collect(Path(args.out))
+    for path in [pack_best(results, folder=args.to)] if args.published else pack_models(results, folder=args.to):
         say(f"{path}, {path.stat().st_size / 1e6:.2f} MB")
     return 0
 
@@ -432,7 +478,7 @@ def _check_least(option: str, value: int, least: int) -> None:
         raise ValueError(f"{option} is {value}; expected {least} or more")
 
 
-def _make(runner: "GridRunner", runs: "list[Run]") -> "Outcome":
+def _make(runner: "GridRunner", runs: "Sequence[Run]") -> "Outcome":
     """Show a progress bar on a terminal, and lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -147,6 +147,7 @@ WINDOWS = {
     for window in WINDOW_SIZES
     for residual in (False, True)
 }  # fmt: skip
+WINDOW_ENDS = tuple(f"swin_window{size(WINDOW_SIZES)}_residual" for size in (min, max))
 BASELINES = {
     "hydra": _deit("Hydra", attention="hydra"),
     "efficient": _deit("Efficient", attention="efficient"),
@@ -310,7 +311,12 @@ SHARED_MAP_ROWS = tuple(
     for attention in ("linear", "inline")
 )
 # One recipe for all: the leaderboard.
-FAMILY_ROWS = (*MAIN, "focused", *FAMILY)
+FAMILY_ROWS = (*MAIN, *BASELINES, *FAMILY)
+
+
+def epochs_of(row: str, epochs: int) -> int:
+    """The epochs of a row with as many updates as all images have in `epochs`: fewer images are seen more often."""
+    return round(epochs / ROWS[row].settings.get("data.train_share", 1))
 
 
 @dataclass(frozen=True)
@@ -325,17 +331,12 @@ class Group:
 
     def runs(self, *, main_epochs: int = MAIN_EPOCHS) -> list[Run]:
         return [
-            Run(self.dataset, row, self._length(row, epochs or main_epochs), seed, patch)
+            Run(self.dataset, row, epochs_of(row, epochs or main_epochs), seed, patch)
             for epochs in self.epochs
             for seed in self.seeds
             for patch in DATASETS[self.dataset].patches
             for row in self.rows
         ]
-
-    @staticmethod
-    def _length(row: str, epochs: int) -> int:
-        """Fewer images are seen more often, so that the number of updates is the same."""
-        return round(epochs / ROWS[row].settings.get("data.train_share", 1))
 
 
 # In the order of training. The runs that decide verdicts come first.
@@ -344,13 +345,19 @@ GROUPS = {
     "main": Group("the five main models, three seeds", tuple(MAIN), (0,), SEEDS),
     "shared_maps": Group("injectivity at equal φ", SHARED_MAP_ROWS, (0,), SEEDS),
     "gain": Group("does a learned gain or a larger start close the gap?", tuple(GAINS), (0,), SEEDS),
-    "family": Group("every attention under one recipe: the leaderboard", FAMILY_ROWS, (0,), SEEDS),
     "long": Group("the five main models for longer", tuple(MAIN), (LONG_EPOCHS,), SEEDS),
     "data_size": Group("do the gaps depend on the number of images?", tuple(SMALLER_DATA), (0,), SEEDS),
+    "augmentation": Group(
+        "does augmentation change the gap?", ("linear_residual_published", "inline_published"), (LONG_EPOCHS,), SEEDS
+    ),
+    "family": Group("every attention under one recipe: the leaderboard", FAMILY_ROWS, (0,), SEEDS),
+    "feature_maps": Group(
+        "other feature maps", ("softmax", "linear", "inline_plain", *FEATURE_MAPS), (VARIANT_EPOCHS,), SEEDS
+    ),
+    "window_ends": Group("the smallest window and the whole map, three seeds", WINDOW_ENDS, (VARIANT_EPOCHS,), SEEDS),
     "published": Group("published augmentation and clipping", tuple(PUBLISHED), (PUBLISHED_EPOCHS,), SEEDS[:2]),
     "backbones": Group("backbones for segmentation", tuple(BACKBONES), (0,)),
     "tokens": Group("the number of tokens", tuple(MAIN), (TOKENS_EPOCHS,), dataset="imagenette"),
-    "feature_maps": Group("other feature maps", tuple(FEATURE_MAPS), (VARIANT_EPOCHS,)),
     "baselines": Group("older linear attentions", tuple(BASELINES), (VARIANT_EPOCHS,)),
     "windows": Group("the size of the windows", tuple(WINDOWS), (VARIANT_EPOCHS,)),
     "deep": Group("twice the depth", tuple(DEEP), (VARIANT_EPOCHS,)),

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +32,7 @@ from study.intervals import bootstrap
 from study.results import ANALYSIS, SPEED, is_early, run_folders
 from study.runner import is_finished
 
-IMAGES = 1000  # evenly spaced in the validation split; a fifth of the images above MANY_TOKENS
-RANK_IMAGES = 50  # singular values take the most time; a tenth of the images above MANY_TOKENS
-MANY_TOKENS = 300
+IMAGES = 1000  # evenly spaced in the validation split
 BATCH = 20
 MASKED_SIDES = (3, 5, 7)
 # (τ, ρ), from strict to loose. The paper does not give its thresholds, so no single pair decides.
@@ -72,13 +70,12 @@ def analyse_runs(
         if run.dataset not in paths:
             raise ValueError(f"{run.name} needs its images to be analysed: give --data {run.dataset}=FOLDER")
         path.parent.mkdir(exist_ok=True)
-        few = images if run.tokens < MANY_TOKENS else max(1, images // 5)
         model, loader = open_model(
-            None, str(weights), path=paths[run.dataset], device=device, images=few, batch_size=BATCH
+            None, str(weights), path=paths[run.dataset], device=device, images=images, batch_size=BATCH
         )
-        if found.get("images") != few or is_early(found):
+        if found.get("images") != images or is_early(found):
             found, due = {}, list(PARTS)
-        found |= dict(images=few, commit=describe_environment()["inline-attention"], machine=machine_name(device))
+        found |= dict(images=images, commit=describe_environment()["inline-attention"], machine=machine_name(device))
         for part in due:
             log(f"analysing {run.name}: {part}")
             found[part] = to_plain(PARTS[part](model, loader))
@@ -100,9 +97,10 @@ def _measure_ablation(model: nn.Module, loader: EvalLoader) -> list[dict[str, An
 
 
 def _measure_rank(model: nn.Module, loader: EvalLoader) -> dict[str, Any]:
-    few = RANK_IMAGES if _side(model, loader) ** 2 < MANY_TOKENS else RANK_IMAGES // 10
-    result = measure_rank(model, islice(_single(loader), few))
-    return dict(result.summary(), by_layer=result.means(result.effective))
+    result = measure_rank(model, _images(loader))
+    # Mean over heads, windows and layers, for each image
+    by_image = np.mean([np.nanmean(layer.reshape(result.images, -1), axis=1) for layer in result.effective], axis=0)
+    return dict(result.summary(), by_layer=result.means(result.effective), interval=bootstrap(by_image))
 
 
 def _measure_masking(model: nn.Module, loader: EvalLoader) -> dict[str, Any]:
@@ -166,11 +164,6 @@ def _images(loader: EvalLoader) -> Iterator[Tensor]:
     return (batch.images for batch in loader)
 
 
-def _single(loader: EvalLoader) -> Iterator[Tensor]:
-    """Images one by one, each (1, C, H, W), evenly spaced over the batches."""
-    return (batch.images[i : i + 1] for i in range(loader.batch_size) for batch in loader if i < len(batch.images))
-
-
 def _side(model: nn.Module, loader: EvalLoader) -> int:
     """The tokens along the shorter side of the first map."""
     return min(loader.input_shape[1:]) // getattr(model, "patch_size", 4)  # Swin's patches are 4 pixels
@@ -230,11 +223,11 @@ def measure_speed(
                 step = partial(training_step, loss_of=loss_of, autocast=autocast)
                 infer = partial(inference_step, images=images, autocast=autocast)
                 candidates[row] = Candidate(partial(build_model, run), mode, step if training else infer, training)
-            for row, (timing, peak) in compare(candidates, device=device, effort=effort).items():
+            for row, found in compare(candidates, device=device, effort=effort).items():
                 key = "train" if training else "infer"
                 entry = rows.setdefault(speed_name(dataset, patch, row), {"batch": batch})
-                entry[key] = batch / timing.median if isinstance(timing, Timing) else None
-                entry[f"{key}_peak_bytes"] = peak
+                entry[key] = batch / found.timing.median if isinstance(found.timing, Timing) else None
+                entry[f"{key}_peak_bytes"] = found.peak_bytes
     return {
         "machine": machine_name(device),
         "mode": mode,

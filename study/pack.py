@@ -13,10 +13,10 @@ from inline_attention.models import schema, shipped
 from inline_attention.models._checkpoint import Checkpoint, errors_name, open_checkpoint
 from inline_attention.models.base import VisionModel
 from inline_attention.models.weights import load_checkpoint, restore
-from study.grid import DATASETS, Run
+from study.grid import DATASETS, PUBLISHED, ROWS, Run
 from study.measures import weights_file
 from study.report import remake
-from study.results import Results, Setting
+from study.results import Results, RunResult, Setting
 
 # Arguments that do not change the trained model, and arguments with a default for each attention.
 _TRAINING_ARGUMENTS = ("drop_rate", "proj_drop_rate", "drop_path_rate")
@@ -60,13 +60,37 @@ def pack_models(results: Results, *, folder: str | os.PathLike[str] | None = Non
         # Always the first seed: nothing is selected by validation accuracy.
         result = results.find(setting, row)
         assert result is not None
-        weights = weights_file(result.folder)
-        if not weights.exists():
-            raise ValueError(f"{weights} is missing: {name} is made from it")
-        data = f"{DATASETS[setting.dataset].title}; top-1 after the last epoch, of {result.images:,} validation images"
-        seed, recipe, top1 = result.run.seed, remake(result), result.top1
-        files.append(pack_weights(weights, name=name, data=data, seed=seed, recipe=recipe, top1=top1, folder=folder))
+        files.append(_pack_run(result, name=name, folder=folder))
     return files
+
+
+def pack_best(results: Results, *, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Write the row with the highest mean of the longest training with the published augmentation: its first seed.
+
+    A row with the architecture of a model of the package gets its name, and by default its place. Another row gets its
+    own name, and needs a folder: `load_model` opens the file, but the package does not know the model.
+    """
+    rows = {s: {row: x.mean for row, x in results.rows(s).items() if row in PUBLISHED} for s in results.settings}
+    setting = max((s for s in rows if rows[s]), key=lambda s: s.epochs, default=None)
+    if setting is None:
+        raise ValueError(f"no run of the group published has finished: train some of {', '.join(PUBLISHED)}")
+    best = max(rows[setting], key=rows[setting].__getitem__)
+    name = next((name for name, row in PACKED_ROWS.items() if best == f"{row}_published"), best)
+    if name == best and folder is None:
+        raise ValueError(f"{best} is the best row, and the package has no model like it: give a folder (--to)")
+    result = results.find(setting, best)
+    assert result is not None
+    return _pack_run(result, name=name, folder=folder)
+
+
+def _pack_run(result: RunResult, *, name: str, folder: str | os.PathLike[str] | None) -> Path:
+    weights = weights_file(result.folder)
+    if not weights.exists():
+        raise ValueError(f"{weights} is missing: {name} is made from it")
+    title = DATASETS[result.run.dataset].title
+    data = f"{title}; top-1 after the last epoch, of {result.images:,} validation images"
+    seed, recipe, top1 = result.run.seed, remake(result), result.top1
+    return pack_weights(weights, name=name, data=data, seed=seed, recipe=recipe, top1=top1, folder=folder)
 
 
 def pack_weights(
@@ -86,20 +110,21 @@ def pack_weights(
 
     Args:
         source: a file that `inline train` wrote, such as RUN/checkpoints/best.safetensors.
-        name: one of `SHIPPED`. The source must have exactly its architecture and preprocessing.
+        name: one of `SHIPPED`, or a row of the grid. The source must have exactly the architecture and preprocessing of
+            a model in `SHIPPED`. A row's file describes its own model.
         data: the data set of training and evaluation.
         seed: seed of the run.
         recipe: recipe of the run. None: the one that the source names.
         top1: accuracy on the validation split in per cent. None: the one that the source names.
         folder: folder for NAME.safetensors. None: the place in the package.
     """
-    if name not in shipped.SHIPPED:
-        raise ValueError(f"name={name!r}; expected one of {', '.join(shipped.SHIPPED)}")
+    if name not in (*shipped.SHIPPED, *ROWS):
+        raise ValueError(f"name={name!r}; expected one of {', '.join(shipped.SHIPPED)}, or a row of the grid")
     checkpoint = open_checkpoint(source)
     if schema.read_description(checkpoint.info) is None:
         raise ValueError(f"{source} does not describe its model: expected a file that `inline train` wrote")
     trained = restore(checkpoint, origin=str(source))
-    model = create_model(name)
+    model = create_model(name) if name in shipped.SHIPPED else trained
     assert isinstance(model, VisionModel)
     assert isinstance(trained, VisionModel)
     with errors_name(source):
@@ -112,7 +137,8 @@ def pack_weights(
             "data": data,
             "seed": str(seed),
         }
-        _check_preprocessing(json.loads(facts["preprocessing"]), model)
+        if name in shipped.SHIPPED:
+            _check_preprocessing(json.loads(facts["preprocessing"]), model)
     load_checkpoint(model, checkpoint, origin=str(source))
     model.half()
     if not all(p.isfinite().all() for p in model.parameters()):

@@ -263,7 +263,7 @@ def time_forms(
         }
         outcome = compare(candidates, device=device, effort=Effort.choose(quick=True))
         for title, mode in modes:
-            timing, _ = outcome[f"{title}, {mode}"]
+            timing = outcome[f"{title}, {mode}"].timing
             if isinstance(timing, Timing):
                 rows.append(Speed(title, size, batch, mode, round(batch / timing.median, 1)))
             else:

@@ -45,7 +45,8 @@ TOPICS = {
         "gap", "inline_linear", "inline_softmax", "inline_linear_residual", "other_linear", "windows",
     ),
     "Injectivity": (
-        "injectivity", "injectivity_residual", "feature_maps", "mapped_softmax", "length", "length_skip", "confusion",
+        "injectivity", "injectivity_residual", "feature_maps", "mapped_softmax", "length", "length_inline",
+        "length_skip", "length_skip_inline", "confusion",
     ),
     "Local modelling": (
         "residual_inline", "residual_linear", "local_residual", "local_softmax", "control", "locality", "locality_mean",
@@ -54,6 +55,24 @@ TOPICS = {
     "Speed": ("cost", "speed_math", "speed_flash", "window_speed"),
 }  # fmt: skip
 WHY = "Why is linear attention with the residual ahead of InLine?"  # the part of the explanations
+# The answer in words to the question of the page: claim → verdict → sentence.
+OPENING = {
+    "gap": {
+        SUPPORTED: "Linear attention is behind softmax attention here.",
+        INCONCLUSIVE: "Whether linear attention is behind at all is not certain here.",
+        CONTRADICTED: "Linear attention is not behind softmax attention here.",
+    },
+    "injectivity": {
+        SUPPORTED: "Injectivity alone raises accuracy.",
+        INCONCLUSIVE: "Whether injectivity alone raises accuracy is open.",
+        CONTRADICTED: "Injectivity alone does not raise accuracy with every φ.",
+    },
+    "residual_linear": {
+        SUPPORTED: "Local modelling raises the accuracy of linear attention.",
+        INCONCLUSIVE: "Whether local modelling raises the accuracy of linear attention is open.",
+        CONTRADICTED: "Local modelling does not raise the accuracy of linear attention.",
+    },
+}
 # What the page answers first, by claim.
 QUESTIONS = {
     "gap": "Is softmax attention ahead of linear attention?",
@@ -63,6 +82,9 @@ QUESTIONS = {
     "inline_linear_residual": "Is InLine ahead of linear attention with the same residual?",
     "cost": "Is InLine faster than softmax attention, where there are many tokens?",
 }
+SHOWN_PARTS = 2  # a claim with more comparisons is shown by its lowest
+# Commits that timed linear attention before it had kernels of its own.
+WITHOUT_KERNELS = ("05a71da56ed1", "96faf3740015")
 _ANSWERS = {SUPPORTED: "Yes", CONTRADICTED: "No", INCONCLUSIVE: "Not decided"}
 
 
@@ -103,7 +125,7 @@ def write_docs(results: Results, figures: Sequence[Path], docs: Path) -> list[Pa
     readme = docs.parent / "README.md"
     if readme.exists() and all(mark in (text := readme.read_text(encoding="utf-8")) for mark in _MARKS):
         before, after = text.split(_MARKS[0])[0], text.split(_MARKS[1])[1]
-        _write(readme, f"{before}{_MARKS[0]}\n\n{front(results, claims)}\n{_MARKS[1]}{after}")
+        _write(readme, f"{before}{_MARKS[0]}\n\n{front(results)}\n{_MARKS[1]}{after}")
         written.append(readme)
     return written
 
@@ -198,9 +220,11 @@ def _draw(results: Results, claims: Sequence[Claim], out: Path) -> list[Path]:
         for setting in [main, *results.longer_settings]
     }
     effects = [
-        (f"{claim.claim}{_lowest(claim)}", claim.effect, claim.limit, claim.verdict)
+        (f"{claim.claim}{f' ({part})' if part else _lowest(claim)}", shown.effect, claim.limit, claim.verdict)
         for claim in claims
-        if claim.effect and _is_drawn(claim)
+        if _is_drawn(claim)
+        for part, shown in _shown(claim)
+        if shown.effect is not None
     ]
     caption = f"{DATASETS[main.dataset].title}. Above: a point for each seed. "
     caption += "Below: 95 % intervals, paired by seed; dotted: the limit that decides"
@@ -319,16 +343,17 @@ def page(results: Results, claims: Sequence[Claim], figures: Sequence[str]) -> s
     main = results.main_setting
     left = len({run for group in plan(results) for run in group.left})
     values: dict[str, object] = {
+        "opening": opening(claims),
         "answers": answers(claims),
-        "verdicts": _counts(claims),
-        "claim_table": claim_table(claims, explain(results)),
+        "verdict_table": verdict_table(claims),
+        "topics": topics(claims, explain(results)),
         "changes": changes(claims),
         "answer_picture": _pictures(figures, "answer"),
         "missing": left or None,
-        "provenance": made_on(results),
+        **_skip_verdicts(claims),
     }
     if main is not None:
-        values |= {"setting": main, "highest": _highest(results, main)}
+        values |= {"epochs": main.epochs, "highest": _highest(results, main)}
     return fill("results", values)
 
 
@@ -336,9 +361,6 @@ def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) ->
     """All tables, commands and commits, as Markdown. `figures` are links."""
     main = results.main_setting
     values: dict[str, object] = {
-        "comparison_table": comparison_table(claims),
-        "untestable": _table(["claim", "why"], [[c.claim, c.about] for c in claims if c.verdict == NOT_TESTABLE]),
-        "explanation_table": _table(["explanation", "experiment"], [[c.claim, c.about] for c in explain(results)]),
         "missing_table": missing_table(results),
         "part_table": part_table([*claims, *explain(results)]),
         "analysis_table": analysis_table(results),
@@ -349,6 +371,7 @@ def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) ->
         "failure_table": failure_table(results),
         "again_table": again_table(results),
         "commands": command_list(results),
+        "provenance": made_on(results),
         "device_minutes": f"{results.device_seconds / 60:.0f}" if results.device_seconds else None,
         "speed_pictures": _pictures(figures, "speed", "curves"),
         "gap_pictures": _pictures(figures, "epochs", "tokens"),
@@ -356,10 +379,12 @@ def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) ->
         "probe_pictures": _pictures(figures, "probes"),
     }
     if main is not None:
-        values |= {"setting": main, "front_table": front_table(results, main)}
+        values |= {"data": DATASETS[main.dataset].title, "tokens": main.tokens}
+        values |= {"front_table": front_table(results, main)}
     if results.speed is not None:
         where = _where(results.speed["commits"], results.speed["machine"])
         values |= {"how_timed": _how_timed(results.speed), "timed_where": where}
+        values |= {"without_kernels": _without_kernels(results)}
     if results.probes is not None:
         environment = results.probes["environment"]
         where = _where([environment["inline-attention"]], environment["cpu"])
@@ -368,36 +393,76 @@ def tables(results: Results, claims: Sequence[Claim], figures: Sequence[str]) ->
     return fill("tables", values)
 
 
-def _counts(claims: Sequence[Claim]) -> str:
-    """A text such as "2 supported, 1 inconclusive"."""
-    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(claim.verdict for claim in claims).items())
+def verdict_table(claims: Sequence[Claim]) -> str:
+    """How many of the claims that can be tested have each verdict."""
+    counts = Counter(claim.verdict for claim in claims)
+    verdicts = (SUPPORTED, CONTRADICTED, INCONCLUSIVE)
+    return _table(verdicts, [[counts[verdict] for verdict in verdicts]]) if claims else ""
+
+
+def opening(claims: Sequence[Claim]) -> str:
+    return " ".join(OPENING[claim.name][claim.verdict] for claim in claims if claim.name in OPENING)
 
 
 def answers(claims: Sequence[Claim]) -> str:
-    """The first lines of the page: questions of people, with their answers."""
+    """The first table of the page: questions of people, with their answers."""
     by_name = {claim.name: claim for claim in claims}
     lines = []
     for name, question in QUESTIONS.items():
         if (claim := by_name.get(name)) is not None:
-            effect, interval = _effect(claim)
-            between = f" ({interval})" if claim.effect is not None and claim.effect.margin is not None else ""
-            lines.append(f"- {question} **{_ANSWERS[claim.verdict]}:** {effect}{between}.")
-    return "\n".join(lines)
+            for number, (part, shown) in enumerate(_shown(claim)):
+                first = ["", ""] if number else [question, f"**{_ANSWERS[claim.verdict]}**"]
+                lines.append([*first, *_effect(shown), part or "–"])
+    return _table(["question", "answer", "effect", "95 % interval", "with"], lines) if lines else ""
 
 
-def claim_table(claims: Sequence[Claim], explanations: Sequence[Claim]) -> str:
-    """All claims by topic, the explanations, and last what cannot be tested."""
+def topics(claims: Sequence[Claim], explanations: Sequence[Claim]) -> str:
+    """A section for each topic: the table of its claims, and what each compares. Last what cannot be tested."""
     by_name = {claim.name: claim for claim in claims}
-    parts = {topic: [by_name[name] for name in names if name in by_name] for topic, names in TOPICS.items()}
-    parts[WHY] = list(explanations)
-    lines: list[list[str]] = []
-    for topic, members in parts.items():
-        lines += [[f"**{topic}**", *[""] * 4]] if members else []
-        lines += [[claim.claim, *_effect(claim), _measured_on(claim), _verdict(claim)] for claim in members]
-    untestable = [claim for claim in claims if claim.verdict == NOT_TESTABLE]
-    lines += [["**Not testable here**", *[""] * 4]] if untestable else []
-    lines += [[claim.claim, "–", "–", "–", claim.verdict] for claim in untestable]
+    members = {topic: [by_name[name] for name in names if name in by_name] for topic, names in TOPICS.items()}
+    members[WHY] = list(explanations)
+    sections = [f"### {topic}\n\n{claim_table(found)}\n{described(found)}" for topic, found in members.items() if found]
+    if untestable := [claim for claim in claims if claim.verdict == NOT_TESTABLE]:
+        reasons = "\n".join(f"- *{claim.claim}*: {claim.about}" for claim in untestable)
+        sections.append(f"### Not testable here\n\n{reasons}")
+    return "\n\n".join(sections)
+
+
+def claim_table(claims: Sequence[Claim]) -> str:
+    """A line for each claim, or for each of its comparisons if they are few. Claims have numbers."""
+    lines = []
+    for number, claim in enumerate(claims, start=1):
+        first = [f"{number}. {claim.claim}", _verdict(claim)]
+        for _, shown in _shown(claim):
+            lines.append([first[0], *_effect(shown), _measured_on(shown), first[1]])
+            first = ["", ""]
     return _table(["claim", "effect", "95 % interval", "measured on", "verdict"], lines)
+
+
+def described(claims: Sequence[Claim]) -> str:
+    """By number: what each claim compares and how its effect makes the verdict, in up to four sentences.
+
+    That there is one seed or no measurement is said by the table.
+    """
+    readings = [claim.reading if claim.effect is not None and claim.effect.seeds != 1 else "" for claim in claims]
+    pairs = enumerate(zip(claims, readings, strict=True), start=1)
+    return "\n".join(f"{number}. {claim.about} {reading}".rstrip() for number, (claim, reading) in pairs)
+
+
+def _shown(claim: Claim) -> list[tuple[str, Claim]]:
+    """The comparisons of a claim if they are few, by name. Otherwise the claim itself."""
+    if not 0 < len(claim.parts) <= SHOWN_PARTS:
+        return [("", claim)]
+    return [
+        (part, replace(claim, effect=effect, parts={}, where="; ".join(filter(None, [part, claim.where]))))
+        for part, effect in claim.parts.items()
+    ]
+
+
+def _skip_verdicts(claims: Sequence[Claim]) -> dict[str, object]:
+    """Of the length probe with a skip connection, if it was measured."""
+    names = {"length_skip": "skip_verdict", "length_skip_inline": "skip_inline_verdict"}
+    return {names[c.name]: c.verdict for c in claims if c.name in names and c.effect is not None}
 
 
 def made_on(results: Results) -> str:
@@ -411,7 +476,7 @@ def made_on(results: Results) -> str:
     if results.speed is not None:
         lines.append(f"- speed: {_where(results.speed['commits'], results.speed['machine'])}")
     if results.sweep is not None:
-        lines.append(f"- speed by resolution: {_where([results.sweep.commit], results.sweep.machine)}")
+        lines.append(f"- speed by resolution: {_where(results.sweep.commit.split(' and '), results.sweep.machine)}")
     if results.probes is not None:
         environment = results.probes["environment"]
         lines.append(f"- probes: {_where([environment['inline-attention']], environment['cpu'])}")
@@ -441,13 +506,6 @@ def _lowest(claim: Claim) -> str:
 def _measured_on(claim: Claim) -> str:
     lowest = [name for name, effect in claim.parts.items() if effect == claim.effect and name not in claim.where]
     return "; ".join([*lowest[:1], claim.where]) or "–"
-
-
-def comparison_table(claims: Sequence[Claim]) -> str:
-    """What each claim compares, and how its effect makes the verdict."""
-    return _table(["claim", "what is compared", "verdict"],
-                  [[c.claim, c.about, f"{c.verdict}. {c.reading}".rstrip()] for c in claims
-                   if c.verdict != NOT_TESTABLE])  # fmt: skip
 
 
 def part_table(claims: Sequence[Claim]) -> str:
@@ -571,7 +629,7 @@ def _is_told_apart(effect: Effect) -> bool:
 
 
 def shared_map_table(results: Results) -> str:
-    """Linear against InLine attention with the same φ, without and with the residual. Empty without a pair."""
+    """Linear against InLine attention with the same φ, over the seeds that both have. Empty without a pair."""
     lines = []
     for name in PHI:
         for residual in (False, True):
@@ -579,10 +637,10 @@ def shared_map_table(results: Results) -> str:
                 continue
             pair = [shared_map_row(attention, name, residual=residual) for attention in ("inline", "linear")]
             for setting in results.settings_of(*pair)[:1]:
-                rows, effect = results.rows(setting), results.difference(setting, *pair)
-                assert effect is not None
-                cells = [PHI[name], "with" if residual else "without", setting.epochs, effect.seeds]
-                lines.append([*cells, rows[pair[1]], rows[pair[0]], _gap(results, setting, (pair[0], pair[1]))])
+                top1 = results.common_seeds(setting, pair)
+                inline, linear = (Sample({seed: of[row] for seed, of in top1.items()}) for row in pair)
+                cells = [PHI[name], "with" if residual else "without", setting.epochs, len(top1)]
+                lines.append([*cells, linear, inline, _gap(results, setting, (pair[0], pair[1]))])
     header = ["φ", "residual", "epochs", "seeds", "linear (%)", "InLine (%)", "InLine − linear"]
     return _table(header, lines) if lines else ""
 
@@ -605,7 +663,7 @@ def again_table(results: Results) -> str:
     return _table(["run", "top-1 (%)", "again", "the row, over its seeds", "commit, machine"], lines)
 
 
-def front(results: Results, claims: Sequence[Claim]) -> str:
+def front(results: Results) -> str:
     """The part of the README: one table."""
     main = results.main_setting
     if main is None:
@@ -619,14 +677,20 @@ def front(results: Results, claims: Sequence[Claim]) -> str:
             "parameters": f"{count_parameters(inline.run) / 1e6:.1f}",
             "front_table": front_table(results, main),
             "highest": _highest(results, main),
-            "verdicts": _counts(claims),
+            "without_kernels": _without_kernels(results),
         },
     )
 
 
+def _without_kernels(results: Results) -> str:
+    """The rows that were timed without fused kernels while InLine had them. Empty if there are none."""
+    commits = [] if results.speed is None else results.speed["commits"]
+    return "linear attention" if any(old in commit for commit in commits for old in WITHOUT_KERNELS) else ""
+
+
 def _highest(results: Results, setting: Setting) -> str:
-    """The title of the row with the highest mean."""
-    rows = results.rows(setting)
+    """The title of the main row with the highest mean."""
+    rows = {row: sample for row, sample in results.rows(setting).items() if row in MAIN}
     return ROWS[max(rows, key=lambda row: rows[row].mean)].title
 
 
@@ -728,12 +792,23 @@ def analysis_table(results: Results) -> str:
             ROWS[r.run.row].title, r.run.epochs, r.run.seed, r.analysis["images"],
             *(confused or ["–"] * len(CONFUSED_AT)), neighbourhood,
             *(drops.get((what, "kept"), drops.get((what, "none"), "–")) for what in ("local", "random")),
-            *(ablation.get(title, "–") for title in (WITHOUT_RESIDUAL, SPREAD_EVENLY)),
+            *(ablation.get(title, "–") for title in (WITHOUT_RESIDUAL, SPREAD_EVENLY)), _rank(r.analysis),
         ])  # fmt: skip
     pairs = [f"confused, τ = {tau:g}, ρ = {rho:g}" for tau, rho in CONFUSED_AT]
     lost = ["lost by local masks", "by random masks", "without the residual", "with attention spread evenly"]
     header = ["model", "epochs", "seed", "images", *pairs, "3×3 in the first layer, times chance", *lost]
+    header.append("effective rank")
     return _table(header, lines) if lines else ""
+
+
+def _rank(analysis: Mapping[str, Any]) -> str:
+    """Of version 0.2: from few images, without an interval."""
+    rank = analysis.get("rank")
+    if rank is None:
+        return "–"
+    if "interval" not in rank:
+        return f"{rank['mean_effective']:.1f} ({rank['images']} images)"
+    return _with_interval(rank["mean_effective"], rank["interval"])
 
 
 def _with_interval(value: float, interval: Sequence[float], *, digits: int = 1) -> str:
@@ -775,9 +850,7 @@ def looked_at(results: Results, setting: Setting, rows: Sequence[str]) -> str:
         "rank_images": _or(counts("rank")),
         "masked": _most_masked(results, setting, rows) or None,
         "points": " or ".join(f"{100 / images:g}" for images in counts("masking")),
-        "thresholds": " / ".join(f"τ = {tau:g}, ρ = {rho:g}" for tau, rho in CONFUSED_AT)
-        if any("confused" in analysis for analysis in found)
-        else None,
+        "thresholds": len(CONFUSED_AT) if any("confused" in analysis for analysis in found) else None,
     }
     localities = [analysis["locality"] for analysis in found if "locality" in analysis]
     if len({chance for locality in localities for chance in locality["chance"]}) == 1:  # equal maps

@@ -193,11 +193,15 @@ def run_folders(out: Path) -> list[tuple[Run, Path]]:
     return [(run, folder) for run, folder in found if run is not None]
 
 
-def collect(out: Path, *, onto: Path | None = None, may_be_empty: bool = False) -> Results:
+def collect(out: Path, *, onto: Path | None = None, sweeps: Sequence[Path] = (), may_be_empty: bool = False) -> Results:
     """Finished runs of a folder, added to those of an earlier report's results.json if `onto` names one.
 
     With `onto`, the folder may be missing or empty. ValueError if there is no result at all, unless that is expected.
+
+    sweeps: records of `inline bench sweep`. A size is taken from the first that has it.
     """
+    if sweeps:
+        return replace(collect(out, onto=onto, may_be_empty=may_be_empty), sweep=_read_sweeps(sweeps))
     if onto is not None:
         return _added(read_report(onto), _read_folder(out), out)
     if not out.is_dir() and not may_be_empty:
@@ -220,7 +224,7 @@ def _read_folder(out: Path) -> Results:
         sessions=[(session["start"], session["seconds"]) for session in sessions],
         probes=_read_json(out / PROBES),
         speed=_read_json(out / SPEED),
-        sweep=_read_sweep(out / SWEEP),
+        sweep=_read_sweeps([out / SWEEP]) if (out / SWEEP).exists() else None,
     )
 
 
@@ -350,9 +354,19 @@ def _changed_settings(run: Run, folder: Path) -> list[str]:
     return [f"{key}={as_yaml(value)}" for key, value, expected in values if value != expected]
 
 
-def _read_sweep(path: Path) -> Sweep | None:
-    if not path.exists():
-        return None
+def _read_sweeps(paths: Sequence[Path]) -> Sweep:
+    """One sweep of several records. A size is taken from the first that has it."""
+    found = [_read_sweep(path) for path in paths]
+
+    def merged(name: str) -> dict[int, float]:
+        ratios = {side: ratio for sweep in reversed(found) for side, ratio in getattr(sweep, name).items()}
+        return dict(sorted(ratios.items()))
+
+    commits, machines = (" and ".join(dict.fromkeys(getattr(s, name) for s in found)) for name in ("commit", "machine"))
+    return Sweep(merged("ratios"), merged("math_ratios"), commits, machines)
+
+
+def _read_sweep(path: Path) -> Sweep:
     _, facts, results = read_record(path, kinds=("model",))
     deit = [r for r in results if (r["model"], r["task"]) == ("inline_deit_tiny", "infer") and r["error"] is None]
     rates = {(r["img_size"], r["contender"]): r["images_per_second"] for r in fastest(deit, lambda r: (r["img_size"],))}

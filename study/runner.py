@@ -267,12 +267,16 @@ class GridRunner:
                 self.done += 1
                 self.outcome.finished.append(name)
                 summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
-                self.log(f"{name}: top-1 {summary['val_top1']:.2f}% in {seconds:.0f} s ({self.done}/{self.total})")
+                self.log(f"{name}: {self._describe(summary)} in {seconds:.0f} s ({self.done}/{self.total})")
             elif not job.stopped and job.process.returncode not in STOPPED:
                 lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
                 (folder / FAILURE).write_text("\n".join(lines[-5:]) + "\n", encoding="utf-8")
                 self.outcome.failed.append(name)
                 self.log(f"{name} failed: {lines[-1] if lines else 'nothing was printed'}")
+
+    @staticmethod
+    def _describe(summary: Mapping[str, Any]) -> str:
+        return f"top-1 {summary['val_top1']:.2f}%"
 
     def _stop_all(self) -> None:
         for job in self.running:

@@ -50,6 +50,7 @@ def analysis(
     local: float,
     random: float,
     without_residual: float = 30.0,
+    whole: float = 50.0,
 ) -> dict[str, Any]:
     """Of a model with a local residual; `local` and `random` are the shares of top-1 that masks of 49 tokens cost."""
 
@@ -67,7 +68,7 @@ def analysis(
             for (tau, rho), share in zip(CONFUSED_AT, (strict, strict, strict, loose), strict=True)
         ],
         "ablation": [
-            {"title": title, "lost": lost, "lost_interval": [lost - 1, lost + 1]}
+            {"title": title, "top1": whole - lost, "lost": lost, "lost_interval": [lost - 1, lost + 1]}
             for title, lost in (("the whole model", 0.0), ("without the residual", without_residual))
         ],
         "locality": {

@@ -10,7 +10,8 @@ def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> s
     """Fill the template NAME.template: `values` replace its $names. Text about missing values is left out.
 
     - A paragraph is left out if a name in it has no value (None or "").
-    - A paragraph without names belongs to the next one with names, and is left out with it.
+    - A paragraph without names belongs to the next one with names, and is left out with it. At the end of a section it
+      stays, unless all that has names was left out.
     - A paragraph that begins with `?name` does the same, but only if that name has a value; `!name`: if it has none.
     - A heading without text below it is left out.
     """
@@ -18,6 +19,7 @@ def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> s
     kept: list[str] = []
     heading: list[str] = []
     introduction: list[str] = []
+    lacks = False  # whether a paragraph of the section was left out
     text = Path(__file__).with_name(f"{name}.template").read_text(encoding="utf-8")
     for paragraph in text.strip().split("\n\n"):
         condition, _, rest = paragraph.partition(" ")
@@ -27,11 +29,12 @@ def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> s
         if is_conditional and (condition[1:] in known) != (condition[0] == "?"):
             continue
         if not names <= known.keys():
-            introduction = []
+            introduction, lacks = [], True
             continue
         filled = string.Template(body).substitute(known).strip("\n")
         if paragraph.startswith("#"):
-            heading, introduction = [filled], []
+            kept += _end_of_section(heading, introduction, lacks)
+            heading, introduction, lacks = [filled], [], False
         elif is_conditional or not names:
             introduction.append(filled)
         else:
@@ -39,7 +42,12 @@ def fill(name: str, values: Mapping[str, object], *, between: str = "\n\n") -> s
                 heading = []
             kept += [*heading, *introduction, filled]
             heading, introduction = [], []
-    return between.join([*kept, *introduction]) + "\n"
+    return between.join([*kept, *_end_of_section(heading, introduction, lacks)]) + "\n"
+
+
+def _end_of_section(heading: list[str], introduction: list[str], lacks: bool) -> list[str]:
+    """What is kept where a section ends. Its heading is pending if nothing with names was kept."""
+    return [*heading, *introduction] if introduction and not (heading and lacks) else []
 
 
 def _level(text: str) -> int:

@@ -1,12 +1,17 @@
 """The grid itself: equal parameters, commands that are valid, names that can be read back."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from inline_attention.data.batch_augment import BatchAugment
 from inline_attention.tasks.classification.config import TrainConfig
 from study.grid import (
     BACKBONES,
+    BASELINES,
     DEEP,
+    DEFAULT_GROUPS,
     GROUPS,
     MAIN,
     MAIN_EPOCHS,
@@ -57,6 +62,12 @@ def test_every_run_is_a_valid_command_and_has_its_own_name() -> None:
         assert parse_name(run.name) == run
 
 
+def test_the_page_counts_the_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "study.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(\w+)` \| .* \| (\d+) \|$", text, flags=re.MULTILINE)
+    assert {name: int(runs) for name, runs in shown} == {name: len(build_runs([name])) for name in DEFAULT_GROUPS}
+
+
 def test_the_main_rows_have_three_seeds() -> None:
     runs = build_runs(["main"], main_epochs=40)
     assert {(run.row, run.seed) for run in runs} == {(row, seed) for row in MAIN for seed in range(3)}
@@ -91,8 +102,9 @@ def test_gains_are_learned_from_one_and_from_more() -> None:
 def test_the_leaderboard_has_each_attention_with_and_without_residual() -> None:
     runs = build_runs(["family"])
     kinds = {run.row.removesuffix("_residual").removesuffix("_plain") for run in runs}
-    assert kinds == {"softmax", "linear", "inline", "mala", "rala", "polaformer", "tangent", "focused"}
-    for kind in kinds - {"inline"}:
+    main, older = {"softmax", "linear", "inline"}, BASELINES.keys()
+    assert kinds == {*main, *older, "mala", "rala", "polaformer", "tangent"}
+    for kind in kinds - {"inline"} - (older - {"focused"}):
         rows = {run.row: {r.seed for r in runs if r.row == run.row} for run in runs if run.row.startswith(kind)}
         assert rows == {kind: {0, 1, 2}, f"{kind}_residual": {0, 1, 2}}
     for row in {run.row for run in runs}:

@@ -11,12 +11,12 @@ from PIL import Image
 from inline_attention import create_model
 from inline_attention.data import DataConfig
 from inline_attention.models import shipped
-from inline_attention.models.weights import read_metadata, save_weights
+from inline_attention.models.weights import load_model, read_metadata, save_weights
 from inline_attention.tasks.classification.classifier import preprocessing
 from study.__main__ import main
 from study.grid import Run
 from study.measures import weights_file
-from study.pack import PACKED_ROWS, pack_models, shipped_runs
+from study.pack import PACKED_ROWS, pack_best, pack_models, shipped_runs
 from study.results import Results, RunResult, collect
 from study.runner import GridRunner
 
@@ -77,6 +77,44 @@ def test_a_length_that_lacks_a_row_is_not_packed(tmp_path: Path) -> None:
         pack_models(as_results(long))
     with pytest.raises(ValueError, match="there is nothing to pack"):
         pack_models(as_results([]))
+
+
+def published(out: Path, row: str, *, seed: int, top1: float, epochs: int = 300) -> RunResult:
+    run = Run("tiny_imagenet", f"{row}_published", epochs, seed, 4)
+    file = weights_file(out / run.name)
+    file.parent.mkdir(parents=True)
+    prepared = preprocessing(DataConfig(eval_transform="resize", interpolation="bilinear"))
+    about = {"class_names": "[]", "preprocessing": prepared}
+    config = run.config().model
+    save_weights(create_model(config.name, img_size=64, num_classes=100, **config.kwargs), file, metadata=about)
+    return RunResult(
+        run, out / run.name, top1, best=top1, images=5000, curve=[], seconds=1.0, analysis=None, changed=[],
+        commit="1 (abc)", machine="a cpu",
+    )  # fmt: skip
+
+
+def test_the_best_of_the_published_rows_is_packed(tmp_path: Path) -> None:
+    """By the mean of the seeds, of the longest training. Its first seed is packed."""
+    inline = [published(tmp_path, "inline", seed=seed, top1=top1) for seed, top1 in enumerate((55.0, 56.0))]
+    softmax = [published(tmp_path, "softmax", seed=seed, top1=top1) for seed, top1 in enumerate((50.0, 60.0))]
+    short = published(tmp_path, "inline", seed=0, top1=90.0, epochs=120)
+    path = pack_best(as_results([*inline, *softmax, short]), folder=tmp_path / "packed")
+    about = read_metadata(path)
+    assert (path.stem, about["seed"], about["top1"]) == ("inline_deit_study", "0", "55.00")
+    assert "schedule.epochs=300" in about["recipe"].split()
+    with pytest.raises(ValueError, match="no run of the group published has finished"):
+        pack_best(as_results([]))
+
+
+def test_a_best_row_that_the_package_does_not_know(tmp_path: Path) -> None:
+    runs = [published(tmp_path, row, seed=0, top1=top1) for row, top1 in (("inline", 50.0), ("linear_residual", 60.0))]
+    with pytest.raises(ValueError, match="the package has no model like it: give a folder"):
+        pack_best(as_results(runs))
+    path = pack_best(as_results(runs), folder=tmp_path / "packed")
+    assert path.name == "linear_residual_published.safetensors"
+    model = load_model(path)
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 100)
+    assert path.stat().st_size < 5e6
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from documented import commands
 from study_results import write_runs
 
 from study.__main__ import build_parser, main
-from study.grid import MAIN, Run, build_runs
+from study.grid import DEFAULT_GROUPS, MAIN, Run, build_runs
 from study.plan import expected_seconds, finish_time, plan
 from study.results import collect, read_report
 from study.runner import START_SECONDS
@@ -80,33 +80,60 @@ def test_recorded_runs_are_not_trained_again(tmp_path: Path, capsys: pytest.Capt
     assert len(left) == len(everything) - done
 
 
-def test_the_visits_make_all_that_is_missing() -> None:
+def test_one_command_makes_all_that_is_missing() -> None:
     lines = [
         command.words[3:] for command in commands(README) if command.words[:4] == ("python", "-m", "study", "train")
     ]
-    visits = [args for args in map(build_parser().parse_args, lines) if args.onto is not None]
-    assert {args.minutes for args in visits} == {9}
-    made = {run for args in visits for run in build_runs(args.groups, rows=args.rows)}
+    first, *_ = (args for args in map(build_parser().parse_args, lines) if args.onto is not None)
+    made = set(build_runs(first.groups or DEFAULT_GROUPS, rows=first.rows))
     left = {run for group in plan(read_report(RECORD)) for run in group.left}
     assert left
     assert left <= made
 
 
-def test_what_comes_home_is_reported(tmp_path: Path) -> None:
-    """The commands of the page pack a visit without what is large."""
+def test_the_minutes_of_the_page() -> None:
+    """Those that recorded runs give: of the missing runs of each line."""
+    found = read_report(RECORD)
+    done = {result.run for result in found.runs}
+    shown = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (\d+) \| (\d+) \|", README.read_text(), flags=re.MULTILINE)
+    assert len(shown) >= 5
+    for names, runs, minutes in shown:
+        left = [run for run in build_runs(re.findall(r"\w+", names)) if run not in done]
+        seconds = [expected_seconds(run, found.runs) for run in left]
+        assert (len(left), finish_time([s for s in seconds if s]) / 60) == (
+            int(runs),
+            pytest.approx(int(minutes), abs=0.5),
+        )
+
+
+def test_the_page_lists_every_file_in_plain_words() -> None:
+    text = README.read_text(encoding="utf-8")
+    modules = {path.name for path in README.parent.glob("*.py") if not path.name.startswith("__")}
+    assert modules <= set(re.findall(r"`(\w+\.py)`", text))
+    assert not re.findall(r"\b(?:visits?|travels?|comes? home|at home)\b", text, flags=re.IGNORECASE)
+
+
+def test_what_is_packed_is_reported(tmp_path: Path) -> None:
+    """The commands of the page pack runs without what is large."""
     there, home = tmp_path / "there", tmp_path / "home"
     write_runs(there / "runs" / "study", {"inline": [40.0], "linear": [39.0]}, epochs=120)
+    write_runs(there / "runs" / "study", {"inline_published": [50.0]}, epochs=300)
+    write_runs(there / "runs" / "study", {"softmax": [30.0]}, epochs=40)
     for folder in list((there / "runs" / "study").iterdir()):
         (folder / "checkpoints" / "step-1").mkdir(parents=True)
         for name in ("last.safetensors", "step-1/state.safetensors"):
             (folder / "checkpoints" / name).write_bytes(b"weights")
     (there / "runs" / "study" / ".compiled").mkdir()
-    records, weights = re.findall(r"^tar -cz?f .*\bruns\b.*$", README.read_text(), flags=re.MULTILINE)
+    records, weights = re.findall(r"^(?:tar -czf|find) .*\bruns\b.*$", README.read_text(), flags=re.MULTILINE)
     for line in (records, weights):
         subprocess.run(line, shell=True, check=True, cwd=there)
     home.mkdir()
     subprocess.run(["tar", "-xzf", there / "runs.tar.gz"], check=True, cwd=home)
-    assert collect(home / "runs" / "study").runs[0].top1 == 40.0
+    assert [result.top1 for result in collect(home / "runs" / "study").runs] == [40.0, 39.0, 50.0, 30.0]
     assert not [path for path in home.rglob("*") if path.name in ("checkpoints", ".compiled")]
     subprocess.run(f"cat {there}/weights.tar.* | tar -xf -", shell=True, check=True, cwd=home)
-    assert {path.name for path in home.glob("runs/study/*/checkpoints/*")} == {"last.safetensors"}
+    root = home / "runs" / "study"
+    assert sorted(path.relative_to(root).parts for path in root.glob("*/checkpoints/*")) == [
+        (f"tiny_imagenet-p4-{run}-s0", "checkpoints", "last.safetensors")
+        for run in ("e120-inline", "e120-linear", "e300-inline_published")
+    ]  # fmt: skip

@@ -8,15 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import commands
 from study_results import LINEAR, SOFTMAX, analysis, write_runs
 
 from study import pages
-from study.claims import explain, judge
+from study.__main__ import build_parser
+from study.claims import NOT_TESTABLE, explain, judge
 from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
 from study.pages import fill
 from study.report import (
     analysis_table,
-    comparison_table,
+    answers,
+    claim_table,
+    described,
     front,
     gap_table,
     leaderboard,
@@ -26,6 +30,7 @@ from study.report import (
     shared_map_table,
     tables,
     to_json,
+    verdict_table,
     write_report,
 )
 from study.results import collect
@@ -65,7 +70,7 @@ def test_windows_too_small_for_a_mask(tmp_path: Path) -> None:
     deit, swin = text.split("InLine-Swin instead of DeiT")
     assert "| linear (ReLU) | 30.00 |" in deit
     assert "| linear (ReLU) | 30.00 |" not in swin
-    assert deit.count("masks of 49 tokens") == swin.count("masks of 49 tokens") == 1
+    assert deit.count("Masks of 49 tokens") == swin.count("Masks of 49 tokens") == 1
 
 
 @pytest.mark.slow
@@ -101,9 +106,9 @@ def test_evenly_spread_attention_is_told_of_maps_of_one_size(tmp_path: Path) -> 
 
 def test_a_longer_training_is_a_column_of_the_first_table(tmp_path: Path) -> None:
     write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
-    assert "120 epochs" not in front(collect(tmp_path), [])
+    assert "120 epochs" not in front(collect(tmp_path))
     write_runs(tmp_path, {"inline": [50.0], "linear": [45.0]}, epochs=120)
-    text = front(collect(tmp_path), [])
+    text = front(collect(tmp_path))
     assert "top-1 (%), 40 epochs, 3 seeds each | top-1 (%), 120 epochs, one seed each" in text
     assert "| linear (ReLU) | 40.10 ± 0.10 | 45.00 |" in text
     assert "| softmax | 40.10 ± 0.10 | – |" in text
@@ -112,7 +117,7 @@ def test_a_longer_training_is_a_column_of_the_first_table(tmp_path: Path) -> Non
 def test_a_longer_training_of_other_rows_is_not_in_the_first_table(tmp_path: Path) -> None:
     write_runs(tmp_path, {row: [40.0, 40.1, 40.2] for row in MAIN}, epochs=40)
     write_runs(tmp_path, {"focused": [50.0]}, epochs=120)
-    assert "120 epochs" not in front(collect(tmp_path), [])
+    assert "120 epochs" not in front(collect(tmp_path))
 
 
 def test_each_comparison_of_a_claim_is_shown(tmp_path: Path) -> None:
@@ -133,24 +138,76 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
 
 
 def test_claims_for_people(tmp_path: Path) -> None:
-    """Answers come first. Every claim is in the table once, and what has changed is told after it."""
+    """Answers come first. Every claim is in a table once, and is explained; what has changed is told after it."""
     write_runs(tmp_path, {"inline": [43.0, 43.5, 43.1], "linear": LINEAR, "softmax": SOFTMAX})
-    claims = judge(collect(tmp_path))
-    text = page(collect(tmp_path), claims, ["answer.png"])
+    results = collect(tmp_path)
+    claims = judge(results)
+    text = page(results, claims, ["answer.png"])
     assert text.startswith(
-        "- Is softmax attention ahead of linear attention? **Yes:** +3.30 points (+2.87 to +3.73).\n"
-        "- Does injectivity alone raise accuracy? **Not decided:** not measured.\n"
+        "Linear attention is behind softmax attention here. Whether injectivity alone raises accuracy is open. "
+        "Whether local modelling raises the accuracy of linear attention is open.\n\n| question | answer |"
     )
+    assert (
+        "\n| Is softmax attention ahead of linear attention? | **Yes** | +3.30 points | +2.87 to +3.73 | – |\n"
+        "| Does injectivity alone raise accuracy? | **Not decided** | not measured | – | – |\n"
+    ) in text
     assert "| +3.00 points | +2.75 to +3.25 | 60 epochs, 3 seeds | **supported** |" in text
     assert text.index("![Above: accuracy") < text.index("| claim | effect |")
     before, changed = text.split("## What has changed")
-    for claim in [*claims, *explain(collect(tmp_path))]:
-        assert before.count(f"| {claim.claim} |") == 1
+    for claim in [*claims, *explain(results)]:
+        if claim.verdict == NOT_TESTABLE:
+            assert f"\n- *{claim.claim}*: {claim.about}" in before
+            continue
+        (number,) = re.findall(rf"^\| (\d+)\. {re.escape(claim.claim)} \|", before, flags=re.MULTILINE)
+        assert f"\n{number}. {claim.about}" in before
     assert "- InLine attention is ahead of linear attention: not confirmed then, supported now." in changed
     assert "- InLine attention gains from its local residual: confirmed then, inconclusive now." in changed
     assert "- InLine attention gains from larger windows" not in changed  # "not confirmed" and inconclusive agree
-    assert "| Linear attention gains" in comparison_table(claims)
-    assert "- trainings: `1 (abc)` on a cpu" in changed
+    assert "All others that were" in changed
+    assert "- trainings: `1 (abc)` on a cpu" in tables(results, claims, [])
+    assert "abc" not in text
+
+
+def test_a_claim_is_explained_in_four_sentences() -> None:
+    results = collect(DOCS, onto=DOCS / "results" / "study.json")
+    for claim in [*judge(results), *explain(results)]:
+        (line,) = described([claim]).splitlines()
+        assert 1 <= len(sentences(line)) <= 4, line
+
+
+def test_both_of_two_comparisons_are_shown(tmp_path: Path) -> None:
+    """A small one alone would hide the other."""
+    ahead = [value + 1 + d for value, d in zip(LINEAR, (0.0, 0.1, -0.1), strict=True)]
+    rows = {"linear": LINEAR, "linear_relu_affine": LINEAR}
+    write_runs(tmp_path, {**rows, "inline_relu": LINEAR, "inline_relu_affine": ahead})
+    claims = [claim for claim in judge(collect(tmp_path)) if claim.name == "injectivity"]
+    assert [line.split(" | ")[:2] for line in claim_table(claims).splitlines()[2:]] == [
+        ["| 1. Injectivity alone raises accuracy", "+0.00 points"], ["| ", "+1.00 points"],
+    ]  # fmt: skip
+    assert "| **Not decided** | +0.00 points | +0.00 to +0.00 | φ = ReLU |\n|  |  | +1.00 points |" in answers(claims)
+
+
+def test_verdicts_are_counted_in_a_table(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [43.0, 43.5, 43.1], "linear": LINEAR})
+    claims = judge(collect(tmp_path))
+    open_ = len(claims) - 4  # three cannot be tested
+    assert verdict_table(claims).splitlines()[2:] == [f"| 1 | 0 | {open_} |"]
+
+
+def test_the_highest_mean_is_of_the_rows_that_are_shown(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [43.0], "linear": [40.0], "mala_residual": [60.0]})
+    results = collect(tmp_path)
+    assert "is that of InLine (with residual)." in front(results)
+    assert "is that of InLine (with residual)." in page(results, judge(results), [])
+
+
+def test_unequal_kernels_are_named(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"inline": [43.0], "linear": [40.0]})
+    speed = {"machine": "a GPU", "rows": {"tiny_imagenet-p4-inline": {"infer": 9.0, "batch": 1}}, "mode": "eager"}
+    for commit, expected in (("0.1.0.dev0 (05a71da56ed1)", True), ("0.3.0 (abc)", False)):
+        (tmp_path / "speed.json").write_text(json.dumps({**speed, "precision": "bf16", "commits": [commit]}))
+        for text in (front(collect(tmp_path)), tables(collect(tmp_path), [], [])):
+            assert ("When they were timed, linear attention had none." in text) == expected
 
 
 def test_a_model_looks_the_same_in_every_figure() -> None:
@@ -183,15 +240,68 @@ def test_the_pages_and_the_record_agree(tmp_path: Path) -> None:
         assert fill(template, {"page": write(results, claims, links)}) == found
 
 
-@pytest.mark.parametrize("name", ["results", "docs"])
-def test_the_page_has_short_paragraphs(name: str) -> None:
-    """At most five sentences between two tables, and no sentence with more than three numbers."""
-    text = (Path(pages.__file__).parent / f"{name}.template").read_text(encoding="utf-8")
-    for paragraph in text.split("\n\n"):
-        sentences = [s for s in re.split(r"(?<=[.:?]) ", paragraph.replace("\n", " ")) if not s.startswith(("#", "$"))]
-        assert len(sentences) <= 5, paragraph
-        for sentence in sentences:
-            assert len(re.findall(r"\b\d+(?:\.\d+)?\b", sentence)) <= 3, sentence
+def sentences(paragraph: str) -> list[str]:
+    return re.split(r"(?<=[.?]) ", paragraph.replace("\n", " ").replace("top-1", "accuracy"))
+
+
+def prose(page: str) -> list[str]:
+    """Paragraphs and items of lists: no tables, code, commits, headings, pictures, bold words, targets of links."""
+    page = re.sub(r"^```.*?^```|^- `[^\n]*", "", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"`[^`]*`|\]\([^)]*\)|\*\*[^*]*\*\*", "", page)
+    blocks = re.split(r"\n\n|\n(?=- |\d\. )", page)
+    return [block for block in map(str.strip, blocks) if block and not block.startswith(("#", "|", "!", "<!--"))]
+
+
+def generated(path: str) -> str:
+    text = (DOCS / path).read_text(encoding="utf-8")
+    return text.split("<!-- results of the study -->")[-1].split("<!-- end of the results -->")[0]
+
+
+@pytest.mark.parametrize("path", ["results.md", "results/study-tables.md", "study.md", "../README.md"])
+def test_pages_are_easy_to_read(path: str) -> None:
+    """At most five sentences in a paragraph, and no sentence with more than three numbers."""
+    for paragraph in prose(generated(path)):
+        assert len(sentences(paragraph)) <= 5, paragraph
+        for sentence in sentences(re.sub(r"^\d\. ", "", paragraph)):
+            assert len(re.findall(r"(?<![A-Z])\b\d+(?:[.,×]\d+)*", sentence)) <= 3, sentence
+
+
+def test_repeated_runs_that_differ_are_named() -> None:
+    """Those that differ by more than a point from the first time."""
+    results = collect(DOCS, onto=DOCS / "results" / "study.json")
+    first = {result.run: result.top1 for result in results.runs}
+    text = (DOCS / "study.md").read_text(encoding="utf-8").split("## How the runs were made")[1]
+    different = [(first[r.run], r.top1) for r in results.again if abs(r.top1 - first[r.run]) > 1]
+    assert different
+    for before, after in different:
+        assert f"{before:.2f} %" in text
+        assert f"{after:.2f} %" in text
+
+
+def test_speed_by_size_is_that_of_the_newest_records() -> None:
+    """Those that the page of the study names, each size from the first that has it."""
+    record = DOCS / "results" / "study.json"
+    (words,) = (c.words for c in commands(DOCS.parent / "study" / "README.md") if "--sweeps" in c.words)
+    args = build_parser().parse_args(list(words[3:]))
+    sweep = collect(DOCS, onto=record, sweeps=[DOCS.parent / path for path in args.sweeps]).sweep
+    assert sweep == collect(DOCS, onto=record).sweep
+    assert sweep is not None
+    assert sweep.commit == "0.2.0 (61da298b70ea-dirty) and 0.2.0 (86737523a8ee-dirty)"
+    rates = {
+        (r["img_size"], r["contender"]): r["images_per_second"]
+        for name in ("mlp", "projected")  # the later one replaces the earlier
+        for r in json.loads((DOCS / "results" / f"sweep-{name}-h200.json").read_text())["results"]
+    }
+    assert sweep.ratios == {side: rates[side, "fused"] / rates[side, "peer"] for side in (224, 384, 640, 1024, 2048)}
+
+
+def test_text_at_the_end_of_a_section_belongs_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "some.template").write_text("## A\n\n$a\n\nAfter it.\n\n## B\n\nBefore it.\n\n$b")
+    monkeypatch.setattr(pages, "__file__", str(tmp_path / "__init__.py"))
+    assert fill("some", {"a": "1"}) == "## A\n\n1\n\nAfter it.\n"
+    assert fill("some", {"b": "2"}) == "## B\n\nBefore it.\n\n2\n"
+    (tmp_path / "some.template").write_text("## A\n\n$a\n\n## B\n\nAlone.\n\n## C\n\n$c")
+    assert fill("some", {}) == "## B\n\nAlone.\n"
 
 
 def test_analyses_have_intervals(tmp_path: Path) -> None:
@@ -228,11 +338,27 @@ def test_the_same_feature_map_is_compared(tmp_path: Path) -> None:
     assert "The same feature map" not in tables(collect(tmp_path / "other"), [], [])
 
 
+def test_means_of_the_same_feature_map_are_over_the_same_seeds(tmp_path: Path) -> None:
+    """So that they differ by what the table says."""
+    write_runs(tmp_path, {"linear_residual": [40.0, 40.0, 43.0], "inline_relu_residual": [39.0, 39.5]})
+    (line,) = shared_map_table(collect(tmp_path)).splitlines()[2:]
+    assert line.startswith("| ReLU | with | 60 | 2 | 40.00 ± 0.00 | 39.25 ± 0.35 | −0.75 ± ")
+
+
 def test_the_leaderboard_begins_with_the_highest(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"inline": [43.0, 43.4], "linear": LINEAR, "mala_residual": [44.0, 44.2], "hydra": [50.0]})
+    write_runs(
+        tmp_path,
+        {
+            "inline": [43.0, 43.4],
+            "linear": LINEAR,
+            "mala_residual": [44.0, 44.2],
+            "hydra": [20.0],
+            "inline_exp": [50.0],
+        },
+    )
     lines = leaderboard(collect(tmp_path)).splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == [
-        "| MALA with residual", "| InLine (with residual)", "| linear (ReLU)",
+        "| MALA with residual", "| InLine (with residual)", "| linear (ReLU)", "| Hydra",
     ]  # fmt: skip
     assert "## Every attention under one recipe" in tables(collect(tmp_path), [], [])
     write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})
@@ -276,7 +402,7 @@ def test_a_report_can_be_repeated(tmp_path: Path) -> None:
         record.write_text(json.dumps(to_json(results, judge(results))))
         texts.append(record.read_text())
     assert texts[0] == texts[1] == texts[2]
-    assert "10 minutes" in page(results, judge(results), [])
+    assert "10 minutes" in tables(results, judge(results), [])
 
 
 def test_a_failed_run_that_was_made_later_has_not_failed(tmp_path: Path) -> None:
@@ -319,7 +445,7 @@ def test_a_page_leaves_out_what_is_not_known() -> None:
     assert "InLine-Swin instead of DeiT" in fill("setting", {"setting": "here", "swin_table": "| a |"})
     assert fill("tables", {"settings": "## here\n\nthere"}).startswith("## here\n\nthere")
     assert fill("docs", {"page": "## here"}).startswith("# Results\n\nIs linear attention behind")
-    assert "What has changed" not in fill("results", {"claim_table": "| a |", "verdicts": "1"})
+    assert "What has changed" not in fill("results", {"topics": "| a |", "verdict_table": "| 1 |"})
 
 
 def test_failures_alone(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--img-sizes",
         nargs="+",
         type=int,
-        default=[224, 518],
+        default=[224, 518, 1036],
         metavar="N",
         help="multiples of 14; calibrated at the first (224 518)",
     )

@@ -128,7 +128,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[224, 518, 1036],
         metavar="N",
-        help="multiples of 14; calibrated at the first (224 518)",
+        help="multiples of 14; calibrated at the first (224 518 1036)",
     )
     pretrained.add_argument("--max-images", type=int, default=32, metavar="N", help="images to measure on (32)")
     pretrained.add_argument(

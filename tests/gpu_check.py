@@ -813,7 +813,7 @@ def main() -> int:
             command.add_argument("--seconds", type=float, default=1e9, help="no case begins after this time")
     args = parser.parse_args()
     facts = dict(
-        command=sys.argv[1:],
+        command=[word for word in sys.argv[1:] if args.out is None or word not in ("--out", str(args.out))],
         torch=torch.__version__,
         triton=gpu.triton.__version__,
         device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu, in Triton's interpreter",

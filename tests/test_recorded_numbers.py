@@ -368,6 +368,14 @@ def test_students() -> None:
     assert f"`inline_deit_study` has {content['scratch']['inline_deit_study']:.1f} %" in text
 
 
+def test_break_even() -> None:
+    found = table("linearize.md", "tokens | 16 | 49")
+    for anchors in (1, 4, 16):
+        rows = results(f"break-even-{anchors}-cpu")
+        ratios = [f"{row['softmax'] / row['linear']:.2f}" for row in rows]
+        assert found[f"{anchors} anchor{'s' if anchors > 1 else ''}"] == ratios
+
+
 def test_one_launch() -> None:
     found = table("results/performance-tables.md", "map, heads×d", after="## One launch")
     assert len(found) == len(record("short-h200")["timed"])

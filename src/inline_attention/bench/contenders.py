@@ -216,11 +216,6 @@ def is_student(name: str) -> bool:
     return False
 
 
-def build_student(name: str, img_size: Size) -> nn.Module:
-    """A linearised model as its file has it."""
-    return build_model(name, img_size)
-
-
 def is_softmax(name: str) -> bool:
     """Whether a name is that of timm's models or of this library's softmax ones: they are timed beside linear forms."""
     return name.startswith("softmax_") or (timm.is_model(name) and name not in list_models())
@@ -309,7 +304,7 @@ CONTENDERS = {
     "peer_math": Contender("counterpart, softmax written out", build_peer_math, optimized=False),
     "tangent": Contender("counterpart, linearised: tangent", partial(build_linearized, attention="tangent")),
     "inline": Contender("counterpart, linearised: InLine", partial(build_linearized, attention="inline")),
-    "student": Contender("student", build_student),
+    "student": Contender("student", build_model),
     "free": Contender("counterpart, free attention", build_free, optimized=False),
     "softmax": Contender("softmax", build_softmax),
 }

@@ -59,6 +59,15 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+if torch.cuda.is_available():
+
+    @pytest.fixture(autouse=True)
+    def _leave_the_gpu() -> Iterator[None]:
+        """Memory goes back to the GPU, which the processes of a run share. A large test would keep the most it had."""
+        yield
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _short_timings() -> Iterator[None]:
     """No test looks at how long a benchmark's calls took: each is timed twice."""

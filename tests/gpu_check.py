@@ -429,7 +429,7 @@ def timed_tiles(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> list[fuse
         if not fused_mlp.fits(tile, width, dtype, limits, casts=casts):
             continue
         programs = -(-rows // tile.rows)
-        for splits in (1,) if use == "projected" else (1, 2, 4, 8, 16):
+        for splits in (1, 2, 4, 8, 16):
             if splits == 1 or (splits * programs <= 4 * limits.multiprocessors and splits * tile.hidden <= hidden):
                 tiles.append(tile._replace(splits=splits))
     return tiles

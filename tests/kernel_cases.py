@@ -473,11 +473,10 @@ class RandomMlp(NamedTuple):
 
     def errors(self) -> list[Error]:
         """Of inference, of inference with a projection, and of training"""
-        whole = None if self.tile is None else self.tile._replace(splits=1)  # a projection takes no splits
         projection = last_step(self.inputs[0])
         return [
             ("inference", *mlp_errors(self.inputs, self.tile)),
-            ("projected", *mlp_errors(self.inputs, whole, projection=projection)),
+            ("projected", *mlp_errors(self.inputs, self.tile, projection=projection)),
             *trained_mlp_errors(self.inputs, self.tile),
         ]
 

@@ -147,7 +147,6 @@ def choose_tile(
     dtype: torch.dtype,
     limits: Limits,
     *,
-    may_split: bool = True,
     casts: bool = False,
 ) -> Tile:
     """The first of `TILES` that fits and keeps all multiprocessors busy. If none does: the fewest rows, with splits.
@@ -164,7 +163,7 @@ def choose_tile(
     tile = min(fitting, key=lambda tile: (tile.rows, -tile.hidden))
     programs = triton.cdiv(rows, tile.rows)
     splits = 1
-    while may_split and 2 * splits * programs <= 2 * limits.multiprocessors and 2 * splits * tile.hidden <= hidden:
+    while 2 * splits * programs <= 2 * limits.multiprocessors and 2 * splits * tile.hidden <= hidden:
         splits *= 2
     return tile._replace(splits=splits)
 
@@ -198,8 +197,7 @@ def run(
     if rows == 0:
         return out, kept
     if tile is None:
-        choice: dict[str, Any] = dict(may_split=projection is None, casts=w1.dtype != dtype)
-        tile = choose_tile(rows, width, hidden, dtype, gpu.limits_of(x.device), **choice)
+        tile = choose_tile(rows, width, hidden, dtype, gpu.limits_of(x.device), casts=w1.dtype != dtype)
     first, second = halves(width)
     target = out
     if tile.splits > 1:
@@ -211,8 +209,9 @@ def run(
     )  # fmt: skip
     if tile.splits > 1:
         gpu.launch(mlp_sum_kernel, (triton.cdiv(rows * width, SUMMED),))(
-            x, b2, target, out, rows, C=width, SPLITS=tile.splits, BN=SUMMED, num_warps=4
-        )
+            x, b2, target, out, rows,
+            C=width, PROJECT=projection is not None, SPLITS=tile.splits, BN=SUMMED, num_warps=4,
+        )  # fmt: skip
     return out, kept
 
 

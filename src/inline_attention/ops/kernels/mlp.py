@@ -112,7 +112,8 @@ def mlp_kernel(
 
     The hidden channels pass BH at a time. SAVE: what enters the GELU is written, for the gradients; otherwise nothing
     of them is. With more than one split, a program takes a share of them, and its part of W2·gelu(…) goes to out
-    (SPLITS, M, C) float32, for `mlp_sum_kernel`. PROJECT: x + Wp·a + bp takes the place of x, without splits.
+    (SPLITS, M, C) float32, for `mlp_sum_kernel`. PROJECT: x + Wp·a + bp takes the place of x. Every split computes it
+    again, and the first adds it to its part.
 
     x, a (M, C), Wp (C, C), bp (C,), W1 (H, C), b1 (H,), W2 (C, H), b2 (C,) → out (M, C), hidden (M, H) if SAVE
     """
@@ -121,8 +122,9 @@ def mlp_kernel(
     o_m = tl.cast(o_m, tl.int64)
     o_0, m_0, o_1, m_1 = columns(C, C0, C1)
 
+    if SPLITS > 1:
+        p_out += tl.cast(tl.program_id(1), tl.int64) * M * C
     if PROJECT:
-        tl.static_assert(SPLITS == 1)
         b_out0 = tl.zeros([BM, C0], tl.float32)
         if C1 > 0:
             b_out1 = tl.zeros([BM, C1], tl.float32)
@@ -177,7 +179,11 @@ def mlp_kernel(
         if C1 > 0:
             write(p_x, p_b2, p_out, b_out1, o_m, m_m, o_1, m_1, C)
     else:
-        p_out += tl.cast(tl.program_id(1), tl.int64) * M * C
+        if PROJECT:
+            first = (tl.program_id(1) == 0).to(tl.float32)
+            b_out0 += first * load_floats(p_x, o_m, m_m, o_0, m_0, C)
+            if C1 > 0:
+                b_out1 += first * load_floats(p_x, o_m, m_m, o_1, m_1, C)
         tl.store(p_out + o_m[:, None] * C + o_0[None, :], b_out0, mask=m_m[:, None] & m_0[None, :])
         if C1 > 0:
             tl.store(p_out + o_m[:, None] * C + o_1[None, :], b_out1, mask=m_m[:, None] & m_1[None, :])
@@ -185,14 +191,15 @@ def mlp_kernel(
 
 @triton.jit(do_not_specialize=("M",))
 def mlp_sum_kernel(
-    p_x, p_b2, p_part, p_out, M, C: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr
+    p_x, p_b2, p_part, p_out, M, C: tl.constexpr, PROJECT: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """x + b2 + the sum of the parts. Grid (M·C / BN,); parts (SPLITS, M, C) float32"""
+    """b2 + the sum of the parts + x, unless a part holds it. Grid (M·C / BN,); parts (SPLITS, M, C) float32"""
     o = tl.cast(tl.program_id(0), tl.int64) * BN + tl.arange(0, BN)
     size = tl.cast(M, tl.int64) * C
     m = o < size
     b_sum = tl.load(p_b2 + o % C, mask=m, other=0.0).to(tl.float32)
     for i in tl.static_range(SPLITS):
         b_sum += tl.load(p_part + i * size + o, mask=m, other=0.0)
-    b_out = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32) + b_sum
-    tl.store(p_out + o, b_out.to(p_out.dtype.element_ty), mask=m)
+    if not PROJECT:
+        b_sum = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32) + b_sum
+    tl.store(p_out + o, b_sum.to(p_out.dtype.element_ty), mask=m)

@@ -571,7 +571,7 @@ def winning_lines(timed: list[dict[str, Any]]) -> list[str]:
 
     Below the smallest it holds for a third fewer, and above the largest for any number.
     """
-    model = gpu.model_of(torch.device(DEVICE, 0)) if DEVICE == "cuda" else gpu.H200
+    chip = gpu.chip_of(torch.device(DEVICE, 0)) if DEVICE == "cuda" else gpu.H200
     wins: dict[tuple[int, int], list[str]] = defaultdict(list)
     for row in timed:
         micros, (here, *widths) = row["micros"], row["half"]
@@ -586,7 +586,7 @@ def winning_lines(timed: list[dict[str, Any]]) -> list[str]:
         least = here * 2 // 3 if below is None else math.isqrt(here * below)
         most = "ANY" if above is None else math.isqrt(here * above) - 1
         wins[widths[0], widths[1]].append(f"Win({least}, {most}, Tile{best})")
-    return [f"    (gpu.{model}, {width}, {hidden}): ({', '.join(w)},)," for (width, hidden), w in wins.items()]
+    return [f"    (gpu.{chip}, {width}, {hidden}): ({', '.join(w)},)," for (width, hidden), w in wins.items()]
 
 
 def mlp(args: argparse.Namespace) -> dict[str, Any]:

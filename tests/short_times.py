@@ -143,7 +143,7 @@ def line_of(row: dict[str, Any]) -> str:
 def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
     """Lines of `short.WINS`. A win holds from two thirds of the tokens and heads that were timed to half as many again,
     and for its own number of heads alone where that would reach a shape that lost."""
-    model = gpu.model_of(torch.device(DEVICE, 0)) if DEVICE == "cuda" else gpu.H200
+    chip = gpu.chip_of(torch.device(DEVICE, 0)) if DEVICE == "cuda" else gpu.H200
     lines = []
     for made, head_dim in itertools.product((True, False), sorted({row["sizes"][3] for row in rows})):
         won: dict[tuple[int, int], str] = {}
@@ -166,5 +166,5 @@ def winning_lines(rows: list[dict[str, Any]]) -> list[str]:
                 least = most = heads
             wins.append(f"Win({tokens * 2 // 3}, {tokens * 3 // 2}, {least}, {most}, Tile{tile})")
         if wins:
-            lines.append(f"    (gpu.{model}, {head_dim}, {made}): ({', '.join(wins)},),")
+            lines.append(f"    (gpu.{chip}, {head_dim}, {made}): ({', '.join(wins)},),")
     return lines

@@ -173,7 +173,7 @@ def test_training_takes_the_mlps_kernel_where_its_table_says_so(monkeypatch: pyt
     blocks[2].mlp.drop2.p = 0.5
     monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: None)
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda"))
-    monkeypatch.setattr(gpu, "model_of", lambda device: gpu.H200)
+    monkeypatch.setattr(gpu, "chip_of", lambda device: gpu.H200)
     optimize(model)
     assert not any(block.fused for block in blocks)  # no measurement, no change
     fc1 = blocks[0].mlp.fc1

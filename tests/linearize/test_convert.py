@@ -298,7 +298,8 @@ def test_the_report_counts_tokens_that_no_module_knows(model: Callable[[], nn.Mo
     before = dict(built.named_parameters())
     report = linearize(built, local_residual=False)
     assert {layer.tokens for layer in report.linear()} == tokens
-    assert "saves no products and is slower" in str(report) or f"tokens of a layer are {min(tokens)}." in str(report)
+    expected = ("saves no products: do not expect it to be faster", f"tokens of a layer are {min(tokens)}.")
+    assert any(words in str(report) for words in expected)
     assert dict(built.named_parameters()) == before
 
 

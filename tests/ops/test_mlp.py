@@ -314,7 +314,7 @@ def test_another_gpu_of_the_same_capability_has_no_measurements(monkeypatch):
 def test_the_table_decides_by_width_and_rows(use, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(gpu, "model_of", lambda device: gpu.H200)
+    monkeypatch.setattr(gpu, "chip_of", lambda device: gpu.H200)
     wins = {key: {} for key in fused_mlp.USES}
     wins[use] = {(gpu.H200, 192, 768): (Win(100, 200, SPLIT), Win(1000, 2000, TILES[0]))}
     monkeypatch.setattr(fused_mlp, "WINS", wins)

@@ -232,7 +232,7 @@ def test_a_local_source_is_checked():
 
 def test_only_measured_wins_are_chosen(monkeypatch):
     """By GPU, channels of a head, tokens, and samples × heads."""
-    monkeypatch.setattr(gpu, "model_of", lambda device: gpu.H200)
+    monkeypatch.setattr(gpu, "chip_of", lambda device: gpu.H200)
     tile = Tile(64, 32, 4, 2, 8)
     most = config.CONFIG.part
     options = Options("subtract", "relu", False, 1.0, (14, 14), 1)

@@ -14,17 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from inline_attention.layers.mode import evaluation_mode
+from inline_attention.ops.precision import widest_float
 from inline_attention.ops.projections import unstack
 
 from .convert import add_gains, floating_parameter, linearized_modules
 from .modules import Call, LinearizedAttention
 
 Images = Tensor | Iterable[Tensor]
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """The dtype for sums over many values."""
-    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def widened(x: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ class Report:
                 channels += ", counted twice where there is a position bias"
             layers = "1 layer has" if len(short) == 1 else f"{len(short)} layers have"
             lines.append(
-                f"{layers} no more tokens than {channels}. There the linear form saves no products and is slower."
+                f"{layers} no more tokens than {channels}. There the linear form saves no products: do not expect it "
+                "to be faster."
             )
         others = [layer for layer in self.linear() if layer.saves_products]
         if others:

@@ -86,7 +86,7 @@ class Win(NamedTuple):
 
 
 # By GPU, width and hidden channels, in half precision. For "training" it is forward and backward.
-WINS: dict[Use, dict[tuple[gpu.Model, int, int], tuple[Win, ...]]] = {
+WINS: dict[Use, dict[tuple[gpu.Chip, int, int], tuple[Win, ...]]] = {
     "inference": {
         (H200, 64, 256): (Win(267_605, ANY, Tile(64, 64, 4, 2)),),
         (H200, 64, 512): (Win(267_605, ANY, Tile(64, 64, 4, 3)),),
@@ -357,7 +357,7 @@ def add_mlp(
 def wins_of(device: torch.device, width: int, hidden: int, use: Use) -> tuple[Win, ...]:
     """What was measured on such a GPU."""
     wins = WINS[use]
-    return wins.get((gpu.model_of(device), width, hidden), ()) if wins else ()
+    return wins.get((gpu.chip_of(device), width, hidden), ()) if wins else ()
 
 
 def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype, use: Use) -> Tile | None:

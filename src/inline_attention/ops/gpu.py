@@ -38,7 +38,7 @@ def limits_of(device: torch.device) -> Limits:
     return INTERPRETER if INTERPRETED else _properties(device)
 
 
-class Model(NamedTuple):
+class Chip(NamedTuple):
     """The key of a table of measurements. GPUs of one capability differ: an H20, or a slice of an H200, is slower."""
 
     major: int
@@ -46,13 +46,13 @@ class Model(NamedTuple):
     multiprocessors: int
 
 
-H200 = Model(9, 0, 132)  # an H100 SXM is the same to a kernel
+H200 = Chip(9, 0, 132)  # an H100 SXM has the same numbers, and was not measured
 
 
 # torch.compile calls these while it traces, and takes their results as constants.
 @torch.compiler.assume_constant_result
-def model_of(device: torch.device) -> Model:
-    return Model(*torch.cuda.get_device_capability(device), limits_of(device).multiprocessors)
+def chip_of(device: torch.device) -> Chip:
+    return Chip(*torch.cuda.get_device_capability(device), limits_of(device).multiprocessors)
 
 
 @torch.compiler.assume_constant_result

@@ -1,4 +1,4 @@
-"""Autocast: whether it is on, and the dtype it gives to products."""
+"""Dtypes: whether autocast is on, what it gives to products, and the widest of a device."""
 
 import torch
 from torch import Tensor
@@ -16,3 +16,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if is_autocast_on(x.device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype for sums over many values."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64

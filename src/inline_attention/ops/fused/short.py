@@ -67,7 +67,7 @@ _OF_32 = (
 
 # By GPU, channels of a head, and whether the kernel makes the local weight, which spares the launches
 # for the mean token and the weight too. For InLine attention with a local residual, in half precision.
-WINS: dict[tuple[gpu.Model, int, bool], tuple[Win, ...]] = {
+WINS: dict[tuple[gpu.Chip, int, bool], tuple[Win, ...]] = {
     (gpu.H200, 32, True): _OF_32,
     (gpu.H200, 32, False): _OF_32,
     (gpu.H200, 64, True): (
@@ -118,7 +118,7 @@ def winning_tile(
     # Tensor cores sum all keys of a sample, and round towards zero. So there are no more than in a part elsewhere.
     if tokens > config.CONFIG.part:
         return None
-    for win in WINS.get((gpu.model_of(q.device), q.shape[3], len(local) > 1), ()):
+    for win in WINS.get((gpu.chip_of(q.device), q.shape[3], len(local) > 1), ()):
         if win.least_tokens <= tokens <= win.most_tokens and win.least_heads <= heads <= win.most_heads:
             return win.tile
     return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from inline_attention.data import Batch, EvalLoader
 from inline_attention.data.collate import as_targets
 from inline_attention.layers.mode import evaluation_mode
-from inline_attention.linearize.calibration import widest_float
+from inline_attention.ops.precision import widest_float
 from inline_attention.tasks.evaluation import check_readable
 from inline_attention.training.distributed import current_ranks
 

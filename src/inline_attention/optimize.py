@@ -69,7 +69,7 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
 
 def _fuse(block: Block, device: torch.device, *, training: bool) -> None:
     layers: dict[str, nn.Module] = {}
-    if block.has_plain_mlp(training=training):
+    if block.has_plain_mlp() and not (training and block.drops_mlp()):
         layers = dict.fromkeys(("training",) if training else ("inference", "projected"), block.mlp.fc1)
     if not training and block.has_plain_norm():
         layers["normed"] = block.attn.qkv

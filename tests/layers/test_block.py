@@ -91,7 +91,7 @@ def test_a_changed_call_is_made(name, kept, change):
     block = Block(16, InLineAttention(16, 2), mlp_ratio=2, norm_eps=1e-6).eval()
     CHANGES[change](block.get_submodule(name))
     plain = {
-        "mlp": block.has_plain_mlp(training=False),
+        "mlp": block.has_plain_mlp(),
         "norm": block.has_plain_norm(),
         "projection": block.attn.has_plain_projection(),
     }
@@ -107,3 +107,49 @@ def test_a_watched_first_drop_path_keeps_the_projection_apart(monkeypatch):
     block.drop_path1.register_forward_hook(watch)
     assert not block.pays("projected", x)
     assert block.pays("inference", x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A block that takes all kernels it may, its compiled call, and the arguments."""
+    monkeypatch.setattr("inline_attention.layers.block.pays_for", lambda *args: True)
+    torch._dynamo.reset()
+    block = Block(16, InLineAttention(16, 2), mlp_ratio=2, norm_eps=1e-6).eval()
+    block.fused = ("inference", "projected", "normed")
+    with torch.no_grad():
+        yield block, torch.compile(block, backend="aot_eager", fullgraph=True), (torch.randn(1, 4, 16), (2, 2))
+
+
+def test_a_hook_before_the_first_compiled_call_is_called(compiled):
+    block, call, args = compiled
+    seen = []
+    block.mlp.fc1.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    call(*args)
+    assert seen == [(1, 4, 32)]
+
+
+@pytest.mark.parametrize("name", ["mlp.fc1", "attn.qkv", "attn.proj"])
+def test_compiled_code_notices_a_replaced_module(compiled, name):
+    block, call, args = compiled
+    call(*args)
+    old = block.get_submodule(name)
+    new = Doubled(old.in_features, old.out_features).eval()
+    new.load_state_dict(old.state_dict())
+    block.set_submodule(name, new)
+    torch.testing.assert_close(call(*args), block(*args))
+
+
+def test_a_compiled_call_checks_neither_hooks_nor_tables(compiled):
+    """They were most of the time until a small image's kernels are launched."""
+    _, call, args = compiled
+    call(*args)
+    (entry,) = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(Block.forward.__code__)
+    checks = str(entry.guard_manager)
+    assert "_parameters" in checks
+    assert "._forward_hooks" not in checks  # those that PyTorch checks are global
+    assert "WINS" not in checks

@@ -130,10 +130,10 @@ def test_a_block_keeps_layers_without_a_bias(layer):
 
     block = Block(32, InLineAttention(32, 2), mlp_ratio=2, norm_eps=1e-6).eval()
     assert block.has_plain_norm()
-    assert block.has_plain_mlp(training=False)
+    assert block.has_plain_mlp()
     block.norm1 = block.norm2 = layer
     assert not block.has_plain_norm()
-    assert not block.has_plain_mlp(training=False)
+    assert not block.has_plain_mlp()
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -19,7 +19,7 @@ from inline_attention.ops.projections import unstack
 from inline_attention.ops.reference import masked_mean, mean_of_rows, zero_absent
 
 from .local import LocalTerm, LocalWeight, ParameterPair
-from .mode import is_changed, is_plain
+from .mode import asked_once, is_changed, is_plain
 from .queries import AffineMap, HeadGain
 from .token_grid import TokenGrid, find_grid, token_mask_of, wait_for_model
 from .tokens import pad_images
@@ -232,6 +232,7 @@ class Attention(nn.Module):
             and self.qkv.bias is not None
         )
 
+    @asked_once
     def has_affine_queries(self) -> bool:
         """Whether a query is an affine function of its token, and nothing else sees the calls that make it.
 

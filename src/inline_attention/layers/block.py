@@ -12,7 +12,7 @@ from inline_attention.ops import Grid, OutputProjection, add_mlp, norm_linear
 from inline_attention.ops.mlp import pays_for
 
 from .attention import Attention
-from .mode import is_changed, is_plain
+from .mode import asked_once, is_changed, is_plain
 from .padding import Padding
 from .windows import WindowPlan
 
@@ -68,10 +68,11 @@ class Block(nn.Module):
         # the attention), "training". "normed": it gives norm1 and qkv to the kernel of `norm_linear`.
         self.fused: tuple[str, ...] = ()
 
-    def has_plain_mlp(self, *, training: bool) -> bool:
-        """Whether `add_mlp` computes the second half.
+    @asked_once
+    def has_plain_mlp(self) -> bool:
+        """Whether `add_mlp` computes the second half, as long as nothing in it is dropped.
 
-        No module in it was replaced, and no call was changed. In training, nothing is dropped either.
+        No module in it was replaced, and no call was changed.
         """
         return (
             is_plain(self.norm2, nn.LayerNorm)
@@ -83,7 +84,6 @@ class Block(nn.Module):
             and is_plain(self.mlp.norm, nn.Identity)
             and not any(is_changed(module) for module in (self.mlp.drop1, self.mlp.drop2, self.drop_path2))
             and has_parameters(self.norm2, self.mlp.fc1, self.mlp.fc2)
-            and not (training and self.drops_mlp())
         )
 
     def drops_mlp(self) -> bool:
@@ -113,6 +113,7 @@ class Block(nn.Module):
             and pays_for(x, self.attn.qkv.weight.shape[0], "normed")
         )
 
+    @asked_once
     def has_plain_norm(self) -> bool:
         """Whether `norm_linear` computes the norm and `qkv`. No module was replaced, and no call was changed."""
         return is_plain(self.norm1, nn.LayerNorm) and has_parameters(self.norm1) and self.attn.has_plain_qkv()
@@ -141,15 +142,21 @@ class Block(nn.Module):
             return self.add_mlp(x)
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
+    @asked_once
+    def has_plain_projection(self) -> bool:
+        """Whether the projection is all that stands between the attention's heads and the sum, in inference."""
+        return self.attn.has_plain_projection() and not is_changed(self.drop_path1)
+
     def pays(self, use: str, x: Tensor) -> bool:
         """Whether `optimize` allows the kernel, and it was measured to be faster for so many tokens.
 
-        Hooks and adapters may have come after `optimize`, so every call looks for them.
+        Hooks and adapters may have come after `optimize`.
         """
         return (
             use in self.fused
-            and self.has_plain_mlp(training=self.training)
-            and (use != "projected" or (self.attn.has_plain_projection() and not is_changed(self.drop_path1)))
+            and self.has_plain_mlp()
+            and not (self.training and self.drops_mlp())
+            and (use != "projected" or self.has_plain_projection())
             and pays_for(x, self.mlp.fc1.weight.shape[0], use)
         )
 

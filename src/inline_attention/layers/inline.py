@@ -31,7 +31,7 @@ from inline_attention.ops.tracing import needs_plain_operations
 
 from .attention import Attention
 from .local import LocalWeight
-from .mode import is_plain
+from .mode import asked_once, is_plain
 from .registry import register_attention
 from .rope import rotate
 from .tokens import pad_images, scores, through_state
@@ -81,6 +81,11 @@ class OneCallAttention(Attention):
         """Whether `attend` is one call of the operation, and its local weight is what `local` makes."""
         return self.has_plain_attend and "attend" not in vars(self) and not self.rope and self.position is None
 
+    @asked_once
+    def has_plain_local(self) -> bool:
+        """Whether the operation may make the local weight itself."""
+        return self.is_one_call() and self.local is not None and is_plain(self.local, LocalWeight)
+
     def forward_each(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The images end to end, without their padding, in one call of the operation"""
         if not self.is_one_call():
@@ -113,9 +118,8 @@ class OneCallAttention(Attention):
         """In inference, what the weight is made from: the operation may make it in the same launch."""
         if (
             self.local is None
-            or not is_plain(self.local, LocalWeight)
             or token_mean is not None
-            or not self.is_one_call()
+            or not self.has_plain_local()
             or torch.is_grad_enabled()
             or needs_plain_operations()  # a program recorded without gradients may be used with them
         ):

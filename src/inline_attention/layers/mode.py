@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+
+# For a method without arguments that looks at modules, such as at their hooks. torch.compile calls it when it traces a
+# model and keeps the answer: a check of hundreds of attributes would take as long as the kernels of a small image. A
+# module that is replaced by one of another class is traced again. Hooks that are added after the first compiled call do
+# nothing, as those of any module that PyTorch compiles.
+asked_once = torch.compiler.assume_constant_result
 
 
 @contextmanager

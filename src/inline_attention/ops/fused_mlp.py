@@ -354,10 +354,12 @@ def add_mlp(
     return out
 
 
-def wins_of(device: torch.device, width: int, hidden: int, use: Use) -> tuple[Win, ...]:
-    """What was measured on such a GPU."""
+@torch.compiler.assume_constant_result  # otherwise every compiled call would check the whole table
+def wins_of(device: torch.device, width: int, hidden: int, use: Use) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """What was measured on such a GPU: the fields of each `Win`, as plain tuples, which torch.compile can keep."""
     wins = WINS[use]
-    return wins.get((gpu.chip_of(device), width, hidden), ()) if wins else ()
+    found = wins.get((gpu.chip_of(device), width, hidden), ()) if wins else ()
+    return tuple((win.least_rows, win.most_rows, tuple(win.tile)) for win in found)
 
 
 def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype, use: Use) -> Tile | None:
@@ -365,7 +367,7 @@ def winning_tile(x: Tensor, hidden: int, dtype: torch.dtype, use: Use) -> Tile |
     if not x.is_cuda or dtype == torch.float32:
         return None
     rows = x.numel() // max(1, x.shape[-1])
-    for win in wins_of(x.device, x.shape[-1], hidden, use):
-        if win.least_rows <= rows <= win.most_rows:
-            return win.tile
+    for least_rows, most_rows, tile in wins_of(x.device, x.shape[-1], hidden, use):
+        if least_rows <= rows <= most_rows:
+            return Tile(*tile)
     return None

@@ -97,6 +97,13 @@ def choose_tile(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> Tile:
     return tile._replace(parts=min(wanted, triton.cdiv(max(1, plan.queries), tile.queries)))
 
 
+@torch.compiler.assume_constant_result  # otherwise every compiled call would check the whole table
+def wins_of(device: torch.device, head_dim: int, makes_weight: bool) -> tuple[tuple[Any, ...], ...]:
+    """What was measured on such a GPU: the fields of each `Win`, as plain tuples, which torch.compile can keep."""
+    wins = WINS.get((gpu.chip_of(device), head_dim, makes_weight), ())
+    return tuple((*win[:-1], tuple(win.tile)) for win in wins)
+
+
 def winning_tile(
     projections: Sequence[Tensor],
     local: Sequence[Tensor],
@@ -118,9 +125,9 @@ def winning_tile(
     # Tensor cores sum all keys of a sample, and round towards zero. So there are no more than in a part elsewhere.
     if tokens > config.CONFIG.part:
         return None
-    for win in WINS.get((gpu.chip_of(q.device), q.shape[3], len(local) > 1), ()):
-        if win.least_tokens <= tokens <= win.most_tokens and win.least_heads <= heads <= win.most_heads:
-            return win.tile
+    for least_tokens, most_tokens, least_heads, most_heads, tile in wins_of(q.device, q.shape[3], len(local) > 1):
+        if least_tokens <= tokens <= most_tokens and least_heads <= heads <= most_heads:
+            return Tile(*tile)
     return None
 
 

@@ -37,8 +37,15 @@ EPOCHS = (CARRIED, 0, 1, 5, 10, 20, 40)
 VARIANT_EPOCHS = (CARRIED, 0, 20)
 FIRST_EPOCHS = (5, 20)  # of the recipes and the main rows, which are trained with all seeds before the others
 LOG, ACCURACY, RESULTS, PICTURE = "log.txt", "accuracy.json", "linearization.json", "linearization.png"
-# Pixels stay on the GPU and are augmented there, as in study.yaml.
-SHARED = ("data.in_memory=true", "data.augment_on_device=true", "run.compile=true", "log.tensorboard=false")
+# Pixels stay on the GPU and are augmented there, as in study.yaml. Only the last epoch is judged.
+SHARED = (
+    "data.in_memory=true",
+    "data.augment_on_device=true",
+    "run.compile=true",
+    "log.tensorboard=false",
+    "log.eval_epochs=40",
+    "checkpoint.every_epochs=10",
+)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from inline_attention import optimize, use_backend
+from inline_attention.layers.activation import PolynomialGELU
 from inline_attention.layers.embed import PatchConv2d
 from inline_attention.ops import backends
 from inline_attention.ops.backends import HAS_TRITON
@@ -196,3 +197,34 @@ def test_training_takes_the_mlps_kernel_where_its_table_says_so(monkeypatch: pyt
     # Without the kernel the block's own module runs, which drops its activations.
     assert seen == ["kernel", "modules", "modules", "kernel"] + ["modules"] * 4
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
+
+
+def test_gelu_loses_the_error_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {
+        "exact": (nn.GELU(), PolynomialGELU),
+        "tanh": (nn.GELU(approximate="tanh"), nn.GELU),
+        "other": (nn.SiLU(), nn.SiLU),
+    }
+    hooked = nn.GELU()
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.ModuleDict({name: module for name, (module, _) in kinds.items()} | {"hooked": hooked})
+    model["linear"] = nn.Linear(1, 1)  # a device
+    monkeypatch.setattr(nn.Module, "compile", lambda self, *, mode: None)
+    optimize(model)
+    assert type(model["exact"]) is nn.GELU, "on a CPU it stays"
+    monkeypatch.setattr(torch.nn.Parameter, "device", torch.device("cuda"))
+    optimize(model)
+    monkeypatch.undo()
+    assert {name: type(model[name]) for name in kinds} == {name: kind for name, (_, kind) in kinds.items()}
+    assert type(hooked) is nn.GELU
+
+    x = torch.linspace(-4, 4, 101)
+    compiled = torch.compile(model["exact"], backend="aot_eager", fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf, reference = (x.to(dtype).requires_grad_() for _ in range(2))
+        out, expected = compiled(leaf), F.gelu(reference)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(y.sum(), z)[0] for y, z in ((out, leaf), (expected, reference)))
+        )
+    assert torch.equal(model["exact"](x), F.gelu(x))  # uncompiled, as it was

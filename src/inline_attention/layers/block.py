@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from inline_attention.ops import Grid, OutputProjection, add_mlp, norm_linear
 from inline_attention.ops.mlp import pays_for
 
+from .activation import is_exact_gelu
 from .attention import Attention
 from .mode import asked_once, is_changed, is_plain
 from .padding import Padding
@@ -79,8 +80,7 @@ class Block(nn.Module):
             and is_plain(self.mlp, Mlp)
             and is_plain(self.mlp.fc1, nn.Linear)
             and is_plain(self.mlp.fc2, nn.Linear)
-            and is_plain(self.mlp.act, nn.GELU)
-            and self.mlp.act.approximate == "none"
+            and is_exact_gelu(self.mlp.act)
             and is_plain(self.mlp.norm, nn.Identity)
             and not any(is_changed(module) for module in (self.mlp.drop1, self.mlp.drop2, self.drop_path2))
             and has_parameters(self.norm2, self.mlp.fc1, self.mlp.fc2)

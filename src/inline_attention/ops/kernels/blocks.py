@@ -25,6 +25,7 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
 import triton
 import triton.language as tl
 
+from .. import gelu as gelu_of_torch
 from ..feature_maps import add_map_at_zero, feature_map
 
 # The score of an absent token, the same number in float32 and float64. Not −∞, because the softmax of a sample without
@@ -161,24 +162,18 @@ def add_product(b_sum, b_x, b_y, PRECISION: tl.constexpr):
         return tl.dot(b_x, b_y, b_sum, input_precision=PRECISION)
 
 
-# log₂ Φ(−y) as a polynomial, lowest power first. Where y·Φ(−y) matters, up to GELU_END, its exponential is exact to
-# float32: the largest error of y·Φ(−y) is 5e-8.
-GELU_0 = tl.constexpr(-0.999993085861206)
-GELU_1 = tl.constexpr(-1.1512017250061035)
-GELU_2 = tl.constexpr(-0.4587709903717041)
-GELU_3 = tl.constexpr(-0.05341210216283798)
-GELU_4 = tl.constexpr(0.008080714382231236)
-GELU_5 = tl.constexpr(-0.0007692191866226494)
-GELU_6 = tl.constexpr(3.309276144136675e-05)
-GELU_END = tl.constexpr(6.5)
+GELU_TAIL = tl.constexpr(gelu_of_torch.GELU_TAIL)
+GELU_END = tl.constexpr(gelu_of_torch.GELU_END)
 
 
 @triton.jit
 def gelu_tail(b_x):
     """Φ(−|x|), by a polynomial"""
     b_y = tl.minimum(tl.abs(b_x), GELU_END)
-    b_log = ((((((GELU_6 * b_y + GELU_5) * b_y + GELU_4) * b_y + GELU_3) * b_y) + GELU_2) * b_y + GELU_1) * b_y
-    return tl.exp2(b_log + GELU_0)
+    b_log = GELU_TAIL[6] * b_y + GELU_TAIL[5]
+    for i in tl.static_range(5):
+        b_log = b_log * b_y + GELU_TAIL[4 - i]
+    return tl.exp2(b_log)
 
 
 @triton.jit

@@ -15,8 +15,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
 from kernel_cases import (
     DEVICE,
     DTYPES,
@@ -55,7 +53,6 @@ from inline_attention.ops import (
 from inline_attention.ops.fused import config
 from inline_attention.ops.fused.operators import forward_op
 from inline_attention.ops.fused.plan import make_plan, make_tiles, split
-from inline_attention.ops.kernels.blocks import tile_tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -579,21 +576,6 @@ def test_flop_formula_of_the_local_residual():
     assert counts[1] - counts[0] == 3 * 2 * 9 * 2 * 16 * 32  # forward, dv and dweight: 9 taps of 2·16 tokens of 32
 
 
-@triton.jit
-def offsets_kernel(p_out, W, stride, WIDE: tl.constexpr):
-    o_t, _ = tile_tokens(0, 0, 0, 16, W, 128, 8, WIDE)
-    tl.store(p_out + tl.arange(0, 128), tl.cast(o_t * stride, tl.int64))
-
-
-def test_offsets_in_a_large_map():
-    width, stride = 65_536, 2304
-    tokens = torch.arange(16)[:, None] * width + torch.arange(8)
-    out = torch.empty(128, dtype=torch.int64, device=DEVICE)
-    for wide in (True, False):
-        offsets_kernel[(1,)](out, width, stride, WIDE=wide)
-        assert torch.equal(out.cpu(), (tokens * stride).flatten()) == wide
-
-
 def plan_of(*grids, channels=32):
     x = torch.empty(1, 1, 1, channels, device=DEVICE)
     sequences = torch.zeros(len(grids), 4, device=DEVICE) if len(grids) > 1 else None
@@ -601,17 +583,11 @@ def plan_of(*grids, channels=32):
 
 
 def test_which_maps_are_large():
-    rows = config.CONFIG.tile // 8
-    for (height, width), stride, expected in [
-        ((64, 64), 576, False),
-        ((rows, 2048 // rows), 1 << 20, True),
-        ((rows, 2048 // rows), (1 << 20) - 1, False),
-        ((65_535 * rows, 1), 96, False),
-        ((65_536 * rows, 1), 96, True),
-    ]:
+    rows = config.CONFIG.tile  # of one column
+    for (height, width), expected in [((64, 64), False), ((65_535 * rows, 1), False), ((65_536 * rows, 1), True)]:
         plan = plan_of((height, width))
-        tiles = make_tiles(plan, columns=8, local=True)
-        assert tiles.wide([10**12, stride]) == expected  # the batch's stride does not count
+        tiles = make_tiles(plan, local=True)
+        assert tiles.wide == expected
         programs, *others = tiles.grid(plan)
         assert programs == plan.programs
         assert max(others) <= 65_535
@@ -621,7 +597,7 @@ def test_which_maps_are_large():
 def test_large_maps(monkeypatch):
     monkeypatch.setattr(gpu, "MOST_ON_AN_AXIS", 2)
     monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(fused_tokens=0))
-    assert make_tiles(plan_of((7, 18)), columns=8, local=True).number > 2
+    assert make_tiles(plan_of((7, 18)), local=True).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
     grids, launch = {}, gpu.launch
@@ -634,10 +610,8 @@ def test_large_maps(monkeypatch):
 
 def test_tiles_of_a_packed_batch():
     """The number of tiles is the largest of any image, not that of the largest height and the largest width."""
-    tall, wide = (4096, 1), (1, 4096)
-    together, *alone = (
-        make_tiles(plan_of(*grids), columns=8, local=True).number for grids in ((tall, wide), (tall,), (wide,))
-    )
+    tall, wide = (4096, config.CONFIG.columns), (1, 4096)
+    together, *alone = (make_tiles(plan_of(*grids), local=True).number for grids in ((tall, wide), (tall,), (wide,)))
     assert together == max(alone)
 
 

@@ -10,7 +10,7 @@ from ..kernels import anchor, backward
 from ..projections import unstack
 from . import config
 from .arguments import Options, Tensors, as_bytes, common_of, count_of, dot_settings, layout_of, rows_of, strides_of
-from .plan import Plan, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
+from .plan import Plan, make_plan, make_tiles, row_settings, split, step_settings, sum_settings
 
 
 def run_backward(
@@ -61,7 +61,7 @@ def run_backward(
             *grad_tensors, grad_local, grad_shares, grad_mean,
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads, *strides,
             **common, **weighted, **shifted, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q,
-            ANCHORED=options.anchored, LAYOUT=layout, BW=tile_columns(width),
+            ANCHORED=options.anchored, LAYOUT=layout, **row_settings(width),
             **step_settings("backward", effort, plan, q.dtype),
         )  # fmt: skip
         grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
@@ -75,7 +75,7 @@ def run_backward(
         q, v, g, *masks, count, sequences, offset, state, means, grads[0], sums,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
         *strides_of(plan.packed, q, v, g, grads[0]),
-        **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
+        **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, **row_settings(width),
         **step_settings("grad_state", effort, plan, q.dtype),
     )  # fmt: skip
     block = sum_settings(plan, parts)
@@ -84,15 +84,14 @@ def run_backward(
         plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **weighted, **block, GRAD_LOCAL=grad_of_local,
     )  # fmt: skip
-    columns = tile_columns(width)
-    tiles = make_tiles(plan, columns=columns, local=local)
+    tiles = make_tiles(plan, local=local)
     gpu.launch(backward.grad_kernel, tiles.grid(plan))(
         q, k, v, local_weight, g, *masks, sequences, shares, lse, offset, state, means,
         grad_state, grad_k_mean, grad_mean, *grad_tensors, grad_shares,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
         **common, **weighted, **shifted, **products, LOCAL=local, MASK_Q=mask_q, ANCHORED=options.anchored,
-        LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
+        LAYOUT=layout, **row_settings(width), WIDE=tiles.wide,
         **step_settings("grad", effort, plan, q.dtype),
     )  # fmt: skip
     grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)

@@ -24,8 +24,7 @@ class Config(NamedTuple):
     """
 
     tokens: int = 64  # most tokens per step of a loop
-    columns: int = 16  # of a tile of the map; half as many for a map that narrow
-    output_columns: int = 8  # the same in output_kernel
+    columns: int = 16  # of a tile of the map, a power of two; as few as a narrower map needs
     tile: int = 128  # most tokens in a tile of the map
     steps: int = 4  # steps over tokens in a tile where there is no map
     state_programs: int = 8  # programs per multiprocessor that the tokens of a sample are split for

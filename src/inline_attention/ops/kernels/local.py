@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from .blocks import load_rows, present, store_rows
+from .blocks import load_rows, present
 
-# Pipeline stages of the loop over a map's rows.
-ROW_STAGES = tl.constexpr(4)
+# Least tokens of a step over the map: rows of a tensor core's product.
+LANES = tl.constexpr(16)
 
 
 @triton.jit
@@ -33,108 +33,186 @@ def load_local_weight(p_w, o_c, m_c, FLIP: tl.constexpr):
 
 
 @triton.jit
-def load_map_row(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Row y of the map from column x on, zeros outside the map: (BW, BC)"""
-    o_x = tl.arange(0, BW)
-    o_y = y + tl.zeros([BW], tl.int32)  # a block, because the interpreter cannot combine masks of a block and a scalar
-    m_x = (x + o_x >= 0) & (x + o_x < W) & (o_y >= 0) & (o_y < H)
-    t = prefix + y * W + x
-    return load_rows(p_x, stride, t, o_x, present(p_mask, t, o_x, m_x, HAS_MASK), o_c, m_c)
+def lanes(BW: tl.constexpr):
+    """Rows and columns of a step's tokens, from its first: (BM,)"""
+    o = tl.arange(0, LANES if BW < LANES else BW)
+    return o // BW, o % BW
 
 
 @triton.jit
-def load_neighbours(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Row y of the map, read from columns x − 1, x and x + 1 on"""
-    left = load_map_row(p_x, stride, p_mask, y, x - 1, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    here = load_map_row(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    right = load_map_row(p_x, stride, p_mask, y, x + 1, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    return left, here, right
+def load_map(p_x, stride, p_mask, y, x, o_y, o_x, y_begin, y_end, W, prefix, o_c, m_c, HAS_MASK: tl.constexpr):
+    """The map at rows y + o_y and columns x + o_x; zeros beside it and outside rows y_begin … y_end − 1: (BM, BC)"""
+    m_t = (y + o_y >= y_begin) & (y + o_y < y_end) & (x + o_x >= 0) & (x + o_x < W)
+    t = prefix + y * W + x
+    o_t = o_y * W + o_x
+    return load_rows(p_x, stride, t, o_t, present(p_mask, t, o_t, m_t, HAS_MASK), o_c, m_c)
+
+
+@triton.jit
+def shift_matrix(dx, DTYPE: tl.constexpr, BW: tl.constexpr, HALO: tl.constexpr):
+    """Zeros and ones: takes from a step's tokens their neighbours dx columns to the right: (BM, BL)"""
+    _, o_x = lanes(BW)
+    o_m = tl.arange(0, o_x.shape[0])
+    if HALO:  # the tokens that are loaded begin BW / 2 columns to the left
+        return (o_m[:, None] + dx + BW // 2 == tl.arange(0, 2 * BW)[None, :]).to(DTYPE)
+    else:
+        m_x = (o_x + dx >= 0) & (o_x + dx < BW)
+        return ((o_m[:, None] + dx == o_m[None, :]) & m_x[:, None]).to(DTYPE)
+
+
+@triton.jit
+def shift_matrices(DTYPE: tl.constexpr, BW: tl.constexpr, HALO: tl.constexpr):
+    """Those of `load_neighbours`, which has no use for them in float32"""
+    if tl.float32 == DTYPE:
+        return None, None, None
+    else:
+        return (
+            shift_matrix(-1, DTYPE, BW, HALO), shift_matrix(0, DTYPE, BW, HALO), shift_matrix(1, DTYPE, BW, HALO),
+        )  # fmt: skip
+
+
+@triton.jit
+def load_neighbours(
+    p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, shifts,
+    BW: tl.constexpr, HALO: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """A step of the map from (y, x) on, and its neighbours to the left and to the right: (BM, BC) float32
+
+    In half precision they are products of what is loaded with zeros and ones. They are exact, and in the layout of the
+    outputs. A NaN or an infinity becomes NaN in the same channel of the whole step. That is no loss: the means and the
+    state carry it to every output of the channel anyway.
+    """
+    o_y, o_x = lanes(BW)
+    if p_x.dtype.element_ty == tl.float32:  # tensor cores would cut digits off
+        left = load_map(p_x, stride, p_mask, y, x, o_y, o_x - 1, 0, H, W, prefix, o_c, m_c, HAS_MASK)
+        here = load_map(p_x, stride, p_mask, y, x, o_y, o_x, 0, H, W, prefix, o_c, m_c, HAS_MASK)
+        right = load_map(p_x, stride, p_mask, y, x, o_y, o_x + 1, 0, H, W, prefix, o_c, m_c, HAS_MASK)
+        return left, here, right
+    else:
+        if HALO:
+            o_x = tl.arange(0, 2 * BW)
+            o_y = o_x * 0
+            x -= BW // 2
+        b_x = load_map(p_x, stride, p_mask, y, x, o_y, o_x, 0, H, W, prefix, o_c, m_c, HAS_MASK)
+        return tl.dot(shifts[0], b_x), tl.dot(shifts[1], b_x), tl.dot(shifts[2], b_x)
 
 
 @triton.jit
 def weigh(b_sum, w0, w1, w2, left, here, right):
-    """b_sum plus three taps times a row's neighbours: (BW, BC) float32"""
+    """b_sum plus three taps times a row's neighbours: (BM, BC) float32"""
     b_sum = b_sum + w0 * left.to(tl.float32)
     b_sum = b_sum + w1 * here.to(tl.float32)
     return b_sum + w2 * right.to(tl.float32)
 
 
 @triton.jit
-def add_local(
-    p_x, p_w, p_out, p_mask_x, p_mask_out, stride_x, stride_out, x, y_begin, y_end, H, W, prefix, o_c, m_c,
-    BW: tl.constexpr, BC: tl.constexpr, FLIP: tl.constexpr, MASK_X: tl.constexpr, MASK_OUT: tl.constexpr,
+def first_sums(
+    p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, b_start, w, shifts,
+    BW: tl.constexpr, HALO: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the 3×3 sums of a map to what this program wrote for rows y_begin … y_end − 1, columns x … x + BW − 1
+    """What `next_sums` starts from: b_start plus what the rows y − 1 and y add to rows y and y + 1 of the outputs"""
+    if BW < LANES:
+        return b_start, b_start
+    else:
+        left, here, right = load_neighbours(
+            p_x, stride, p_mask, y - 1, x, H, W, prefix, o_c, m_c, shifts, BW, HALO, HAS_MASK
+        )
+        b_next = weigh(b_start, w[0], w[1], w[2], left, here, right)
+        left, here, right = load_neighbours(
+            p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, shifts, BW, HALO, HAS_MASK
+        )
+        b_next = weigh(b_next, w[3], w[4], w[5], left, here, right)
+        return b_next, weigh(b_start, w[0], w[1], w[2], left, here, right)
 
-    Each row is loaded once, at three shifts, and added to the three rows of outputs that it is a neighbour of. This is
-    a second pass over outputs that are still in the cache. Matrix products keep their blocks in another layout, and
-    converting row by row would cost more than the pass.
+
+@triton.jit
+def next_sums(
+    p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, b_start, b_next, b_after, w, shifts,
+    BW: tl.constexpr, HALO: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """b_start (1, BC) plus the 3×3 sums at a step of the map from (y, x) on: (BM, BC)
+
+    A step is BW columns of a row, or of several rows of a narrow map. Rows are loaded once and added to the three rows
+    of outputs that they are neighbours of: b_next and b_after are the sums of the next two rows so far. Several
+    rows at a time are loaded for each of the three.
     """
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = load_local_weight(p_w, o_c, m_c, FLIP)
-    b_zero = tl.zeros([BW, BC], tl.float32)
-    left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, MASK_X)
-    b_next = weigh(b_zero, w0, w1, w2, left, here, right)  # sums of the row to be written next
-    left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y_begin, x, H, W, prefix, o_c, m_c, BW, MASK_X)
-    b_next = weigh(b_next, w3, w4, w5, left, here, right)
-    b_after = weigh(b_zero, w0, w1, w2, left, here, right)  # sums of the row after it
-    o_x = tl.arange(0, BW)
-    for y in tl.range(y_begin, y_end, num_stages=ROW_STAGES):
-        left, here, right = load_neighbours(p_x, stride_x, p_mask_x, y + 1, x, H, W, prefix, o_c, m_c, BW, MASK_X)
-        b_out = load_map_row(p_out, stride_out, p_mask_out, y, x, y_end, W, prefix, o_c, m_c, BW, MASK_OUT)
-        t = prefix + y * W + x
-        b_next = weigh(b_next, w6, w7, w8, left, here, right) + b_out.to(tl.float32)
-        store_rows(p_out, b_next, stride_out, t, o_x, present(p_mask_out, t, o_x, x + o_x < W, MASK_OUT), o_c, m_c)
-        b_next = weigh(b_after, w3, w4, w5, left, here, right)
-        b_after = weigh(b_zero, w0, w1, w2, left, here, right)
+    if BW < LANES:
+        b_sum = b_start
+        for dy in tl.static_range(3):
+            left, here, right = load_neighbours(
+                p_x, stride, p_mask, y + dy - 1, x, H, W, prefix, o_c, m_c, shifts, BW, HALO, HAS_MASK
+            )
+            b_sum = weigh(b_sum, w[3 * dy], w[3 * dy + 1], w[3 * dy + 2], left, here, right)
+        return b_sum, b_next, b_after
+    else:
+        left, here, right = load_neighbours(
+            p_x, stride, p_mask, y + 1, x, H, W, prefix, o_c, m_c, shifts, BW, HALO, HAS_MASK
+        )
+        b_sum = weigh(b_next, w[6], w[7], w[8], left, here, right)
+        b_next = weigh(b_after, w[3], w[4], w[5], left, here, right)
+        return b_sum, b_next, weigh(b_start, w[0], w[1], w[2], left, here, right)
+
+
+@triton.jit
+def load_shifted(
+    p_x, stride, p_mask, y, x, y_begin, y_end, W, prefix, o_c, m_c, b_shift, BW: tl.constexpr, HAS_MASK: tl.constexpr
+):  # fmt: skip
+    """A step of the map from (y, x) on, and zeros outside rows y_begin … y_end − 1: (BM, BC) float32"""
+    o_y, o_x = lanes(BW)
+    b_x = load_map(p_x, stride, p_mask, y, x, o_y, o_x, y_begin, y_end, W, prefix, o_c, m_c, HAS_MASK)
+    if p_x.dtype.element_ty != tl.float32:
+        b_x = tl.dot(b_shift, b_x)
+    return b_x
 
 
 @triton.jit
 def accumulate_local_grad(
-    p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
+    p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c, shifts, b_one,
     a0, a1, a2, a3, a4, a5, a6, a7, a8,
-    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    BW: tl.constexpr, HALO: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradient of the nine taps from rows y_begin … y_end − 1 and columns x … x + BW − 1 of g to nine sums
-    (BW, BC)"""
-    g_above = tl.zeros([BW, BC], tl.float32)
-    g_here = tl.zeros([BW, BC], tl.float32)
-    # Row y of v is the upper neighbour of row y + 1 of the outputs. Rows are loaded one turn before they are used.
-    g_next = load_map_row(p_g, stride_g, p_mask_q, y_begin, x, y_end, W, prefix, o_c, m_c, BW, MASK_Q)
-    left, here, right = load_neighbours(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-    for y in range(y_begin - 1, y_end + 1):
-        g_next1 = load_map_row(p_g, stride_g, p_mask_q, y + 2, x, y_end, W, prefix, o_c, m_c, BW, MASK_Q)
-        left1, here1, right1 = load_neighbours(p_v, stride_v, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
-        g_below = g_next.to(tl.float32)
-        left, here, right = left.to(tl.float32), here.to(tl.float32), right.to(tl.float32)
-        a0 += g_below * left
-        a1 += g_below * here
-        a2 += g_below * right
-        a3 += g_here * left
-        a4 += g_here * here
-        a5 += g_here * right
-        a6 += g_above * left
-        a7 += g_above * here
-        a8 += g_above * right
-        g_above, g_here, g_next = g_here, g_below, g_next1
-        left, here, right = left1, here1, right1
+    (BM, BC). b_one is the shift by nothing.
+
+    A row of v and its two shifts meet three rows of g. Those of v may lie one row above and one below those of g.
+    """
+    for y in range(tl.maximum(y_begin - 1, 0), tl.minimum(y_end + 1, H), LANES // BW if BW < LANES else 1):
+        left, here, right = load_neighbours(
+            p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, shifts, BW, HALO, HAS_MASK
+        )
+        b_g = load_shifted(p_g, stride_g, p_mask_q, y + 1, x, y_begin, y_end, W, prefix, o_c, m_c, b_one, BW, MASK_Q)
+        a0 += b_g * left
+        a1 += b_g * here
+        a2 += b_g * right
+        b_g = load_shifted(p_g, stride_g, p_mask_q, y, x, y_begin, y_end, W, prefix, o_c, m_c, b_one, BW, MASK_Q)
+        a3 += b_g * left
+        a4 += b_g * here
+        a5 += b_g * right
+        b_g = load_shifted(p_g, stride_g, p_mask_q, y - 1, x, y_begin, y_end, W, prefix, o_c, m_c, b_one, BW, MASK_Q)
+        a6 += b_g * left
+        a7 += b_g * here
+        a8 += b_g * right
     return a0, a1, a2, a3, a4, a5, a6, a7, a8
 
 
 @triton.jit
 def sum_local_grad(
     p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
-    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    BW: tl.constexpr, BC: tl.constexpr, HALO: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the nine taps from columns x_begin … x_end − 1 of rows y_begin … y_end − 1 of g
 
     x_begin is a multiple of BW, and x_end is one too or is W. Returns nine blocks (BC,).
     """
-    a0 = tl.zeros([BW, BC], tl.float32)
+    DTYPE: tl.constexpr = p_v.dtype.element_ty
+    shifts = shift_matrices(DTYPE, BW, HALO)
+    b_one = shift_matrix(0, DTYPE, BW, False)
+    a0 = tl.zeros([LANES if BW < LANES else BW, BC], tl.float32)
     a1, a2, a3, a4, a5, a6, a7, a8 = a0, a0, a0, a0, a0, a0, a0, a0
     for x in range(x_begin, x_end, BW):
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = accumulate_local_grad(
-            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
-            a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, BC, HAS_MASK, MASK_Q,
+            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c, shifts, b_one,
+            a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, HALO, HAS_MASK, MASK_Q,
         )  # fmt: skip
     return (
         tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0), tl.sum(a5, 0), tl.sum(a6, 0),

@@ -71,12 +71,13 @@ def run_backward(
     sums = room(plan.programs, parts.most, size)
     grad_state = room(*state.shape)
     grad_k_mean = room(plan.batch, plan.heads, 1, plan.key_dim)
+    few_strides = strides_of(plan.packed, q, v, g, grads[0])
     gpu.launch(backward.grad_state_kernel, (plan.programs, parts.number))(
         q, v, g, *masks, count, sequences, offset, state, means, grads[0], sums,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
-        *strides_of(plan.packed, q, v, g, grads[0]),
+        *few_strides,
         **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, **row_settings(width),
-        **step_settings("grad_state", effort, plan, q.dtype),
+        WIDE=plan.wide(few_strides), **step_settings("grad_state", effort, plan, q.dtype),
     )  # fmt: skip
     block = sum_settings(plan, parts)
     gpu.launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
@@ -91,7 +92,7 @@ def run_backward(
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
         **common, **weighted, **shifted, **products, LOCAL=local, MASK_Q=mask_q, ANCHORED=options.anchored,
-        LAYOUT=layout, **row_settings(width), WIDE=tiles.wide,
+        LAYOUT=layout, **row_settings(width), WIDE=tiles.wide or plan.wide(strides),
         **step_settings("grad", effort, plan, q.dtype),
     )  # fmt: skip
     grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
@@ -126,9 +127,10 @@ def _offset_grad(
     parts = split(plan, plan.tokens, k.device)
     sums = grad.new_empty((parts.number, plan.batch, 1, plan.heads, plan.key_dim))
     mask = as_bytes(tensors.token_mask)
+    strides = strides_of(False, k)
     gpu.launch(anchor.weighted_sum_kernel, (plan.programs, parts.number))(
-        k, grad_shares, mask, sums, plan.tokens, plan.blocks, plan.heads, *strides_of(False, k),
+        k, grad_shares, mask, sums, plan.tokens, plan.blocks, plan.heads, *strides,
         D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.tokens,
-        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None,
+        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, WIDE=plan.wide(strides),
     )  # fmt: skip
     return grad + options.scale * sums.sum(0)

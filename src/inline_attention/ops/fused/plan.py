@@ -11,6 +11,9 @@ from .. import gpu
 from ..local import Grid
 from . import config
 
+# The largest offset of a token that the kernels for usual sizes compute, plus one.
+MOST_OFFSET = 2**31
+
 
 class Plan(NamedTuple):
     """The geometry of a launch. It depends on shapes alone."""
@@ -32,6 +35,11 @@ class Plan(NamedTuple):
     @property
     def programs(self) -> int:
         return self.batch * self.blocks
+
+    def wide(self, strides: Sequence[int]) -> bool:
+        """Whether a token's offset exceeds 32 bits. `strides` are those of `strides_of`."""
+        longest = max(self.queries, self.tokens)
+        return any(longest * stride >= MOST_OFFSET for stride in strides[1::2])
 
     @property
     def block_channels(self) -> int:

@@ -26,6 +26,7 @@ from .blocks import (
     tile_index,
     tokens_of,
     tokens_of_part,
+    widened,
 )
 from .forward import EPS
 from .local import LANES, load_local_weight, store_local_grad, sum_local_grad
@@ -133,7 +134,7 @@ def grad_state_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
-    HALO: tl.constexpr,
+    HALO: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
@@ -142,7 +143,7 @@ def grad_state_kernel(
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
-    i_p = tl.program_id(1)
+    i_p = widened(tl.program_id(1), WIDE)
     parts = tl.num_programs(1)
     h = (i % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
@@ -312,7 +313,7 @@ def grad_kernel(
             write_grads_run(
                 p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
                 stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-                0, prefix, Nq, N, o_k, m_k, o_v, m_v,
+                i_t, prefix, Nq, N, o_k, m_k, o_v, m_v,
                 b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
                 MAP, NORM, DK, DV, HEADS, LANES, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip

@@ -48,6 +48,14 @@ def locate(p_seq, i_b, N, H, W, PACKED: tl.constexpr):
 
 
 @triton.jit
+def widened(i, WIDE: tl.constexpr):
+    """An index of 64 bits, if WIDE. Tokens that are counted from it have as many, and so do their offsets."""
+    if WIDE:
+        i = tl.cast(i, tl.int64)
+    return i
+
+
+@triton.jit
 def tokens_of_part(i_p, parts, N, BN: tl.constexpr):
     """First token of a part, and the one after its last. Parts are of whole steps; the last ones may have no token."""
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
@@ -73,22 +81,22 @@ def load_offset(p_offset, i_b, h, heads, o_k, m_k, D: tl.constexpr, OFFSET: tl.c
 
 @triton.jit
 def load_rows(p_x, stride, t, o_t, m_t, o_c, m_c):
-    """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t may exceed 2³¹ / stride; o_t is small."""
-    p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]
+    """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t has 64 bits if t·stride needs them; o_t is small."""
+    p = p_x + t * stride + (o_t[:, None] * stride + o_c[None, :])
     return tl.load(p, mask=m_t[:, None] & m_c[None, :], other=0.0)
 
 
 @triton.jit
 def load_columns(p_x, stride, t, o_t, m_t, o_c, m_c):
     """`load_rows` transposed: (BC, BN). A product that sums over tokens takes its left factor so."""
-    p = p_x + tl.cast(t, tl.int64) * stride + o_t[None, :] * stride + o_c[:, None]
+    p = p_x + t * stride + (o_t[None, :] * stride + o_c[:, None])
     return tl.load(p, mask=m_t[None, :] & m_c[:, None], other=0.0)
 
 
 @triton.jit
 def store_rows(p_x, b_x, stride, t, o_t, m_t, o_c, m_c):
     """(BN, BC) to tokens t + o_t where m_t"""
-    p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]
+    p = p_x + t * stride + (o_t[:, None] * stride + o_c[None, :])
     tl.store(p, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
 
 
@@ -120,7 +128,7 @@ def gradient_pointers(p_d0, p_d1, p_d2, CK, LAYOUT: tl.constexpr):
 @triton.jit
 def tile_index(WIDE: tl.constexpr):
     """The tile's index on axis 1 of the grid or, if WIDE, on axes 1 and 2. One axis holds 65,535 programs."""
-    i_t = tl.program_id(1)
+    i_t = widened(tl.program_id(1), WIDE)
     if WIDE:
         i_t += tl.program_id(2) * tl.num_programs(1)
     return i_t

@@ -33,6 +33,7 @@ from .blocks import (
     tile_index,
     tokens_of,
     tokens_of_part,
+    widened,
 )
 from .local import LANES, first_sums, lanes, load_local_weight, next_sums, shift_matrices
 
@@ -290,7 +291,7 @@ def state_kernel(
     N, H, W, scale, blocks, heads, stride_kb, stride_k, stride_vb, stride_v,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
+    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
@@ -298,7 +299,7 @@ def state_kernel(
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
-    i_p = tl.program_id(1)
+    i_p = widened(tl.program_id(1), WIDE)
     parts = tl.num_programs(1)
     h = (i % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
@@ -430,7 +431,7 @@ def output_kernel(
     if LOCAL:
         if i_t == 0:
             write_run(
-                p_q, p_out, p_mask_q, stride_q, stride_o, 0, prefix, o_k, m_k, o_v, m_v,
+                p_q, p_out, p_mask_q, stride_q, stride_o, i_t, prefix, o_k, m_k, o_v, m_v,
                 b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
                 MAP, NORM, DK, DV, HEADS, LANES, DOT, PRECISION, MASK_Q, OFFSET,
             )  # fmt: skip

@@ -22,6 +22,7 @@ from .blocks import (
     present,
     same_head,
     store_rows,
+    widened,
 )
 from .forward import EPS, bases_of, outputs_of, sum_state
 from .local import load_local_weight, weigh
@@ -139,7 +140,7 @@ def short_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, LOCAL: tl.constexpr, MADE: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one part of the queries. Grid (B·blocks, parts)
 
@@ -149,10 +150,11 @@ def short_kernel(
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
+    N = widened(N, WIDE)
     if PACKED:
         Nq = N
     length = tl.cdiv(tl.cdiv(Nq, tl.num_programs(1)), BM) * BM
-    t_begin = tl.program_id(1) * length
+    t_begin = widened(tl.program_id(1), WIDE) * length
     t_end = tl.minimum(t_begin + length, Nq)
     if t_begin >= Nq:
         return

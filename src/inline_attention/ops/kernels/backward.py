@@ -88,9 +88,10 @@ def backward_kernel(
         MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
     b_ds = add_map_to_state_grad(b_ds, b_g_sum[None, :], MAP, NORM)
-    b_ds = tl.where(m_head, b_ds * tl.div_rn(scale, count), 0.0)
-    b_q_mean = tl.div_rn(b_q_sum * scale, count)
-    b_g_mean = tl.div_rn(b_g_sum, count)
+    inverse_count = tl.div_rn(1.0, count)
+    b_ds = tl.where(m_head, b_ds * (scale * inverse_count), 0.0)
+    b_q_mean = b_q_sum * (scale * inverse_count)
+    b_g_mean = b_g_sum * inverse_count
     b_anchor = 0.0
     b_overlap = 0.0
     if ANCHORED:

@@ -148,10 +148,15 @@ def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
 def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
     """b_x·b_y + b_base; b_base has the product's shape or (1, BC).
 
-    A plain `+` becomes a product that accumulates onto b_base, and loses the digits that a large base hides.
+    A plain `+` becomes a product that accumulates onto b_base, and loses the digits that a large base hides. In half
+    precision the result has no room for them.
     """
-    b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
-    return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base, b_product.shape))
+    b_base = tl.broadcast_to(b_base, [b_x.shape[0], b_y.shape[1]])
+    if PRECISION == "ieee":
+        b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
+        return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), b_base)
+    else:
+        return tl.dot(b_x, b_y, b_base, input_precision=PRECISION)
 
 
 @triton.jit

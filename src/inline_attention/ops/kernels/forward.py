@@ -89,8 +89,9 @@ def sum_state(
         b_k_mean = b_k_sum + b_dk_sum
         b_v_mean = b_v_sum + b_dv_sum
     else:
-        b_k_mean = tl.div_rn(b_k_sum, count)
-        b_v_mean = tl.div_rn(b_v_sum, count)
+        inverse_count = tl.div_rn(1.0, count)
+        b_k_mean = b_k_sum * inverse_count
+        b_v_mean = b_v_sum * inverse_count
     return b_s, b_k_mean, b_v_mean
 
 

@@ -50,7 +50,7 @@ from inline_attention.ops import (
     linear_attention_packed,
     tangent_attention,
 )
-from inline_attention.ops.fused import config
+from inline_attention.ops.fused import config, plan
 from inline_attention.ops.fused.operators import forward_op
 from inline_attention.ops.fused.plan import make_plan, make_tiles, split
 
@@ -120,6 +120,21 @@ CASES = [(s, d) for i, s in enumerate(SHAPES) for j, d in enumerate(DTYPES) if G
 def test_forward_and_gradients(shape, dtype, path):
     batch, grid, prefix, heads, head_dim = SHAPES[shape]
     check(*make_inputs(batch, grid, prefix, heads, head_dim, dtype))
+
+
+EDGES = [(1, 1), (4, 1), (1, 4), (5, 2), (9, 2), (5, 3), (3, 8), (3, 9), (2, 15), (3, 16), (2, 17), (3, 33)]
+
+
+@on_both_paths(("grid", "prefix"), [(grid, (0, 1, 5)[i % 3]) for i, grid in enumerate(EDGES)])
+def test_edges_of_tiles(grid, prefix, path):
+    """Maps of fewer columns than a tile, of as many and of more, and with steps of several rows; in half precision."""
+    check(*make_inputs(2, grid, prefix, 2, 16, torch.float16, masked=grid[1] % 2 == 0))
+
+
+@on_both_paths(("kind",), [(TANGENT,), (FAMILY[0],), (FAMILY[1],)])
+def test_edges_of_tiles_in_the_family(kind, path):
+    for grid in ((3, 5), (2, 18)):
+        check(*make_inputs(1, grid, 1, 1, 16, torch.float16, masked=True), kind=kind)
 
 
 @on_both_paths(("feature_map", "masked"), [("relu", True), ("leaky_relu", False), ("exp", True)])
@@ -231,6 +246,19 @@ def test_nan_is_not_swallowed(feature_map, part, path):
     for name, x in expected.items():
         assert x.isnan().any() == found[name].isnan().any(), name
         assert found[name][x.isnan()].isnan().all(), name
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", ["v", "grad"])
+def test_nan_goes_as_far_as_in_the_reference(where, dtype, value, path):
+    """Sums of neighbours are products with zeros in half precision, which turn an infinity into NaN too."""
+    qkv, weight, grad, options = make_inputs(1, (4, 5), 0, 1, 16, dtype)
+    (qkv[:, :, 2] if where == "v" else grad)[0, 7, 0, 3] = value
+    expected, found = (run(qkv, weight, grad, options, backend=name) for name in ("reference", "triton"))
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(expected[name].isfinite(), found[name].isfinite()), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -503,8 +531,9 @@ def test_projections_that_hold_several(sizes, path):
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_packed(local, path):
-    grids = [(2, 3), (1, 1), (3, 2), (1, 17)]
+@pytest.mark.parametrize("widest", [(1, 17), (2, 4)], ids=str)
+def test_packed(widest, local, path):
+    grids = [(2, 3), (1, 1), (5, 2), widest]
     lengths = [1 + h * w for h, w in grids]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
@@ -585,13 +614,37 @@ def plan_of(*grids, channels=32):
 def test_which_maps_are_large():
     rows = config.CONFIG.tile  # of one column
     for (height, width), expected in [((64, 64), False), ((65_535 * rows, 1), False), ((65_536 * rows, 1), True)]:
-        plan = plan_of((height, width))
-        tiles = make_tiles(plan, local=True)
+        geometry = plan_of((height, width))
+        tiles = make_tiles(geometry, local=True)
         assert tiles.wide == expected
-        programs, *others = tiles.grid(plan)
-        assert programs == plan.programs
+        programs, *others = tiles.grid(geometry)
+        assert programs == geometry.programs
         assert max(others) <= 65_535
         assert tiles.number <= torch.tensor(others).prod() < tiles.number + len(others)
+
+
+@pytest.mark.parametrize("kind", [INLINE, TANGENT, Kind("divide", "relu")], ids=str)
+def test_offsets_of_64_bits(kind, monkeypatch):
+    """They change no bit."""
+    qkv, weight, grad, options = make_inputs(1, (3, 5), 2, 1, 16, torch.float32, masked=True)
+    launched, launch = [], gpu.launch
+    monkeypatch.setattr(
+        gpu,
+        "launch",
+        lambda kernel, grid: (
+            lambda *args, **settings: launched.append(settings.get("WIDE")) or launch(kernel, grid)(*args, **settings)
+        ),
+    )
+    results = []
+    for most in (2**31, 1):
+        monkeypatch.setattr(plan, "MOST_OFFSET", most)
+        with configured(fused_tokens=0):
+            results.append(run(qkv, weight, grad, options, backend="triton", kind=kind))
+        with configured(one_launch=True), torch.no_grad():
+            out = inline_attention(*qkv.unbind(2), local_weight=weight, backend="triton", **options)
+            results[-1]["one launch"] = out
+    assert {False, True} <= set(launched)
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
 
 
 def test_large_maps(monkeypatch):

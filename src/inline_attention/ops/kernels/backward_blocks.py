@@ -85,12 +85,11 @@ def write_query_grads(
 @triton.jit
 def constant_grads(
     b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean,
-    NORM: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED: tl.constexpr,
+    NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """What `write_key_grads` adds to its products for dk and for dv: (BK,), (BV,)
 
-    In half precision it subtracts the means after the products, as constants, and not from every token before, where
-    they would be rounded once more. In float32 that would lose the digits that large means hide.
+    In half precision it subtracts from v its mean as rounded to DOT, and from φ(k) nothing. The rest is here.
     """
     b_dk = tl.zeros_like(b_k_mean)
     if NORM != "subtract":
@@ -98,7 +97,7 @@ def constant_grads(
     b_dv = b_g_mean
     if PRECISION != "ieee" and not WEIGHTED:
         b_ds = b_ds.to(tl.float32)
-        b_dk -= tl.sum(b_ds * b_v_mean[None, :], 1)
+        b_dk += tl.sum(b_ds * (b_v_mean.to(DOT).to(tl.float32) - b_v_mean)[None, :], 1)
         b_dv -= tl.sum(b_ds * b_k_mean[:, None], 0)
     return b_dk, b_dv
 
@@ -135,6 +134,8 @@ def write_key_grads(
     if PRECISION == "ieee" or WEIGHTED:
         b_v = b_v.to(tl.float32) - b_v_mean[None, :]
         b_phi = b_phi.to(tl.float32) - b_k_mean[None, :]
+    else:
+        b_v = b_v.to(DOT) - b_v_mean.to(DOT)[None, :]
     b_dk = product_plus(operand(b_v, DOT, PRECISION), b_dst, b_dk0[None, :], PRECISION)
     if WEIGHTED:
         b_dv = product_plus(operand(b_phi, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)

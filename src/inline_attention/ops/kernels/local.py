@@ -8,6 +8,9 @@ from .blocks import load_rows, present
 # Least tokens of a step over the map: rows of a tensor core's product.
 LANES = tl.constexpr(16)
 
+# Pipeline stages of the gradient's loop over rows. Nine sums leave few registers for rows that are on their way.
+GRAD_STAGES = tl.constexpr(2)
+
 
 @triton.jit
 def load_tap(p_w, tap, o_c, m_c, FLIP: tl.constexpr):
@@ -176,7 +179,9 @@ def accumulate_local_grad(
 
     A row of v and its two shifts meet three rows of g. Those of v may lie one row above and one below those of g.
     """
-    for y in range(tl.maximum(y_begin - 1, 0), tl.minimum(y_end + 1, H), LANES // BW if BW < LANES else 1):
+    y_first = tl.maximum(y_begin - 1, 0)
+    y_last = tl.minimum(y_end + 1, H)
+    for y in tl.range(y_first, y_last, LANES // BW if BW < LANES else 1, num_stages=GRAD_STAGES):
         left, here, right = load_neighbours(
             p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, shifts, BW, HALO, HAS_MASK
         )

@@ -66,12 +66,7 @@ def shift_matrix(dx, DTYPE: tl.constexpr, BW: tl.constexpr, HALO: tl.constexpr):
 @triton.jit
 def shift_matrices(DTYPE: tl.constexpr, BW: tl.constexpr, HALO: tl.constexpr):
     """Those of `load_neighbours`, which has no use for them in float32"""
-    if tl.float32 == DTYPE:
-        return None, None, None
-    else:
-        return (
-            shift_matrix(-1, DTYPE, BW, HALO), shift_matrix(0, DTYPE, BW, HALO), shift_matrix(1, DTYPE, BW, HALO),
-        )  # fmt: skip
+    return shift_matrix(-1, DTYPE, BW, HALO), shift_matrix(0, DTYPE, BW, HALO), shift_matrix(1, DTYPE, BW, HALO)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def write_query_grads(
     b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_v, m_v)
     b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
     if MAP != "identity":
-        b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, OFFSET)
+        b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, MAP, PRECISION, OFFSET)
         b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
     store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_k, m_k)
 
@@ -259,6 +259,8 @@ def sum_queries(
             b_offset, 0, 0, 0, 0, 0,
             MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, False, MASK_Q, False, False, OFFSET,
         )  # fmt: skip
+        if OFFSET and (MAP == "identity" and PRECISION != "ieee"):
+            b_ds -= b_offset[:, None] * b_g_sum[None, :]
     else:
         b_ds, b_q_sum, b_g_sum = accumulate_normalised(
             p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,

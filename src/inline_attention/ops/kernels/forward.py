@@ -22,6 +22,7 @@ from .blocks import (
     load_rows,
     locate,
     log_of_scores,
+    offset_product,
     operand,
     present,
     product_plus,
@@ -141,7 +142,7 @@ def outputs_of(
 
     b_base (BV,) and b_rest, (1, BV) or (BN, BV), are those of `bases_of`, the second with the local residual.
     """
-    b_q = load_queries(p_q, stride_q, t, o_t, m_t, o_k, m_k, b_offset, OFFSET)
+    b_q = load_queries(p_q, stride_q, t, o_t, m_t, o_k, m_k, b_offset, MAP, PRECISION, OFFSET)
     if MAP != "identity":
         b_q = feature_map(b_q.to(tl.float32), MAP)
     if NORM == "subtract":
@@ -270,6 +271,7 @@ def forward_kernel(
     b_base, b_rest = bases_of(b_s, b_v_mean, MAP, NORM)
     b_k_mean = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)
     b_s = operand(b_s, DOT, PRECISION)
+    b_rest -= offset_product(b_s, b_offset, MAP, PRECISION, OFFSET)
     eps = tl.div_rn(EPS, tokens)
     write_run(
         p_q, p_out, p_mask_q, stride_q, stride_o, 0, prefix if LOCAL else Nq, o_k, m_k, o_v, m_v,
@@ -429,6 +431,7 @@ def output_kernel(
         eps = tl.div_rn(EPS, tokens_of(p_count, i_b, N, HAS_MASK))
     b_base, b_rest = bases_of(b_s, b_v_mean, MAP, NORM)
     b_s = operand(b_s, DOT, PRECISION)
+    b_rest -= offset_product(b_s, b_offset, MAP, PRECISION, OFFSET)
     if LOCAL:
         if i_t == 0:
             write_run(

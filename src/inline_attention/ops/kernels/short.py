@@ -18,6 +18,7 @@ from .blocks import (
     load_offset,
     load_rows,
     locate,
+    offset_product,
     operand,
     present,
     same_head,
@@ -179,9 +180,9 @@ def short_kernel(
         MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, BN, False,
     )  # fmt: skip
     b_base, b_rest = bases_of(b_s, b_v_mean, MAP, NORM)
-    b_rest = b_rest[None, :]
     b_k_mean = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)
     b_s = operand(b_s, DOT, PRECISION)
+    b_rest = (b_rest - offset_product(b_s, b_offset, MAP, PRECISION, OFFSET))[None, :]
     eps = tl.div_rn(EPS, tokens)
     if LOCAL:
         if MADE:

@@ -56,7 +56,7 @@ STEPS = {
         "output": Steps(64, 1, 2),
         "forward": Steps(32, 2, 2),
         "grad_state": Steps(64, 2, 2),
-        "grad": Steps(32, 1, 3),
+        "grad": Steps(32, 2, 3),
         "backward": Steps(64, 2, 3),
     },
     "scaled": {

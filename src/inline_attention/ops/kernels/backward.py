@@ -101,7 +101,9 @@ def backward_kernel(
         tl.store(p_g_mean + (i_b * heads + h) * DV + o_v, b_g_mean, mask=m_v)
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
-    b_dk0, b_dv0 = constant_grads(b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean, NORM, DOT, PRECISION, WEIGHTED)
+    b_dk0, b_dv0, b_v_mean = constant_grads(
+        b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean, NORM, DOT, PRECISION, WEIGHTED
+    )  # fmt: skip
     write_grads_run(
         p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
         stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
@@ -308,7 +310,9 @@ def grad_kernel(
         b_overlap = overlap_of(b_ds, b_s.to(tl.float32), tl.cast(scale, tl.float32), o_k, DK, HEADS)
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
-    b_dk0, b_dv0 = constant_grads(b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean, NORM, DOT, PRECISION, WEIGHTED)
+    b_dk0, b_dv0, b_v_mean = constant_grads(
+        b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean, NORM, DOT, PRECISION, WEIGHTED
+    )  # fmt: skip
     if LOCAL:
         if i_t == 0:
             write_grads_run(

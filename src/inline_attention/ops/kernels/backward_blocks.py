@@ -87,27 +87,24 @@ def constant_grads(
     b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean,
     NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """What `write_key_grads` adds to its products for dk and for dv: (BK,), (BV,)
+    """What `write_key_grads` adds to its products for dk and dv, and what it subtracts from v: (BK,), (1, BV), (BV,)
 
-    In half precision it subtracts from v its mean as rounded to DOT, and from φ(k) nothing. The rest is here.
+    In half precision it subtracts from v its mean as rounded to DOT, and from φ(k) nothing. The rest is in the other
+    two. If WEIGHTED, it adds dv̄ itself, because shares scale it.
     """
     b_dk = tl.zeros_like(b_k_mean)
     if NORM != "subtract":
         b_dk = b_q_mean
-    b_dv = b_g_mean
-    if PRECISION != "ieee" and not WEIGHTED:
-        b_ds = b_ds.to(tl.float32)
-        b_dk += tl.sum(b_ds * (b_v_mean.to(DOT).to(tl.float32) - b_v_mean)[None, :], 1)
-        b_dv -= tl.sum(b_ds * b_k_mean[:, None], 0)
-    return b_dk, b_dv
-
-
-@triton.jit
-def start_of(b_dv0, WEIGHTED: tl.constexpr):
-    """What the local residual's part of dv is added to: b_dv0 of `constant_grads`, unless shares scale it: (1, BV)"""
-    if WEIGHTED:
-        b_dv0 = tl.zeros_like(b_dv0)
-    return b_dv0[None, :]
+    b_dv = tl.zeros_like(b_g_mean)[None, :]
+    if not WEIGHTED:
+        b_dv = b_g_mean[None, :]
+        if PRECISION != "ieee":
+            b_ds = b_ds.to(tl.float32)
+            b_rounded = b_v_mean.to(DOT)
+            b_dk += tl.sum(b_ds * (b_rounded.to(tl.float32) - b_v_mean)[None, :], 1)
+            b_dv -= tl.sum(b_ds * b_k_mean[:, None], 0)[None, :]
+            b_v_mean = b_rounded
+    return b_dk, b_dv, b_v_mean
 
 
 @triton.jit
@@ -119,8 +116,8 @@ def write_key_grads(
 ):  # fmt: skip
     """dk = φ'(k)·((v − v̄)·dSᵀ + dk̄), dv = (φ(k) − k̄)·dS + dv̄ for tokens t + o_t where m_t; zeros for absent ones
 
-    b_k_mean is the mean of φ(k) − φ(0). b_dk0 is that of `constant_grads`. b_rest, (1, BV) or (BN, BV), is what
-    `start_of` returns, with the local residual's part of dv. If WEIGHTED, dk and dv are multiplied by the token's
+    b_k_mean is the mean of φ(k) − φ(0). b_dk0 and b_v_mean are those of `constant_grads`, and b_rest, (1, BV) or
+    (BN, BV), is its b_dv with the local residual's part of dv. If WEIGHTED, dk and dv are multiplied by the token's
     share p, and dp = ((v − v̄)·dSᵀ + dk̄)·(φ(k) − k̄) + dv̄·(v − v̄). If ANCHORED, p is the softmax of s·a·k: its scores
     have the gradient p·(dp − Σ p·dp), which is stored instead of dp and adds its product with s·a to dk. b_overlap is
     the sum.
@@ -135,7 +132,7 @@ def write_key_grads(
         b_v = b_v.to(tl.float32) - b_v_mean[None, :]
         b_phi = b_phi.to(tl.float32) - b_k_mean[None, :]
     else:
-        b_v = b_v.to(DOT) - b_v_mean.to(DOT)[None, :]
+        b_v = b_v.to(DOT) - b_v_mean[None, :]
     b_dk = product_plus(operand(b_v, DOT, PRECISION), b_dst, b_dk0[None, :], PRECISION)
     if WEIGHTED:
         b_dv = product_plus(operand(b_phi, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)
@@ -199,14 +196,13 @@ def write_grads_run(
 ):  # fmt: skip
     """`write_grads` for those of the tokens t_begin … t_end − 1 that exist as queries and as keys"""
     o_t = tl.arange(0, BN)
-    b_rest = start_of(b_dv0, WEIGHTED)
     for t in range(t_begin, t_end, BN):
         m_t = t + o_t < t_end
         write_grads(
             p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
             t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), N, o_k, m_k, o_v, m_v,
-            b_st, b_ds, b_dst, b_dk0, b_rest, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+            b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
             MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
         )  # fmt: skip
 
@@ -225,13 +221,12 @@ def write_grads_tile(
     the taps w, which are reversed"""
     shifts = shift_matrices(p_g.dtype.element_ty, BW, HALO)
     o_y, o_x = lanes(BW)
-    b_start = start_of(b_dv0, WEIGHTED)
     b_next, b_after = first_sums(
-        p_g, stride_g, p_mask_q, y_begin, x, H, W, prefix, o_v, m_v, b_start, w, shifts, BW, HALO, MASK_Q
+        p_g, stride_g, p_mask_q, y_begin, x, H, W, prefix, o_v, m_v, b_dv0, w, shifts, BW, HALO, MASK_Q
     )
     for y in range(y_begin, y_end, LANES // BW if BW < LANES else 1):
         b_sum, b_next, b_after = next_sums(
-            p_g, stride_g, p_mask_q, y, x, H, W, prefix, o_v, m_v, b_start, b_next, b_after, w, shifts,
+            p_g, stride_g, p_mask_q, y, x, H, W, prefix, o_v, m_v, b_dv0, b_next, b_after, w, shifts,
             BW, HALO, MASK_Q,
         )  # fmt: skip
         m_t = (y + o_y < y_end) & (x + o_x < W)

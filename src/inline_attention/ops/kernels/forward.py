@@ -117,14 +117,14 @@ def normalizers(
 ):  # fmt: skip
     """z = φ(q)·b_k_mean of each head, from φ(q) − φ(0), as `head_sums` returns it
 
-    In half precision it is a product with sixteen equal columns. That leaves z near the threads that hold the outputs;
-    a sum would have to be moved there. The mean in two parts keeps the digits of float32.
+    In half precision it is a product with eight equal columns, which every warp has to itself. That leaves z near the
+    threads that hold the outputs; a sum would have to be moved there. The mean in two parts keeps float32's digits.
     """
     if PRECISION == "ieee" or HEADS > 1:
         b_q = add_map_at_zero(b_q.to(tl.float32), 1.0, MAP)
         return head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS)
     else:
-        b_mean = tl.broadcast_to(b_k_mean[:, None], [b_k_mean.shape[0], 16])
+        b_mean = tl.broadcast_to(b_k_mean[:, None], [b_k_mean.shape[0], 8])
         b_high = operand(b_mean, DOT, PRECISION)
         b_low = operand(b_mean - b_high.to(tl.float32), DOT, PRECISION)
         b_q = operand(b_q, DOT, PRECISION)

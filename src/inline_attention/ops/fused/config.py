@@ -90,5 +90,6 @@ WIDE_MEMORY = 160 * 1024
 # Least channels of a program, if there are enough heads. They fill a memory sector and a tensor core's tile.
 LEAST_CHANNELS = 32
 
-# Most elements from one token to the next. Offsets in a step of up to 256 tokens have 32 bits.
+# Most elements from one token to the next. Offsets in a step of up to 256 tokens have 32 bits, and so have all in a
+# sample that one program handles alone.
 LONGEST_STRIDE = 2**31 // 256 - 1

@@ -130,9 +130,9 @@ def next_sums(
 ):  # fmt: skip
     """b_start (1, BC) plus the 3×3 sums at a step of the map from (y, x) on: (BM, BC)
 
-    A step is BW columns of a row, or of several rows of a narrow map. Rows are loaded once and added to the three rows
-    of outputs that they are neighbours of: b_next and b_after are the sums of the next two rows so far. Several
-    rows at a time are loaded for each of the three.
+    A step is BW columns of a row, or of several rows of a narrow map. Single rows are loaded once and added to the
+    three rows of outputs that they are neighbours of: b_next and b_after are the sums of the next two rows so far.
+    Several rows at once are loaded anew for each of the three.
     """
     if BW < LANES:
         b_sum = b_start

@@ -29,7 +29,7 @@ from .blocks import (
     widened,
 )
 from .forward import EPS
-from .local import LANES, load_local_weight, store_local_grad, sum_local_grad
+from .local import LANES, store_local_grad, sum_local_grad
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -112,14 +112,14 @@ def backward_kernel(
         MAP, NORM, DK, DV, HEADS, LANES if LOCAL else BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
     )  # fmt: skip
     if LOCAL:
-        w = load_local_weight(p_w + (i_b * heads + h) * DV * 9, o_v, m_v, True)
+        p_w += (i_b * heads + h) * DV * 9
         for x in range(0, W, BW):
             write_grads_tile(
-                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+                p_q, p_k, p_v, p_w, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
                 stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
                 x, 0, H, N, H, W, prefix, o_k, m_k, o_v, m_v,
-                b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap, w,
-                MAP, NORM, DK, DV, HEADS, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
+                b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip
     if GRAD_LOCAL:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
@@ -325,13 +325,13 @@ def grad_kernel(
         x = (i_t % columns) * BW
         y = (i_t // columns) * rows
         if (x < W) & (y < H):
-            w = load_local_weight(p_w + (i_b * heads + h) * DV * 9, o_v, m_v, True)
+            p_w += (i_b * heads + h) * DV * 9
             write_grads_tile(
-                p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+                p_q, p_k, p_v, p_w, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
                 stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
                 x, y, tl.minimum(y + rows, H), N, H, W, prefix, o_k, m_k, o_v, m_v,
-                b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap, w,
-                MAP, NORM, DK, DV, HEADS, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
+                b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip
     else:
         t = i_t * rows

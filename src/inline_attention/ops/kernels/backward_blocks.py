@@ -19,7 +19,7 @@ from .blocks import (
     store_rows,
     store_scalars,
 )
-from .local import LANES, first_sums, lanes, next_sums, shift_matrices
+from .local import LANES, add_local, first_sums, lanes, load_local_weight, next_sums, shift_matrices
 
 
 @triton.jit
@@ -209,26 +209,29 @@ def write_grads_run(
 
 @triton.jit
 def write_grads_tile(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+    p_q, p_k, p_v, p_w, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
     x, y_begin, y_end, N, H, W, prefix, o_k, m_k, o_v, m_v,
-    b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap, w,
-    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BW: tl.constexpr,
-    HALO: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
+    b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BV: tl.constexpr,
+    BW: tl.constexpr, HALO: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """`write_grads` for rows y_begin … y_end − 1 and columns x … x + BW − 1 of the map, with the local residual of
-    the taps w, which are reversed"""
+    """`write_grads` for rows y_begin … y_end − 1 and columns x … x + BW − 1 of the map, with the local residual"""
     shifts = shift_matrices(p_g.dtype.element_ty, BW, HALO)
     o_y, o_x = lanes(BW)
-    b_next, b_after = first_sums(
-        p_g, stride_g, p_mask_q, y_begin, x, H, W, prefix, o_v, m_v, b_dv0, w, shifts, BW, HALO, MASK_Q
-    )
+    if PRECISION != "ieee":
+        w = load_local_weight(p_w, o_v, m_v, True)
+        b_next, b_after = first_sums(
+            p_g, stride_g, p_mask_q, y_begin, x, H, W, prefix, o_v, m_v, b_dv0, w, shifts, BW, HALO, MASK_Q
+        )
     for y in range(y_begin, y_end, LANES // BW if BW < LANES else 1):
-        b_sum, b_next, b_after = next_sums(
-            p_g, stride_g, p_mask_q, y, x, H, W, prefix, o_v, m_v, b_dv0, b_next, b_after, w, shifts,
-            BW, HALO, MASK_Q,
-        )  # fmt: skip
+        b_sum = b_dv0
+        if PRECISION != "ieee":
+            b_sum, b_next, b_after = next_sums(
+                p_g, stride_g, p_mask_q, y, x, H, W, prefix, o_v, m_v, b_dv0, b_next, b_after, w, shifts,
+                BW, HALO, MASK_Q,
+            )  # fmt: skip
         m_t = (y + o_y < y_end) & (x + o_x < W)
         write_grads(
             p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
@@ -236,6 +239,11 @@ def write_grads_tile(
             prefix + y * W + x, o_y * W + o_x, m_t, m_t, N, o_k, m_k, o_v, m_v,
             b_st, b_ds, b_dst, b_dk0, b_sum, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
             MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
+        )  # fmt: skip
+    if PRECISION == "ieee":
+        add_local(
+            p_g, p_w, p_dv, p_mask_q, p_mask, stride_g, stride_dv, x, y_begin, y_end, H, W, prefix, o_v, m_v, shifts,
+            BW, BV, HALO, True, MASK_Q, HAS_MASK,
         )  # fmt: skip
 
 

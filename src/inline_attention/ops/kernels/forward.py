@@ -36,7 +36,7 @@ from .blocks import (
     tokens_of_part,
     widened,
 )
-from .local import LANES, first_sums, lanes, load_local_weight, next_sums, shift_matrices
+from .local import LANES, add_local, first_sums, lanes, load_local_weight, next_sums, shift_matrices
 
 EPS = tl.constexpr(LINEAR_EPS)  # added to the row sums of vanilla linear attention
 
@@ -192,30 +192,38 @@ def write_run(
 
 @triton.jit
 def write_tile(
-    p_q, p_v, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_out, x, y_begin, y_end, H, W, prefix,
-    o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps, w,
-    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BW: tl.constexpr,
-    HALO: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    OFFSET: tl.constexpr,
+    p_q, p_v, p_w, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_out, x, y_begin, y_end, H, W, prefix,
+    o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BV: tl.constexpr,
+    BW: tl.constexpr, HALO: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """`write_outputs` for rows y_begin … y_end − 1 and columns x … x + BW − 1 of the map, with the local residual of
-    the taps w"""
+    """`write_outputs` for rows y_begin … y_end − 1 and columns x … x + BW − 1 of the map, with the local residual"""
     shifts = shift_matrices(p_v.dtype.element_ty, BW, HALO)
     o_y, o_x = lanes(BW)
     b_start = b_rest[None, :]
-    b_next, b_after = first_sums(
-        p_v, stride_v, p_mask, y_begin, x, H, W, prefix, o_v, m_v, b_start, w, shifts, BW, HALO, HAS_MASK
-    )
+    if PRECISION != "ieee":
+        w = load_local_weight(p_w, o_v, m_v, False)
+        b_next, b_after = first_sums(
+            p_v, stride_v, p_mask, y_begin, x, H, W, prefix, o_v, m_v, b_start, w, shifts, BW, HALO, HAS_MASK
+        )
     for y in range(y_begin, y_end, LANES // BW if BW < LANES else 1):
-        b_sum, b_next, b_after = next_sums(
-            p_v, stride_v, p_mask, y, x, H, W, prefix, o_v, m_v, b_start, b_next, b_after, w, shifts,
-            BW, HALO, HAS_MASK,
-        )  # fmt: skip
+        b_sum = b_start
+        if PRECISION != "ieee":
+            b_sum, b_next, b_after = next_sums(
+                p_v, stride_v, p_mask, y, x, H, W, prefix, o_v, m_v, b_start, b_next, b_after, w, shifts,
+                BW, HALO, HAS_MASK,
+            )  # fmt: skip
         write_outputs(
             p_q, p_out, p_mask_q, stride_q, stride_out,
             prefix + y * W + x, o_y * W + o_x, (y + o_y < y_end) & (x + o_x < W), o_k, m_k, o_v, m_v,
             b_s, b_base, b_sum, b_k_mean, b_v_mean, b_offset, eps,
             MAP, NORM, DK, DV, HEADS, DOT, PRECISION, MASK_Q, OFFSET,
+        )  # fmt: skip
+    if PRECISION == "ieee":
+        add_local(
+            p_v, p_w, p_out, p_mask, p_mask_q, stride_v, stride_out, x, y_begin, y_end, H, W, prefix, o_v, m_v, shifts,
+            BW, BV, HALO, False, HAS_MASK, MASK_Q,
         )  # fmt: skip
 
 
@@ -279,12 +287,12 @@ def forward_kernel(
         MAP, NORM, DK, DV, HEADS, LANES if LOCAL else BN, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
     if LOCAL:
-        w = load_local_weight(p_w + (i_b * heads + h) * DV * 9, o_v, m_v, False)
+        p_w += (i_b * heads + h) * DV * 9
         for x in range(0, W, BW):
             write_tile(
-                p_q, p_v, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_o, x, 0, H, H, W, prefix,
-                o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps, w,
-                MAP, NORM, DK, DV, HEADS, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, OFFSET,
+                p_q, p_v, p_w, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_o, x, 0, H, H, W, prefix,
+                o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, OFFSET,
             )  # fmt: skip
 
 
@@ -442,12 +450,12 @@ def output_kernel(
         x = (i_t % columns) * BW
         y = (i_t // columns) * rows
         if (x < W) & (y < H):
-            w = load_local_weight(p_w + (i_b * heads + h) * DV * 9, o_v, m_v, False)
+            p_w += (i_b * heads + h) * DV * 9
             write_tile(
-                p_q, p_v, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_o,
+                p_q, p_v, p_w, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_o,
                 x, y, tl.minimum(y + rows, H), H, W, prefix,
-                o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps, w,
-                MAP, NORM, DK, DV, HEADS, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, OFFSET,
+                o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, OFFSET,
             )  # fmt: skip
     else:
         t = i_t * rows

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .blocks import load_rows, present
+from .blocks import load_rows, present, store_rows
 
 # Least tokens of a step over the map: rows of a tensor core's product.
 LANES = tl.constexpr(16)
@@ -149,6 +149,35 @@ def next_sums(
         b_sum = weigh(b_next, w[6], w[7], w[8], left, here, right)
         b_next = weigh(b_after, w[3], w[4], w[5], left, here, right)
         return b_sum, b_next, weigh(b_start, w[0], w[1], w[2], left, here, right)
+
+
+@triton.jit
+def add_local(
+    p_x, p_w, p_out, p_mask_x, p_mask_out, stride_x, stride_out, x, y_begin, y_end, H, W, prefix, o_c, m_c, shifts,
+    BW: tl.constexpr, BC: tl.constexpr, HALO: tl.constexpr, FLIP: tl.constexpr, MASK_X: tl.constexpr,
+    MASK_OUT: tl.constexpr,
+):  # fmt: skip
+    """Adds the 3×3 sums to what this program wrote for rows y_begin … y_end − 1 and columns x … x + BW − 1
+
+    For float32, whose products take the registers that the sums would need in the same loop.
+    """
+    w = load_local_weight(p_w, o_c, m_c, FLIP)
+    b_zero = tl.zeros([1, BC], tl.float32)
+    o_y, o_x = lanes(BW)
+    o_t = o_y * W + o_x
+    tl.debug_barrier()  # other threads wrote what is read here
+    b_next, b_after = first_sums(
+        p_x, stride_x, p_mask_x, y_begin, x, H, W, prefix, o_c, m_c, b_zero, w, shifts, BW, HALO, MASK_X
+    )
+    for y in range(y_begin, y_end, LANES // BW if BW < LANES else 1):
+        b_sum, b_next, b_after = next_sums(
+            p_x, stride_x, p_mask_x, y, x, H, W, prefix, o_c, m_c, b_zero, b_next, b_after, w, shifts,
+            BW, HALO, MASK_X,
+        )  # fmt: skip
+        t = prefix + y * W + x
+        m_t = present(p_mask_out, t, o_t, (y + o_y < y_end) & (x + o_x < W), MASK_OUT)
+        b_sum += load_rows(p_out, stride_out, t, o_t, m_t, o_c, m_c)
+        store_rows(p_out, b_sum, stride_out, t, o_t, m_t, o_c, m_c)
 
 
 @triton.jit

@@ -615,7 +615,7 @@ def test_which_maps_are_large():
     rows = config.CONFIG.tile  # of one column
     for (height, width), expected in [((64, 64), False), ((65_535 * rows, 1), False), ((65_536 * rows, 1), True)]:
         geometry = plan_of((height, width))
-        tiles = make_tiles(geometry, local=True)
+        tiles = make_tiles(geometry, torch.device(DEVICE), local=True)
         assert tiles.wide == expected
         programs, *others = tiles.grid(geometry)
         assert programs == geometry.programs
@@ -650,7 +650,7 @@ def test_offsets_of_64_bits(kind, monkeypatch):
 def test_large_maps(monkeypatch):
     monkeypatch.setattr(gpu, "MOST_ON_AN_AXIS", 2)
     monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(fused_tokens=0))
-    assert make_tiles(plan_of((7, 18)), local=True).number > 2
+    assert make_tiles(plan_of((7, 18)), torch.device(DEVICE), local=True).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
     grids, launch = {}, gpu.launch
@@ -664,7 +664,10 @@ def test_large_maps(monkeypatch):
 def test_tiles_of_a_packed_batch():
     """The number of tiles is the largest of any image, not that of the largest height and the largest width."""
     tall, wide = (4096, config.CONFIG.columns), (1, 4096)
-    together, *alone = (make_tiles(plan_of(*grids), local=True).number for grids in ((tall, wide), (tall,), (wide,)))
+    together, *alone = (
+        make_tiles(plan_of(*grids), torch.device(DEVICE), local=True).number
+        for grids in ((tall, wide), (tall,), (wide,))
+    )
     assert together == max(alone)
 
 
@@ -941,3 +944,12 @@ class TestOnGPU:
                 x = torch.randn(2, 3, height, width, device="cuda")
                 torch.testing.assert_close(compiled(x), model(x), atol=1e-3, rtol=1e-3)
         assert counter["stats"]["unique_graphs"] <= 2
+
+
+def test_tiles_are_smaller_where_there_are_few_programs(monkeypatch):
+    monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(tile=32, tile_programs=2))
+    multiprocessors = gpu.limits_of(torch.device(DEVICE)).multiprocessors
+    rows = {}
+    for side in (8, 16 * multiprocessors):
+        rows[side] = make_tiles(plan_of((side, 16)), torch.device(DEVICE), local=True).rows
+    assert rows == {8: 1, 16 * multiprocessors: 2}

@@ -10,7 +10,7 @@ from ..kernels import anchor, backward
 from ..projections import unstack
 from . import config
 from .arguments import Options, Tensors, as_bytes, common_of, count_of, dot_settings, layout_of, rows_of, strides_of
-from .plan import Plan, make_plan, make_tiles, row_settings, split, step_settings, sum_settings
+from .plan import Plan, make_plan, make_tiles, row_settings, split, step_settings, sum_settings, tile_columns
 
 
 def run_backward(
@@ -76,7 +76,7 @@ def run_backward(
         q, v, g, *masks, count, sequences, offset, state, means, grads[0], sums,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
         *few_strides,
-        **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, **row_settings(width),
+        **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
         WIDE=plan.wide(few_strides), **step_settings("grad_state", effort, plan, q.dtype),
     )  # fmt: skip
     block = sum_settings(plan, parts)
@@ -85,7 +85,7 @@ def run_backward(
         plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **weighted, **block, GRAD_LOCAL=grad_of_local,
     )  # fmt: skip
-    tiles = make_tiles(plan, local=local)
+    tiles = make_tiles(plan, q.device, local=local)
     gpu.launch(backward.grad_kernel, tiles.grid(plan))(
         q, k, v, local_weight, g, *masks, sequences, shares, lse, offset, state, means,
         grad_state, grad_k_mean, grad_mean, *grad_tensors, grad_shares,

@@ -102,7 +102,7 @@ def run_forward(
         sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **block, CENTRE=centre, PIVOTED=weighted and q.dtype != torch.float32,
     )  # fmt: skip
-    tiles = make_tiles(plan, local=local)
+    tiles = make_tiles(plan, q.device, local=local)
     strides = strides_of(plan.packed, q, v, out)
     gpu.launch(forward.output_kernel, tiles.grid(plan))(
         q, v, local_weight, *masks, count, sequences, offset, out, state, means,

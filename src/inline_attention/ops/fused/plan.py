@@ -134,13 +134,18 @@ def row_settings(width: int) -> dict[str, int | bool]:
     return dict(BW=columns, HALO=not isinstance(width, int) or width > columns)
 
 
-def make_tiles(plan: Plan, *, local: bool) -> Tiles:
+def make_tiles(plan: Plan, device: torch.device, *, local: bool) -> Tiles:
     """The tiles of the outputs. All images of a packed batch get as many as the one that needs the most tiles."""
     if not local:
         rows = config.CONFIG.tokens * config.CONFIG.steps
         return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows)
-    columns = tile_columns(plan.width)
-    above_each_other = triton.cdiv(plan.height, config.CONFIG.tile // columns)
+    columns, tokens = tile_columns(plan.width), config.CONFIG.tile
+    if (
+        plan.programs * plan.height * plan.width
+        < tokens * config.CONFIG.tile_programs * gpu.limits_of(device).multiprocessors
+    ):
+        tokens //= 2
+    above_each_other = triton.cdiv(plan.height, tokens // columns)
     rows = triton.cdiv(plan.height, above_each_other)
     number = max(triton.cdiv(height, rows) * triton.cdiv(width, columns) for height, width in plan.grids)
     return Tiles(number, triton.cdiv(plan.width, columns), rows)

@@ -124,7 +124,7 @@ def backward_kernel(
     if GRAD_LOCAL:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
             p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, 0, W, 0, H, H, W, prefix, o_v, m_v,
-            BW, BV, HALO, HAS_MASK, MASK_Q,
+            BW, BV, HAS_MASK, MASK_Q,
         )  # fmt: skip
         store_local_grad(p_dw + ((i_b * heads + h) * DV + o_v) * 9, 1, m_v, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 
@@ -137,7 +137,7 @@ def grad_state_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
-    HALO: tl.constexpr, WIDE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
@@ -199,7 +199,7 @@ def grad_state_kernel(
         x_end = tl.minimum(x_begin + span, W)
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
             p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_v, m_v,
-            BW, BV, HALO, HAS_MASK, MASK_Q,
+            BW, BV, HAS_MASK, MASK_Q,
         )  # fmt: skip
         store_local_grad(p_part + BV + o_v, BV, o_v >= 0, a0, a1, a2, a3, a4, a5, a6, a7, a8)
 

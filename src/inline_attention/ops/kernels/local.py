@@ -8,9 +8,6 @@ from .blocks import load_rows, present, store_rows
 # Least tokens of a step over the map: rows of a tensor core's product.
 LANES = tl.constexpr(16)
 
-# Pipeline stages of the gradient's loop over rows. Nine sums leave few registers for rows that are on their way.
-GRAD_STAGES = tl.constexpr(2)
-
 
 @triton.jit
 def load_tap(p_w, tap, o_c, m_c, FLIP: tl.constexpr):
@@ -181,67 +178,73 @@ def add_local(
 
 
 @triton.jit
-def load_shifted(
-    p_x, stride, p_mask, y, x, y_begin, y_end, W, prefix, o_c, m_c, b_shift, BW: tl.constexpr, HAS_MASK: tl.constexpr
+def load_row(
+    p_x, stride, p_mask, y, x, y_begin, y_end, W, prefix, o_c, m_c, BW: tl.constexpr, HAS_MASK: tl.constexpr
 ):  # fmt: skip
-    """A step of the map from (y, x) on, and zeros outside rows y_begin … y_end − 1: (BM, BC) float32"""
-    o_y, o_x = lanes(BW)
-    b_x = load_map(p_x, stride, p_mask, y, x, o_y, o_x, y_begin, y_end, W, prefix, o_c, m_c, HAS_MASK)
-    if p_x.dtype.element_ty != tl.float32:
-        b_x = tl.dot(b_shift, b_x)
-    return b_x
+    """Row y of the map from column x on; zeros beside it and outside rows y_begin … y_end − 1: (BW, BC)"""
+    o_x = tl.arange(0, BW)
+    return load_map(p_x, stride, p_mask, y, x, o_x * 0, o_x, y_begin, y_end, W, prefix, o_c, m_c, HAS_MASK)
+
+
+@triton.jit
+def load_sides(p_x, stride, p_mask, y, x, H, W, prefix, o_c, m_c, BW: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Row y of the map, read from columns x − 1, x and x + 1 on: (BW, BC) each"""
+    left = load_row(p_x, stride, p_mask, y, x - 1, 0, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    here = load_row(p_x, stride, p_mask, y, x, 0, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    right = load_row(p_x, stride, p_mask, y, x + 1, 0, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    return left, here, right
 
 
 @triton.jit
 def accumulate_local_grad(
-    p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c, shifts, b_one,
+    p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
     a0, a1, a2, a3, a4, a5, a6, a7, a8,
-    BW: tl.constexpr, HALO: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradient of the nine taps from rows y_begin … y_end − 1 and columns x … x + BW − 1 of g to nine sums
-    (BM, BC). b_one is the shift by nothing.
+    (BW, BC)
 
-    A row of v and its two shifts meet three rows of g. Those of v may lie one row above and one below those of g.
+    Row y of v is the upper neighbour of row y + 1 of g. Rows are loaded one turn before they are used. With products
+    for the shifts, as in `load_neighbours`, nothing would be on its way during a turn, and it would take twice as long.
     """
-    y_first = tl.maximum(y_begin - 1, 0)
-    y_last = tl.minimum(y_end + 1, H)
-    for y in tl.range(y_first, y_last, LANES // BW if BW < LANES else 1, num_stages=GRAD_STAGES):
-        left, here, right = load_neighbours(
-            p_v, stride_v, p_mask, y, x, H, W, prefix, o_c, m_c, shifts, BW, HALO, HAS_MASK
-        )
-        b_g = load_shifted(p_g, stride_g, p_mask_q, y + 1, x, y_begin, y_end, W, prefix, o_c, m_c, b_one, BW, MASK_Q)
-        a0 += b_g * left
-        a1 += b_g * here
-        a2 += b_g * right
-        b_g = load_shifted(p_g, stride_g, p_mask_q, y, x, y_begin, y_end, W, prefix, o_c, m_c, b_one, BW, MASK_Q)
-        a3 += b_g * left
-        a4 += b_g * here
-        a5 += b_g * right
-        b_g = load_shifted(p_g, stride_g, p_mask_q, y - 1, x, y_begin, y_end, W, prefix, o_c, m_c, b_one, BW, MASK_Q)
-        a6 += b_g * left
-        a7 += b_g * here
-        a8 += b_g * right
+    g_above = tl.zeros([BW, BC], tl.float32)
+    g_here = tl.zeros([BW, BC], tl.float32)
+    g_next = load_row(p_g, stride_g, p_mask_q, y_begin, x, y_begin, y_end, W, prefix, o_c, m_c, BW, MASK_Q)
+    left, here, right = load_sides(p_v, stride_v, p_mask, y_begin - 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+    for y in range(y_begin - 1, y_end + 1):
+        g_next1 = load_row(p_g, stride_g, p_mask_q, y + 2, x, y_begin, y_end, W, prefix, o_c, m_c, BW, MASK_Q)
+        left1, here1, right1 = load_sides(p_v, stride_v, p_mask, y + 1, x, H, W, prefix, o_c, m_c, BW, HAS_MASK)
+        g_below = g_next.to(tl.float32)
+        left, here, right = left.to(tl.float32), here.to(tl.float32), right.to(tl.float32)
+        a0 += g_below * left
+        a1 += g_below * here
+        a2 += g_below * right
+        a3 += g_here * left
+        a4 += g_here * here
+        a5 += g_here * right
+        a6 += g_above * left
+        a7 += g_above * here
+        a8 += g_above * right
+        g_above, g_here, g_next = g_here, g_below, g_next1
+        left, here, right = left1, here1, right1
     return a0, a1, a2, a3, a4, a5, a6, a7, a8
 
 
 @triton.jit
 def sum_local_grad(
     p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x_begin, x_end, y_begin, y_end, H, W, prefix, o_c, m_c,
-    BW: tl.constexpr, BC: tl.constexpr, HALO: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
+    BW: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the nine taps from columns x_begin … x_end − 1 of rows y_begin … y_end − 1 of g
 
     x_begin is a multiple of BW, and x_end is one too or is W. Returns nine blocks (BC,).
     """
-    DTYPE: tl.constexpr = p_v.dtype.element_ty
-    shifts = shift_matrices(DTYPE, BW, HALO)
-    b_one = shift_matrix(0, DTYPE, BW, False)
-    a0 = tl.zeros([LANES if BW < LANES else BW, BC], tl.float32)
+    a0 = tl.zeros([BW, BC], tl.float32)
     a1, a2, a3, a4, a5, a6, a7, a8 = a0, a0, a0, a0, a0, a0, a0, a0
     for x in range(x_begin, x_end, BW):
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = accumulate_local_grad(
-            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c, shifts, b_one,
-            a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, HALO, HAS_MASK, MASK_Q,
+            p_g, p_v, p_mask, p_mask_q, stride_g, stride_v, x, y_begin, y_end, H, W, prefix, o_c, m_c,
+            a0, a1, a2, a3, a4, a5, a6, a7, a8, BW, BC, HAS_MASK, MASK_Q,
         )  # fmt: skip
     return (
         tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0), tl.sum(a5, 0), tl.sum(a6, 0),

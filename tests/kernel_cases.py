@@ -207,7 +207,7 @@ class Specialization(NamedTuple):
     head_dim: int
     local: bool
     masks: tuple[str, ...]
-    narrow: bool  # a map of at most eight columns; the kernels' tiles are narrower then
+    narrow: bool  # a map of five to eight columns; the kernels' steps have two rows then
 
 
 def _specializations() -> list[Specialization]:
@@ -270,7 +270,8 @@ def random_case(seed: int, *, longest: int = 95) -> RandomCase:
     generator = random.Random(seed)
     kernels = specialization_of(seed)
     longest = 5 if not GPU else 16 if kernels.path == "fused" else longest
-    widths = (1, 5) if not GPU else (1, 8) if kernels.narrow else (9, longest)
+    # Widths that one compiled kernel serves.
+    widths = (1, 5) if not GPU else (5, 8) if kernels.narrow else (9, 16) if longest == 16 else (17, longest)
     qkv, weight, grad, options = make_inputs(
         generator.choice((1, 2, 5) if GPU else (1, 2)),
         (generator.randint(1, longest), generator.randint(*widths)),

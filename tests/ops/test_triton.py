@@ -15,8 +15,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
 from kernel_cases import (
     DEVICE,
     DTYPES,
@@ -52,10 +50,9 @@ from inline_attention.ops import (
     linear_attention_packed,
     tangent_attention,
 )
-from inline_attention.ops.fused import config
+from inline_attention.ops.fused import config, plan
 from inline_attention.ops.fused.operators import forward_op
 from inline_attention.ops.fused.plan import make_plan, make_tiles, split
-from inline_attention.ops.kernels.blocks import tile_tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -123,6 +120,21 @@ CASES = [(s, d) for i, s in enumerate(SHAPES) for j, d in enumerate(DTYPES) if G
 def test_forward_and_gradients(shape, dtype, path):
     batch, grid, prefix, heads, head_dim = SHAPES[shape]
     check(*make_inputs(batch, grid, prefix, heads, head_dim, dtype))
+
+
+EDGES = [(1, 1), (4, 1), (1, 4), (5, 2), (9, 2), (5, 3), (3, 8), (3, 9), (2, 15), (3, 16), (2, 17), (3, 33)]
+
+
+@on_both_paths(("grid", "prefix"), [(grid, (0, 1, 5)[i % 3]) for i, grid in enumerate(EDGES)])
+def test_edges_of_tiles(grid, prefix, path):
+    """Maps of fewer columns than a tile, of as many and of more, and with steps of several rows; in half precision."""
+    check(*make_inputs(2, grid, prefix, 2, 16, torch.float16, masked=grid[1] % 2 == 0))
+
+
+@on_both_paths(("kind",), [(TANGENT,), (FAMILY[0],), (FAMILY[1],)])
+def test_edges_of_tiles_in_the_family(kind, path):
+    for grid in ((3, 5), (2, 18)):
+        check(*make_inputs(1, grid, 1, 1, 16, torch.float16, masked=True), kind=kind)
 
 
 @on_both_paths(("feature_map", "masked"), [("relu", True), ("leaky_relu", False), ("exp", True)])
@@ -234,6 +246,19 @@ def test_nan_is_not_swallowed(feature_map, part, path):
     for name, x in expected.items():
         assert x.isnan().any() == found[name].isnan().any(), name
         assert found[name][x.isnan()].isnan().all(), name
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", ["v", "grad"])
+def test_nan_goes_as_far_as_in_the_reference(where, dtype, value, path):
+    """Sums of neighbours are products with zeros in half precision, which turn an infinity into NaN too."""
+    qkv, weight, grad, options = make_inputs(1, (4, 5), 0, 1, 16, dtype)
+    (qkv[:, :, 2] if where == "v" else grad)[0, 7, 0, 3] = value
+    expected, found = (run(qkv, weight, grad, options, backend=name) for name in ("reference", "triton"))
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(expected[name].isfinite(), found[name].isfinite()), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -506,8 +531,9 @@ def test_projections_that_hold_several(sizes, path):
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_packed(local, path):
-    grids = [(2, 3), (1, 1), (3, 2), (1, 17)]
+@pytest.mark.parametrize("widest", [(1, 17), (2, 4)], ids=str)
+def test_packed(widest, local, path):
+    grids = [(2, 3), (1, 1), (5, 2), widest]
     lengths = [1 + h * w for h, w in grids]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
@@ -579,21 +605,6 @@ def test_flop_formula_of_the_local_residual():
     assert counts[1] - counts[0] == 3 * 2 * 9 * 2 * 16 * 32  # forward, dv and dweight: 9 taps of 2·16 tokens of 32
 
 
-@triton.jit
-def offsets_kernel(p_out, W, stride, WIDE: tl.constexpr):
-    o_t, _ = tile_tokens(0, 0, 0, 16, W, 128, 8, WIDE)
-    tl.store(p_out + tl.arange(0, 128), tl.cast(o_t * stride, tl.int64))
-
-
-def test_offsets_in_a_large_map():
-    width, stride = 65_536, 2304
-    tokens = torch.arange(16)[:, None] * width + torch.arange(8)
-    out = torch.empty(128, dtype=torch.int64, device=DEVICE)
-    for wide in (True, False):
-        offsets_kernel[(1,)](out, width, stride, WIDE=wide)
-        assert torch.equal(out.cpu(), (tokens * stride).flatten()) == wide
-
-
 def plan_of(*grids, channels=32):
     x = torch.empty(1, 1, 1, channels, device=DEVICE)
     sequences = torch.zeros(len(grids), 4, device=DEVICE) if len(grids) > 1 else None
@@ -601,27 +612,45 @@ def plan_of(*grids, channels=32):
 
 
 def test_which_maps_are_large():
-    rows = config.CONFIG.tile // 8
-    for (height, width), stride, expected in [
-        ((64, 64), 576, False),
-        ((rows, 2048 // rows), 1 << 20, True),
-        ((rows, 2048 // rows), (1 << 20) - 1, False),
-        ((65_535 * rows, 1), 96, False),
-        ((65_536 * rows, 1), 96, True),
-    ]:
-        plan = plan_of((height, width))
-        tiles = make_tiles(plan, columns=8, local=True)
-        assert tiles.wide([10**12, stride]) == expected  # the batch's stride does not count
-        programs, *others = tiles.grid(plan)
-        assert programs == plan.programs
+    rows = config.CONFIG.tile  # of one column
+    for (height, width), expected in [((64, 64), False), ((65_535 * rows, 1), False), ((65_536 * rows, 1), True)]:
+        geometry = plan_of((height, width))
+        tiles = make_tiles(geometry, torch.device(DEVICE), local=True)
+        assert tiles.wide == expected
+        programs, *others = tiles.grid(geometry)
+        assert programs == geometry.programs
         assert max(others) <= 65_535
         assert tiles.number <= torch.tensor(others).prod() < tiles.number + len(others)
+
+
+@pytest.mark.parametrize("kind", [INLINE, TANGENT, Kind("divide", "relu")], ids=str)
+def test_offsets_of_64_bits(kind, monkeypatch):
+    """They change no bit."""
+    qkv, weight, grad, options = make_inputs(1, (3, 5), 2, 1, 16, torch.float32, masked=True)
+    launched, launch = [], gpu.launch
+    monkeypatch.setattr(
+        gpu,
+        "launch",
+        lambda kernel, grid: (
+            lambda *args, **settings: launched.append(settings.get("WIDE")) or launch(kernel, grid)(*args, **settings)
+        ),
+    )
+    results = []
+    for most in (2**31, 1):
+        monkeypatch.setattr(plan, "MOST_OFFSET", most)
+        with configured(fused_tokens=0):
+            results.append(run(qkv, weight, grad, options, backend="triton", kind=kind))
+        with configured(one_launch=True), torch.no_grad():
+            out = inline_attention(*qkv.unbind(2), local_weight=weight, backend="triton", **options)
+            results[-1]["one launch"] = out
+    assert {False, True} <= set(launched)
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
 
 
 def test_large_maps(monkeypatch):
     monkeypatch.setattr(gpu, "MOST_ON_AN_AXIS", 2)
     monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(fused_tokens=0))
-    assert make_tiles(plan_of((7, 18)), columns=8, local=True).number > 2
+    assert make_tiles(plan_of((7, 18)), torch.device(DEVICE), local=True).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
     grids, launch = {}, gpu.launch
@@ -634,9 +663,10 @@ def test_large_maps(monkeypatch):
 
 def test_tiles_of_a_packed_batch():
     """The number of tiles is the largest of any image, not that of the largest height and the largest width."""
-    tall, wide = (4096, 1), (1, 4096)
+    tall, wide = (4096, config.CONFIG.columns), (1, 4096)
     together, *alone = (
-        make_tiles(plan_of(*grids), columns=8, local=True).number for grids in ((tall, wide), (tall,), (wide,))
+        make_tiles(plan_of(*grids), torch.device(DEVICE), local=True).number
+        for grids in ((tall, wide), (tall,), (wide,))
     )
     assert together == max(alone)
 
@@ -914,3 +944,12 @@ class TestOnGPU:
                 x = torch.randn(2, 3, height, width, device="cuda")
                 torch.testing.assert_close(compiled(x), model(x), atol=1e-3, rtol=1e-3)
         assert counter["stats"]["unique_graphs"] <= 2
+
+
+def test_tiles_are_smaller_where_there_are_few_programs(monkeypatch):
+    monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(tile=32, tile_programs=2))
+    multiprocessors = gpu.limits_of(torch.device(DEVICE)).multiprocessors
+    rows = {}
+    for side in (8, 16 * multiprocessors):
+        rows[side] = make_tiles(plan_of((side, 16)), torch.device(DEVICE), local=True).rows
+    assert rows == {8: 1, 16 * multiprocessors: 2}

@@ -10,7 +10,7 @@ from ..kernels import anchor, backward
 from ..projections import unstack
 from . import config
 from .arguments import Options, Tensors, as_bytes, common_of, count_of, dot_settings, layout_of, rows_of, strides_of
-from .plan import Plan, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
+from .plan import Plan, make_plan, make_tiles, row_settings, split, step_settings, sum_settings, tile_columns
 
 
 def run_backward(
@@ -61,7 +61,7 @@ def run_backward(
             *grad_tensors, grad_local, grad_shares, grad_mean,
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads, *strides,
             **common, **weighted, **shifted, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q,
-            ANCHORED=options.anchored, LAYOUT=layout, BW=tile_columns(width),
+            ANCHORED=options.anchored, LAYOUT=layout, **row_settings(width),
             **step_settings("backward", effort, plan, q.dtype),
         )  # fmt: skip
         grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
@@ -71,12 +71,13 @@ def run_backward(
     sums = room(plan.programs, parts.most, size)
     grad_state = room(*state.shape)
     grad_k_mean = room(plan.batch, plan.heads, 1, plan.key_dim)
+    few_strides = strides_of(plan.packed, q, v, g, grads[0])
     gpu.launch(backward.grad_state_kernel, (plan.programs, parts.number))(
         q, v, g, *masks, count, sequences, offset, state, means, grads[0], sums,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
-        *strides_of(plan.packed, q, v, g, grads[0]),
+        *few_strides,
         **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
-        **step_settings("grad_state", effort, plan, q.dtype),
+        WIDE=plan.wide(few_strides), **step_settings("grad_state", effort, plan, q.dtype),
     )  # fmt: skip
     block = sum_settings(plan, parts)
     gpu.launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(
@@ -84,15 +85,14 @@ def run_backward(
         plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **weighted, **block, GRAD_LOCAL=grad_of_local,
     )  # fmt: skip
-    columns = tile_columns(width)
-    tiles = make_tiles(plan, columns=columns, local=local)
+    tiles = make_tiles(plan, q.device, local=local)
     gpu.launch(backward.grad_kernel, tiles.grid(plan))(
         q, k, v, local_weight, g, *masks, sequences, shares, lse, offset, state, means,
         grad_state, grad_k_mean, grad_mean, *grad_tensors, grad_shares,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
         **common, **weighted, **shifted, **products, LOCAL=local, MASK_Q=mask_q, ANCHORED=options.anchored,
-        LAYOUT=layout, BW=columns, WIDE=tiles.wide(strides),
+        LAYOUT=layout, **row_settings(width), WIDE=tiles.wide or plan.wide(strides),
         **step_settings("grad", effort, plan, q.dtype),
     )  # fmt: skip
     grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
@@ -127,9 +127,10 @@ def _offset_grad(
     parts = split(plan, plan.tokens, k.device)
     sums = grad.new_empty((parts.number, plan.batch, 1, plan.heads, plan.key_dim))
     mask = as_bytes(tensors.token_mask)
+    strides = strides_of(False, k)
     gpu.launch(anchor.weighted_sum_kernel, (plan.programs, parts.number))(
-        k, grad_shares, mask, sums, plan.tokens, plan.blocks, plan.heads, *strides_of(False, k),
+        k, grad_shares, mask, sums, plan.tokens, plan.blocks, plan.heads, *strides,
         D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.tokens,
-        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None,
+        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, WIDE=plan.wide(strides),
     )  # fmt: skip
     return grad + options.scale * sums.sum(0)

@@ -24,9 +24,9 @@ class Config(NamedTuple):
     """
 
     tokens: int = 64  # most tokens per step of a loop
-    columns: int = 16  # of a tile of the map; half as many for a map that narrow
-    output_columns: int = 8  # the same in output_kernel
-    tile: int = 128  # most tokens in a tile of the map
+    columns: int = 16  # of a tile of the map, a power of two; as few as a narrower map needs
+    tile: int = 256  # most tokens in a tile of the map
+    tile_programs: int = 8  # with fewer programs per multiprocessor, a tile has half as many tokens
     steps: int = 4  # steps over tokens in a tile where there is no map
     state_programs: int = 8  # programs per multiprocessor that the tokens of a sample are split for
     scaled_state_programs: int = 16  # the same for "scaled" keys
@@ -57,7 +57,7 @@ STEPS = {
         "output": Steps(64, 1, 2),
         "forward": Steps(32, 2, 2),
         "grad_state": Steps(64, 2, 2),
-        "grad": Steps(32, 1, 3),
+        "grad": Steps(32, 2, 3),
         "backward": Steps(64, 2, 3),
     },
     "scaled": {
@@ -77,7 +77,7 @@ WIDE_STEPS = {("plain", "state"): Steps(32, 2, 3)}
 if INTERPRETED:
     CONFIG = Config(
         tokens=16, tile=32, steps=1, state_programs=2, scaled_state_programs=2, part=64, summed_parts=2,
-        score_tokens=16, score_step=16, fused_tokens=40, fused_programs=0,
+        score_tokens=16, score_step=16, fused_tokens=40, fused_programs=0, tile_programs=0,
     )  # fmt: skip
 
 # Most channels of a head.
@@ -91,5 +91,6 @@ WIDE_MEMORY = 160 * 1024
 # Least channels of a program, if there are enough heads. They fill a memory sector and a tensor core's tile.
 LEAST_CHANNELS = 32
 
-# Most elements from one token to the next. Offsets in a step of up to 256 tokens have 32 bits.
+# Most elements from one token to the next. Offsets in a step of up to 256 tokens have 32 bits, and so have all in a
+# sample that one program handles alone.
 LONGEST_STRIDE = 2**31 // 256 - 1

@@ -20,7 +20,7 @@ from .arguments import (
     saved,
     strides_of,
 )
-from .plan import Plan, Tiles, make_plan, make_tiles, split, step_settings, sum_settings, tile_columns
+from .plan import Plan, Tiles, make_plan, make_tiles, row_settings, split, step_settings, sum_settings
 
 
 def score_tokens(
@@ -28,14 +28,15 @@ def score_tokens(
 ) -> None:
     """Writes the score of every token, if the backward needs it, and log Σ exp."""
     step = config.CONFIG.score_tokens
-    tiles = Tiles(triton.cdiv(plan.tokens, step), 1, step, step)
+    tiles = Tiles(triton.cdiv(plan.tokens, step), 1, step)
     parts = torch.empty((plan.batch, plan.heads, tiles.number), dtype=lse.dtype, device=k.device)
     mask = as_bytes(tensors.token_mask)
+    strides = strides_of(False, k)
     gpu.launch(anchor.scores_kernel, tiles.grid(plan))(
-        k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads,
-        *strides_of(False, k),
+        k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads, *strides,
         D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=step,
-        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, SAVE=save, WIDE=tiles.wide(()),
+        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, SAVE=save,
+        WIDE=tiles.wide or plan.wide(strides),
     )  # fmt: skip
     gpu.launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles.number, BN=128, num_warps=1)
 
@@ -78,7 +79,7 @@ def run_forward(
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
             *strides_of(plan.packed, q, k, v, out),
             **common, **anchored, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
-            BW=tile_columns(width), BS=config.CONFIG.score_step,
+            **row_settings(width), BS=config.CONFIG.score_step,
             **step_settings("forward", effort, plan, q.dtype),
         )  # fmt: skip
         return out, state, means, scores, lse
@@ -89,25 +90,25 @@ def run_forward(
         plan, plan.tokens, q.device, programs=config.CONFIG.scaled_state_programs if effort == "scaled" else None
     )
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
+    strides = strides_of(plan.packed, k, v)
     gpu.launch(forward.state_kernel, (plan.programs, parts.number))(
         k, v, masks[0], sequences, shares, lse, offset, sums,
-        plan.tokens, height, width, scale, plan.blocks, plan.heads, *strides_of(plan.packed, k, v),
+        plan.tokens, height, width, scale, plan.blocks, plan.heads, *strides,
         **common, **anchored, **products, MAP=options.feature_map, CENTRE=centre,
-        **step_settings("state", effort, plan, q.dtype),
+        WIDE=plan.wide(strides), **step_settings("state", effort, plan, q.dtype),
     )  # fmt: skip
     block = sum_settings(plan, parts)
     gpu.launch(forward.finish_kernel, (plan.programs, plan.block_keys // block["BR"]))(
         sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **block, CENTRE=centre, PIVOTED=weighted and q.dtype != torch.float32,
     )  # fmt: skip
-    columns = config.CONFIG.output_columns
-    tiles = make_tiles(plan, columns=columns, local=local)
+    tiles = make_tiles(plan, q.device, local=local)
     strides = strides_of(plan.packed, q, v, out)
     gpu.launch(forward.output_kernel, tiles.grid(plan))(
         q, v, local_weight, *masks, count, sequences, offset, out, state, means,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
-        **common_of(plan, token_mask), **chosen, **products, LOCAL=local, MASK_Q=mask_q, BW=columns,
-        WIDE=tiles.wide(strides), **step_settings("output", effort, plan, q.dtype),
+        **common_of(plan, token_mask), **chosen, **products, LOCAL=local, MASK_Q=mask_q, **row_settings(width),
+        WIDE=tiles.wide or plan.wide(strides), **step_settings("output", effort, plan, q.dtype),
     )  # fmt: skip
     return out, state, means, scores, lse

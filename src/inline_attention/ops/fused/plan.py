@@ -11,6 +11,9 @@ from .. import gpu
 from ..local import Grid
 from . import config
 
+# The largest offset of a token that the kernels for usual sizes compute, plus one.
+MOST_OFFSET = 2**31
+
 
 class Plan(NamedTuple):
     """The geometry of a launch. It depends on shapes alone."""
@@ -32,6 +35,11 @@ class Plan(NamedTuple):
     @property
     def programs(self) -> int:
         return self.batch * self.blocks
+
+    def wide(self, strides: Sequence[int]) -> bool:
+        """Whether a token's offset exceeds 32 bits. `strides` are those of `strides_of`."""
+        longest = max(self.queries, self.tokens)
+        return any(longest * stride >= MOST_OFFSET for stride in strides[1::2])
 
     @property
     def block_channels(self) -> int:
@@ -101,38 +109,46 @@ class Tiles(NamedTuple):
     number: int
     columns: int  # tiles side by side
     rows: int  # rows of a tile
-    reach: int  # most tokens from the first of a tile to its last
 
-    def wide(self, strides: Sequence[int]) -> bool:
-        """Whether the kernels for large maps are needed.
-
-        They are if there are more tiles than an axis of the grid holds, or if a tile's last token is 2³¹ elements or
-        more from its first. `strides` are those of `strides_of`.
-        """
-        return self.number > gpu.MOST_ON_AN_AXIS or any(self.reach * stride >= 2**31 for stride in strides[1::2])
+    @property
+    def wide(self) -> bool:
+        """Whether there are more tiles than an axis of the grid holds."""
+        return self.number > gpu.MOST_ON_AN_AXIS
 
     def grid(self, plan: Plan) -> tuple[int, ...]:
-        if self.number <= gpu.MOST_ON_AN_AXIS:
+        if not self.wide:
             return plan.programs, self.number
         layers = triton.cdiv(self.number, gpu.MOST_ON_AN_AXIS)
         return plan.programs, triton.cdiv(self.number, layers), layers
 
 
 def tile_columns(width: int) -> int:
-    """Columns of a tile. A symbolic width gets the usual number, because narrower tiles are not worth a compilation."""
-    half = config.CONFIG.columns // 2
-    return half if isinstance(width, int) and width <= half else config.CONFIG.columns
+    """Columns of a tile. A symbolic width gets the most, because narrower tiles are not worth a compilation."""
+    most = config.CONFIG.columns
+    return min(most, triton.next_power_of_2(width)) if isinstance(width, int) else most
 
 
-def make_tiles(plan: Plan, *, columns: int, local: bool) -> Tiles:
+def row_settings(width: int) -> dict[str, int | bool]:
+    """Columns of a tile, and whether a map has columns beside it."""
+    columns = tile_columns(width)
+    return dict(BW=columns, HALO=not isinstance(width, int) or width > columns)
+
+
+def make_tiles(plan: Plan, device: torch.device, *, local: bool) -> Tiles:
     """The tiles of the outputs. All images of a packed batch get as many as the one that needs the most tiles."""
     if not local:
         rows = config.CONFIG.tokens * config.CONFIG.steps
-        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows, rows)
-    above_each_other = triton.cdiv(plan.height, config.CONFIG.tile // columns)
+        return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows)
+    columns, tokens = tile_columns(plan.width), config.CONFIG.tile
+    if (
+        plan.programs * plan.height * plan.width
+        < tokens * config.CONFIG.tile_programs * gpu.limits_of(device).multiprocessors
+    ):
+        tokens //= 2
+    above_each_other = triton.cdiv(plan.height, tokens // columns)
     rows = triton.cdiv(plan.height, above_each_other)
     number = max(triton.cdiv(height, rows) * triton.cdiv(width, columns) for height, width in plan.grids)
-    return Tiles(number, triton.cdiv(plan.width, columns), rows, rows * plan.width)
+    return Tiles(number, triton.cdiv(plan.width, columns), rows)
 
 
 def step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> dict[str, int]:

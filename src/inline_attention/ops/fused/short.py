@@ -145,15 +145,17 @@ def run(
     made = len(local) > 1
     weight = local[0] if len(local) == 1 else None
     source = tuple(local) if made else (None,) * 5
+    strides = strides_of(plan.packed, q, k, v, local[0] if made else q, out)
     gpu.launch(short_kernel, (plan.programs, tile.parts))(
         q, k, v, weight, *source, as_bytes(token_mask), as_bytes(query_mask), sequences, shares, offset, out,
         plan.queries, plan.tokens, plan.height, plan.width, options.num_prefix_tokens, options.scale,
         plan.blocks, plan.heads,
-        *strides_of(plan.packed, q, k, v, local[0] if made else q, out),
+        *strides,
         **common_of(plan, token_mask), **dot_settings(q.dtype), MAP=options.feature_map, NORM=options.normalization,
         CENTRE=q.dtype == torch.float32 or weighted, LOCAL=len(local) > 0, MADE=made,
         MASK_Q=query_mask is not None, WEIGHTED=weighted, ANCHORED=options.anchored,
-        OFFSET=offset is not None, BN=tile.keys, BM=tile.queries, num_warps=tile.warps, num_stages=tile.stages,
+        OFFSET=offset is not None, WIDE=plan.wide(strides), BN=tile.keys, BM=tile.queries,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

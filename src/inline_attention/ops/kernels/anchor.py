@@ -18,6 +18,7 @@ from .blocks import (
     store_of_heads,
     tile_index,
     tokens_of_part,
+    widened,
 )
 
 
@@ -72,7 +73,7 @@ def logsumexp_kernel(p_part, p_lse, tiles, BN: tl.constexpr):
 def weighted_sum_kernel(
     p_k, p_x, p_mask, p_part, N, blocks, heads, stride_kb, stride_k,
     D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Σ x·(k − origin) over a part of the tokens. Grid (B·blocks, parts)
 
@@ -87,7 +88,7 @@ def weighted_sum_kernel(
     if HAS_MASK:
         p_mask += i_b * N
     b_origin = load_origin(p_k, p_mask, o_c, m_c, HAS_MASK, PRECISION)
-    t_begin, t_end = tokens_of_part(tl.program_id(1), parts, N, BN)
+    t_begin, t_end = tokens_of_part(widened(tl.program_id(1), WIDE), parts, N, BN)
     o_t = tl.arange(0, BN)
     b_sum = tl.zeros([BN, BC], tl.float32)
     for t in range(t_begin, t_end, BN):

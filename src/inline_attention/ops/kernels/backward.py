@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from .backward_blocks import add_map_to_state_grad, overlap_of, sum_queries, write_grads, write_grads_run
+from .backward_blocks import (
+    add_map_to_state_grad,
+    constant_grads,
+    overlap_of,
+    sum_queries,
+    write_grads_run,
+    write_grads_tile,
+)
 from .blocks import (
     SIZES,
     channels,
@@ -17,12 +24,12 @@ from .blocks import (
     state_offsets,
     sum_parts,
     tile_index,
-    tile_tokens,
     tokens_of,
     tokens_of_part,
+    widened,
 )
 from .forward import EPS
-from .local import add_local, store_local_grad, sum_local_grad
+from .local import LANES, store_local_grad, sum_local_grad
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -35,7 +42,7 @@ def backward_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     LOCAL: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr,
-    WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ANCHORED: tl.constexpr, LAYOUT: tl.constexpr,
+    WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ANCHORED: tl.constexpr, LAYOUT: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -81,9 +88,10 @@ def backward_kernel(
         MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
     b_ds = add_map_to_state_grad(b_ds, b_g_sum[None, :], MAP, NORM)
-    b_ds = tl.where(m_head, b_ds * tl.div_rn(scale, count), 0.0)
-    b_q_mean = tl.div_rn(b_q_sum * scale, count)
-    b_g_mean = tl.div_rn(b_g_sum, count)
+    inverse_count = tl.div_rn(1.0, count)
+    b_ds = tl.where(m_head, b_ds * (scale * inverse_count), 0.0)
+    b_q_mean = b_q_sum * (scale * inverse_count)
+    b_g_mean = b_g_sum * inverse_count
     b_anchor = 0.0
     b_overlap = 0.0
     if ANCHORED:
@@ -93,19 +101,25 @@ def backward_kernel(
         tl.store(p_g_mean + (i_b * heads + h) * DV + o_v, b_g_mean, mask=m_v)
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
+    b_dk0, b_dv0, b_v_mean = constant_grads(
+        b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean, NORM, DOT, PRECISION, WEIGHTED
+    )  # fmt: skip
     write_grads_run(
         p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
         stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-        0, tl.maximum(Nq, N), Nq, N, o_k, m_k, o_v, m_v,
-        b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
-        MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
+        0, prefix if LOCAL else tl.maximum(Nq, N), Nq, N, o_k, m_k, o_v, m_v,
+        b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+        MAP, NORM, DK, DV, HEADS, LANES if LOCAL else BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
     )  # fmt: skip
     if LOCAL:
-        tl.debug_barrier()  # add_local reads what other threads wrote
+        p_w += (i_b * heads + h) * DV * 9
         for x in range(0, W, BW):
-            add_local(
-                p_g, p_w + (i_b * heads + h) * DV * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
-                x, 0, H, H, W, prefix, o_v, m_v, BW, BV, True, MASK_Q, HAS_MASK,
+            write_grads_tile(
+                p_q, p_k, p_v, p_w, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+                x, 0, H, N, H, W, prefix, o_k, m_k, o_v, m_v,
+                b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip
     if GRAD_LOCAL:
         a0, a1, a2, a3, a4, a5, a6, a7, a8 = sum_local_grad(
@@ -123,6 +137,7 @@ def grad_state_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
@@ -131,7 +146,7 @@ def grad_state_kernel(
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
-    i_p = tl.program_id(1)
+    i_p = widened(tl.program_id(1), WIDE)
     parts = tl.num_programs(1)
     h = (i % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
@@ -243,6 +258,7 @@ def grad_kernel(
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, WEIGHTED: tl.constexpr,
     OFFSET: tl.constexpr, ANCHORED: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr,
+    HALO: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k, v from the states. Grid (B·blocks, tiles), tiles as for `forward.output_kernel`"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -294,33 +310,28 @@ def grad_kernel(
         b_overlap = overlap_of(b_ds, b_s.to(tl.float32), tl.cast(scale, tl.float32), o_k, DK, HEADS)
     b_ds = operand(b_ds, DOT, PRECISION)
     b_dst = tl.trans(b_ds)
+    b_dk0, b_dv0, b_v_mean = constant_grads(
+        b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean, NORM, DOT, PRECISION, WEIGHTED
+    )  # fmt: skip
     if LOCAL:
         if i_t == 0:
             write_grads_run(
                 p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
                 stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-                0, prefix, Nq, N, o_k, m_k, o_v, m_v,
-                b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
-                MAP, NORM, DK, DV, HEADS, 16, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
+                i_t, prefix, Nq, N, o_k, m_k, o_v, m_v,
+                b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+                MAP, NORM, DK, DV, HEADS, LANES, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip
         x = (i_t % columns) * BW
         y = (i_t // columns) * rows
-        y_end = tl.minimum(y + rows, H)
         if (x < W) & (y < H):
-            t = prefix + y * W + x
-            for i in range(0, rows * BW, BN):
-                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
-                write_grads(
-                    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
-                    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
-                    t, o_t, m_t, m_t, N, o_k, m_k, o_v, m_v,
-                    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
-                    MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
-                )  # fmt: skip
-            tl.debug_barrier()  # add_local reads what other threads wrote
-            add_local(
-                p_g, p_w + (i_b * heads + h) * DV * 9, p_dv, p_mask_q, p_mask, stride_g, stride_dv,
-                x, y, y_end, H, W, prefix, o_v, m_v, BW, BV, True, MASK_Q, HAS_MASK,
+            p_w += (i_b * heads + h) * DV * 9
+            write_grads_tile(
+                p_q, p_k, p_v, p_w, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+                stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+                x, y, tl.minimum(y + rows, H), N, H, W, prefix, o_k, m_k, o_v, m_v,
+                b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
             )  # fmt: skip
     else:
         t = i_t * rows
@@ -328,6 +339,6 @@ def grad_kernel(
             p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
             t, t + rows, Nq, N, o_k, m_k, o_v, m_v,
-            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+            b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
             MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
         )  # fmt: skip

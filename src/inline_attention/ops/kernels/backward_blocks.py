@@ -19,6 +19,7 @@ from .blocks import (
     store_rows,
     store_scalars,
 )
+from .local import LANES, add_local, first_sums, lanes, load_local_weight, next_sums, shift_matrices
 
 
 @triton.jit
@@ -76,46 +77,80 @@ def write_query_grads(
     b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_v, m_v)
     b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
     if MAP != "identity":
-        b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, OFFSET)
+        b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, MAP, PRECISION, OFFSET)
         b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
     store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_k, m_k)
 
 
 @triton.jit
+def constant_grads(
+    b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean,
+    NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """What `write_key_grads` adds to its products for dk and dv, and what it subtracts from v: (BK,), (1, BV), (BV,)
+
+    In half precision it subtracts from v its mean as rounded to DOT, and from φ(k) nothing. The rest is in the other
+    two. If WEIGHTED, it adds dv̄ itself, because shares scale it.
+    """
+    b_dk = tl.zeros_like(b_k_mean)
+    if NORM != "subtract":
+        b_dk = b_q_mean
+    b_dv = tl.zeros_like(b_g_mean)[None, :]
+    if not WEIGHTED:
+        b_dv = b_g_mean[None, :]
+        if PRECISION != "ieee":
+            b_ds = b_ds.to(tl.float32)
+            b_rounded = b_v_mean.to(DOT)
+            b_dk += tl.sum(b_ds * (b_rounded.to(tl.float32) - b_v_mean)[None, :], 1)
+            b_dv -= tl.sum(b_ds * b_k_mean[:, None], 0)[None, :]
+            b_v_mean = b_rounded
+    return b_dk, b_dv, b_v_mean
+
+
+@triton.jit
 def write_key_grads(
     p_k, p_v, p_dk, p_dv, p_mask, p_share, p_lse, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
-    t, o_t, m_t, N, o_k, m_k, o_v, m_v, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
-    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    t, o_t, m_t, N, o_k, m_k, o_v, m_v, b_ds, b_dst, b_dk0, b_rest, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
+    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """dk = φ'(k)·((v − v̄)·dSᵀ + dk̄), dv = (φ(k) − k̄)·dS + dv̄ for tokens t + o_t where m_t; zeros for absent ones
 
-    b_k_mean is the mean of φ(k) − φ(0). If WEIGHTED, dk and dv are multiplied by the token's share p, and
-    dp = ((v − v̄)·dSᵀ + dk̄)·(φ(k) − k̄) + dv̄·(v − v̄). If ANCHORED, p is the softmax of s·a·k: its scores have the
-    gradient p·(dp − Σ p·dp), which is stored instead of dp and adds its product with s·a to dk. b_overlap is the sum.
+    b_k_mean is the mean of φ(k) − φ(0). b_dk0 and b_v_mean are those of `constant_grads`, and b_rest, (1, BV) or
+    (BN, BV), is its b_dv with the local residual's part of dv. If WEIGHTED, dk and dv are multiplied by the token's
+    share p, and dp = ((v − v̄)·dSᵀ + dk̄)·(φ(k) − k̄) + dv̄·(v − v̄). If ANCHORED, p is the softmax of s·a·k: its scores
+    have the gradient p·(dp − Σ p·dp), which is stored instead of dp and adds its product with s·a to dk. b_overlap is
+    the sum.
     """
     m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
-    b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_k, m_k).to(tl.float32)
-    b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_v, m_v).to(tl.float32) - b_v_mean[None, :]
-    if NORM == "subtract":
-        b_dk = tl.dot(operand(b_v, DOT, PRECISION), b_dst, input_precision=PRECISION)
+    b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_k, m_k)
+    b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_v, m_v)
+    b_phi = b_k
+    if MAP != "identity":
+        b_phi = feature_map(b_k.to(tl.float32), MAP)
+    if PRECISION == "ieee" or WEIGHTED:
+        b_v = b_v.to(tl.float32) - b_v_mean[None, :]
+        b_phi = b_phi.to(tl.float32) - b_k_mean[None, :]
     else:
-        b_dk = product_plus(operand(b_v, DOT, PRECISION), b_dst, b_q_mean[None, :], PRECISION)
-    b_centred = feature_map(b_k, MAP) - b_k_mean[None, :]
-    b_dv = product_plus(operand(b_centred, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)
+        b_v = b_v.to(DOT) - b_v_mean[None, :]
+    b_dk = product_plus(operand(b_v, DOT, PRECISION), b_dst, b_dk0[None, :], PRECISION)
     if WEIGHTED:
-        b_dp = head_sums(b_dk * b_centred, o_k, o_k, DK, DK, HEADS)
+        b_dv = product_plus(operand(b_phi, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)
+        b_dp = head_sums(b_dk * b_phi, o_k, o_k, DK, DK, HEADS)
         b_dp += head_sums(b_v * b_g_mean[None, :], o_v, o_k, DV, DK, HEADS)
         b_share = load_shares(p_share, p_lse, N, t, o_t, m_here, o_k, m_k, DK, HEADS, ANCHORED)
         b_dk *= b_share
-        b_dv *= load_shares(p_share, p_lse, N, t, o_t, m_here, o_v, m_v, DV, HEADS, ANCHORED)
+        b_dv = b_dv * load_shares(p_share, p_lse, N, t, o_t, m_here, o_v, m_v, DV, HEADS, ANCHORED) + b_rest
         if ANCHORED:
             b_dp = b_share * (b_dp - b_overlap)
             b_dk += b_dp * b_anchor[None, :]
         if HAS_MASK:
             b_dp = tl.where(m_here[:, None], b_dp, 0.0)
         store_scalars(p_dshare, b_dp, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
-    b_dk = feature_map_backward(b_k, b_dk, MAP)
+    else:
+        b_dv = product_plus(operand(b_phi, DOT, PRECISION), b_ds, b_rest, PRECISION)
+    if MAP != "identity":
+        b_dk = feature_map_backward(b_k.to(tl.float32), b_dk, MAP)
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
         b_dv = tl.where(m_here[:, None], b_dv, 0.0)
@@ -128,12 +163,12 @@ def write_grads(
     p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
     t, o_t, m_q, m_t, N, o_k, m_k, o_v, m_v,
-    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+    b_st, b_ds, b_dst, b_dk0, b_rest, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr,
     OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries t + o_t where m_q and of keys and values where m_t, without the local residual's part
+    """Gradients of queries t + o_t where m_q and of keys and values where m_t
 
     If NORM scales the outputs, `accumulate_normalised` has written those of the queries.
     """
@@ -144,8 +179,9 @@ def write_grads(
         )  # fmt: skip
     write_key_grads(
         p_k, p_v, p_dk, p_dv, p_mask, p_share, p_lse, p_dshare, stride_k, stride_v, stride_dk, stride_dv,
-        t, o_t, m_t, N, o_k, m_k, o_v, m_v, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
-        MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, WEIGHTED, ANCHORED,
+        t, o_t, m_t, N, o_k, m_k, o_v, m_v,
+        b_ds, b_dst, b_dk0, b_rest, b_g_mean, b_k_mean, b_v_mean, b_anchor, b_overlap,
+        MAP, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, WEIGHTED, ANCHORED,
     )  # fmt: skip
 
 
@@ -153,7 +189,7 @@ def write_grads(
 def write_grads_run(
     p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv, t_begin, t_end, Nq, N, o_k, m_k, o_v, m_v,
-    b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+    b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr,
     OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
@@ -166,8 +202,48 @@ def write_grads_run(
             p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
             stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
             t, o_t, m_t & (t + o_t < Nq), m_t & (t + o_t < N), N, o_k, m_k, o_v, m_v,
-            b_st, b_ds, b_dst, b_q_mean, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+            b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
             MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_grads_tile(
+    p_q, p_k, p_v, p_w, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+    x, y_begin, y_end, N, H, W, prefix, o_k, m_k, o_v, m_v,
+    b_st, b_ds, b_dst, b_dk0, b_dv0, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BV: tl.constexpr,
+    BW: tl.constexpr, HALO: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ANCHORED: tl.constexpr,
+):  # fmt: skip
+    """`write_grads` for rows y_begin … y_end − 1 and columns x … x + BW − 1 of the map, with the local residual"""
+    shifts = shift_matrices(p_g.dtype.element_ty, BW, HALO)
+    o_y, o_x = lanes(BW)
+    if PRECISION != "ieee":
+        w = load_local_weight(p_w, o_v, m_v, True)
+        b_next, b_after = first_sums(
+            p_g, stride_g, p_mask_q, y_begin, x, H, W, prefix, o_v, m_v, b_dv0, w, shifts, BW, HALO, MASK_Q
+        )
+    for y in range(y_begin, y_end, LANES // BW if BW < LANES else 1):
+        b_sum = b_dv0
+        if PRECISION != "ieee":
+            b_sum, b_next, b_after = next_sums(
+                p_g, stride_g, p_mask_q, y, x, H, W, prefix, o_v, m_v, b_dv0, b_next, b_after, w, shifts,
+                BW, HALO, MASK_Q,
+            )  # fmt: skip
+        m_t = (y + o_y < y_end) & (x + o_x < W)
+        write_grads(
+            p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_mask_q, p_share, p_lse, p_dshare,
+            stride_q, stride_k, stride_v, stride_g, stride_dq, stride_dk, stride_dv,
+            prefix + y * W + x, o_y * W + o_x, m_t, m_t, N, o_k, m_k, o_v, m_v,
+            b_st, b_ds, b_dst, b_dk0, b_sum, b_g_mean, b_k_mean, b_v_mean, b_offset, b_anchor, b_overlap,
+            MAP, NORM, DK, DV, HEADS, DOT, PRECISION, HAS_MASK, MASK_Q, WEIGHTED, OFFSET, ANCHORED,
+        )  # fmt: skip
+    if PRECISION == "ieee":
+        add_local(
+            p_g, p_w, p_dv, p_mask_q, p_mask, stride_g, stride_dv, x, y_begin, y_end, H, W, prefix, o_v, m_v, shifts,
+            BW, BV, HALO, True, MASK_Q, HAS_MASK,
         )  # fmt: skip
 
 
@@ -186,6 +262,8 @@ def sum_queries(
             b_offset, 0, 0, 0, 0, 0,
             MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, False, MASK_Q, False, False, OFFSET,
         )  # fmt: skip
+        if OFFSET and (MAP == "identity" and PRECISION != "ieee"):
+            b_ds -= b_offset[:, None] * b_g_sum[None, :]
     else:
         b_ds, b_q_sum, b_g_sum = accumulate_normalised(
             p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,

@@ -49,6 +49,14 @@ def locate(p_seq, i_b, N, H, W, PACKED: tl.constexpr):
 
 
 @triton.jit
+def widened(i, WIDE: tl.constexpr):
+    """An index of 64 bits, if WIDE. Tokens that are counted from it have as many, and so do their offsets."""
+    if WIDE:
+        i = tl.cast(i, tl.int64)
+    return i
+
+
+@triton.jit
 def tokens_of_part(i_p, parts, N, BN: tl.constexpr):
     """First token of a part, and the one after its last. Parts are of whole steps; the last ones may have no token."""
     length = tl.cdiv(tl.cdiv(N, parts), BN) * BN
@@ -74,15 +82,22 @@ def load_offset(p_offset, i_b, h, heads, o_k, m_k, D: tl.constexpr, OFFSET: tl.c
 
 @triton.jit
 def load_rows(p_x, stride, t, o_t, m_t, o_c, m_c):
-    """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t may exceed 2³¹ / stride; o_t is small."""
-    p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]
+    """Tokens t + o_t where m_t, zeros elsewhere: (BN, BC). t has 64 bits if t·stride needs them; o_t is small."""
+    p = p_x + t * stride + (o_t[:, None] * stride + o_c[None, :])
     return tl.load(p, mask=m_t[:, None] & m_c[None, :], other=0.0)
+
+
+@triton.jit
+def load_columns(p_x, stride, t, o_t, m_t, o_c, m_c):
+    """`load_rows` transposed: (BC, BN). A product that sums over tokens takes its left factor so."""
+    p = p_x + t * stride + (o_t[None, :] * stride + o_c[:, None])
+    return tl.load(p, mask=m_t[None, :] & m_c[:, None], other=0.0)
 
 
 @triton.jit
 def store_rows(p_x, b_x, stride, t, o_t, m_t, o_c, m_c):
     """(BN, BC) to tokens t + o_t where m_t"""
-    p = p_x + tl.cast(t, tl.int64) * stride + o_t[:, None] * stride + o_c[None, :]
+    p = p_x + t * stride + (o_t[:, None] * stride + o_c[None, :])
     tl.store(p, b_x.to(p_x.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
 
 
@@ -114,23 +129,10 @@ def gradient_pointers(p_d0, p_d1, p_d2, CK, LAYOUT: tl.constexpr):
 @triton.jit
 def tile_index(WIDE: tl.constexpr):
     """The tile's index on axis 1 of the grid or, if WIDE, on axes 1 and 2. One axis holds 65,535 programs."""
-    i_t = tl.program_id(1)
+    i_t = widened(tl.program_id(1), WIDE)
     if WIDE:
         i_t += tl.program_id(2) * tl.num_programs(1)
     return i_t
-
-
-@triton.jit
-def tile_tokens(i, x, y, y_end, W, BN: tl.constexpr, BW: tl.constexpr, WIDE: tl.constexpr):
-    """Step i over a tile of BW columns that begins at (y, x): offsets from its first token, and which are in the tile.
-
-    If WIDE, offsets have 64 bits, because their products with a stride exceed 32.
-    """
-    o = i + tl.arange(0, BN)
-    o_y = o // BW
-    if WIDE:
-        o_y = tl.cast(o_y, tl.int64)
-    return o_y * W + o % BW, (y + o // BW < y_end) & (x + o % BW < W)
 
 
 @triton.jit
@@ -147,10 +149,15 @@ def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
 def product_plus(b_x, b_y, b_base, PRECISION: tl.constexpr):
     """b_x·b_y + b_base; b_base has the product's shape or (1, BC).
 
-    A plain `+` becomes a product that accumulates onto b_base, and loses the digits that a large base hides.
+    A plain `+` becomes a product that accumulates onto b_base, and loses the digits that a large base hides. In half
+    precision the result has no room for them.
     """
-    b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
-    return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), tl.broadcast_to(b_base, b_product.shape))
+    b_base = tl.broadcast_to(b_base, [b_x.shape[0], b_y.shape[1]])
+    if PRECISION == "ieee":
+        b_product = tl.dot(b_x, b_y, input_precision=PRECISION)
+        return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), b_base)
+    else:
+        return tl.dot(b_x, b_y, b_base, input_precision=PRECISION)
 
 
 @triton.jit
@@ -202,12 +209,28 @@ def gelu_slope(b_x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_queries(p_q, stride, t, o_t, m_t, o_k, m_k, b_offset, OFFSET: tl.constexpr):
-    """Queries t + o_t where m_t, less their offset (BK,), zeros elsewhere: (BN, BK)"""
+def load_queries(
+    p_q, stride, t, o_t, m_t, o_k, m_k, b_offset, MAP: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """Queries t + o_t where m_t, zeros elsewhere: (BN, BK). They are less their offset (BK,), unless `offset_product`
+    is subtracted later."""
     b_q = load_rows(p_q, stride, t, o_t, m_t, o_k, m_k)
-    if OFFSET:
+    if OFFSET and (MAP != "identity" or PRECISION == "ieee"):
         b_q = tl.where(m_t[:, None], b_q.to(tl.float32) - b_offset[None, :], 0.0)
     return b_q
+
+
+@triton.jit
+def offset_product(b_s, b_offset, MAP: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr):
+    """The offset's product with S (BK, BV), which is subtracted from that of queries with their offset: (BV,)
+
+    In half precision that spares a rounding of every query, and in float32 it would cost digits. Zero where queries
+    are less their offset.
+    """
+    if OFFSET and (MAP == "identity" and PRECISION != "ieee"):
+        return tl.sum(b_s.to(tl.float32) * b_offset[:, None], 0)
+    else:
+        return tl.zeros([b_s.shape[1]], tl.float32)
 
 
 @triton.jit
@@ -397,17 +420,17 @@ def accumulate(
     b_dv_sum = tl.zeros([ROWS, BV], tl.float32)
     for t in range(t_begin, t_end, BN):
         m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
-        b_k = load_queries(p_k, stride_k, t, o_t, m_t, o_k, m_k, b_offset, OFFSET)
         b_v = operand(load_rows(p_v, stride_v, t, o_t, m_t, o_v, m_v), DOT, PRECISION)
-        if ANCHORED:
-            b_score = scores_of(b_k, b_anchor, b_origin, m_t, o_k, DK, HEADS, PRECISION)
-            b_share = share_of(b_score, b_lse)
-        elif WEIGHTED:
-            b_share = load_scalars(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
-        if MAP != "identity":
-            b_k = feature_map(b_k.to(tl.float32), MAP)
         if WEIGHTED:
             tl.static_assert(CENTRE, "weighted tokens are centred")
+            b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_k, m_k)
+            if ANCHORED:
+                b_score = scores_of(b_k, b_anchor, b_origin, m_t, o_k, DK, HEADS, PRECISION)
+                b_share = share_of(b_score, b_lse)
+            else:
+                b_share = load_scalars(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
+            if MAP != "identity":
+                b_k = feature_map(b_k.to(tl.float32), MAP)
             if PRECISION == "ieee":
                 b_share_v = b_share
                 if HEADS > 1:
@@ -422,21 +445,26 @@ def accumulate(
                 b_shares = tl.trans(tl.broadcast_to(b_share, [BN, ROWS]))
                 b_factor = operand(b_shares, DOT, PRECISION)
                 b_rest = operand(b_shares - b_factor.to(tl.float32), DOT, PRECISION)
-            b_k = operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share, DOT, PRECISION)
-            b_dk_sum = add_product(b_dk_sum, tl.trans(b_k), b_ones_k, PRECISION)
+            b_k = tl.trans(operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share, DOT, PRECISION))
+            b_dk_sum = add_product(b_dk_sum, b_k, b_ones_k, PRECISION)
             if PRECISION != "ieee":
                 b_dv_sum = add_product(b_dv_sum, b_factor, b_v, PRECISION)
                 b_dv_sum = add_product(b_dv_sum, b_rest, b_v, PRECISION)
         else:
+            b_k = load_columns(p_k, stride_k, t, o_t, m_t, o_k, m_k)
+            if OFFSET and (MAP != "identity" or PRECISION == "ieee"):
+                b_k = tl.where(m_t[None, :], b_k.to(tl.float32) - b_offset[:, None], 0.0)
+            if MAP != "identity":
+                b_k = feature_map(b_k.to(tl.float32), MAP)
             b_k = operand(b_k, DOT, PRECISION)
-            b_k_sum = add_product(b_k_sum, tl.trans(b_k), b_ones_k, PRECISION)
+            b_k_sum = add_product(b_k_sum, b_k, b_ones_k, PRECISION)
             b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
             if CENTRE:
-                b_k = tl.where(m_t[:, None], b_k - b_k0[None, :], 0.0)
+                b_k = tl.where(m_t[None, :], b_k - b_k0[:, None], 0.0)
                 b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-                b_dk_sum = add_product(b_dk_sum, tl.trans(b_k), b_ones_k, PRECISION)
+                b_dk_sum = add_product(b_dk_sum, b_k, b_ones_k, PRECISION)
                 b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
-        b_kv = add_product(b_kv, tl.trans(b_k), b_v, PRECISION)
+        b_kv = add_product(b_kv, b_k, b_v, PRECISION)
     if WEIGHTED and PRECISION != "ieee":
         if HEADS > 1:  # one row of each head
             b_dv_sum = tl.where(o_k[:, None] == (o_v // DV * DK)[None, :], b_dv_sum, 0.0)
@@ -454,9 +482,11 @@ def accumulate(
 @triton.jit
 def covariance(b_kv, b_dk_sum, b_dv_sum, count, scale):
     """S from its sums: b_dk_sum (R, 1), b_dv_sum (1, X)"""
-    # `/` is accurate to two units in the last place only. torch.compile passes the scale in double precision.
-    b_s = tl.div_rn(b_kv, count) - tl.div_rn(b_dk_sum, count) * tl.div_rn(b_dv_sum, count)
-    return b_s * tl.cast(scale, tl.float32)
+    # One division, because `/` is accurate to two units in the last place only, and an exact one takes ten times the
+    # instructions of a product. torch.compile passes the scale in double precision.
+    inverse_count = tl.div_rn(1.0, count)
+    b_s = b_kv - b_dk_sum * (b_dv_sum * inverse_count)
+    return b_s * (inverse_count * tl.cast(scale, tl.float32))
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from .blocks import (
     load_rows,
     locate,
     log_of_scores,
+    offset_product,
     operand,
     present,
     product_plus,
@@ -31,11 +32,11 @@ from .blocks import (
     store_rows,
     sum_parts,
     tile_index,
-    tile_tokens,
     tokens_of,
     tokens_of_part,
+    widened,
 )
-from .local import add_local
+from .local import LANES, add_local, first_sums, lanes, load_local_weight, next_sums, shift_matrices
 
 EPS = tl.constexpr(LINEAR_EPS)  # added to the row sums of vanilla linear attention
 
@@ -89,18 +90,23 @@ def sum_state(
         b_k_mean = b_k_sum + b_dk_sum
         b_v_mean = b_v_sum + b_dv_sum
     else:
-        b_k_mean = tl.div_rn(b_k_sum, count)
-        b_v_mean = tl.div_rn(b_v_sum, count)
+        inverse_count = tl.div_rn(1.0, count)
+        b_k_mean = b_k_sum * inverse_count
+        b_v_mean = b_v_sum * inverse_count
     return b_s, b_k_mean, b_v_mean
 
 
 @triton.jit
-def base_of(b_s, b_v_mean, MAP: tl.constexpr, NORM: tl.constexpr):
-    """What is added to (φ(q) − φ(0))·S, (BV,): φ(0) times the column sums of S and, if nothing scales it later, v̄"""
-    b_base = b_v_mean
-    if NORM != "subtract":
-        b_base = b_v_mean * 0.0
-    return add_map_at_zero(b_base, tl.sum(b_s, 0), MAP)
+def bases_of(b_s, b_v_mean, MAP: tl.constexpr, NORM: tl.constexpr):
+    """What is added to (φ(q) − φ(0))·S before its factor, φ(0) times the column sums of S, and after it: (BV,)
+
+    The mean of v comes after it, unless it has a factor too. Where there is no factor all comes after it.
+    """
+    b_zero = tl.zeros_like(b_v_mean)
+    if NORM == "subtract":
+        return b_zero, add_map_at_zero(b_v_mean, tl.sum(b_s, 0), MAP)
+    else:
+        return add_map_at_zero(b_zero, tl.sum(b_s, 0), MAP), b_zero if NORM == "divide" else b_v_mean
 
 
 @triton.jit
@@ -111,14 +117,14 @@ def normalizers(
 ):  # fmt: skip
     """z = φ(q)·b_k_mean of each head, from φ(q) − φ(0), as `head_sums` returns it
 
-    In half precision it is a product with sixteen equal columns. That leaves z near the threads that hold the outputs;
-    a sum would have to be moved there. The mean in two parts keeps the digits of float32.
+    In half precision it is a product with eight equal columns, which every warp has to itself. That leaves z near the
+    threads that hold the outputs; a sum would have to be moved there. The mean in two parts keeps float32's digits.
     """
     if PRECISION == "ieee" or HEADS > 1:
         b_q = add_map_at_zero(b_q.to(tl.float32), 1.0, MAP)
         return head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS)
     else:
-        b_mean = tl.broadcast_to(b_k_mean[:, None], [b_k_mean.shape[0], 16])
+        b_mean = tl.broadcast_to(b_k_mean[:, None], [b_k_mean.shape[0], 8])
         b_high = operand(b_mean, DOT, PRECISION)
         b_low = operand(b_mean - b_high.to(tl.float32), DOT, PRECISION)
         b_q = operand(b_q, DOT, PRECISION)
@@ -128,33 +134,38 @@ def normalizers(
 
 @triton.jit
 def outputs_of(
-    p_q, stride_q, t, o_t, m_t, o_k, m_k, o_v, b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+    p_q, stride_q, t, o_t, m_t, o_k, m_k, o_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """g(z)·φ(q)·S + f(z)·v̄ for queries t + o_t where m_t, anything elsewhere: (BN, BV). b_k_mean holds s·k̄"""
-    b_q = load_queries(p_q, stride_q, t, o_t, m_t, o_k, m_k, b_offset, OFFSET)
+    """g(z)·φ(q)·S + f(z)·v̄ for queries t + o_t where m_t, anything elsewhere: (BN, BV). b_k_mean holds s·k̄
+
+    b_base (BV,) and b_rest, (1, BV) or (BN, BV), are those of `bases_of`, the second with the local residual.
+    """
+    b_q = load_queries(p_q, stride_q, t, o_t, m_t, o_k, m_k, b_offset, MAP, PRECISION, OFFSET)
     if MAP != "identity":
         b_q = feature_map(b_q.to(tl.float32), MAP)
-    b_out = product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION)
-    if NORM != "subtract":
+    if NORM == "subtract":
+        return product_plus(operand(b_q, DOT, PRECISION), b_s, b_rest, PRECISION)
+    else:
         b_z = normalizers(b_q, b_k_mean, o_k, o_v, MAP, DK, DV, HEADS, DOT, PRECISION)
         b_g, b_f, _ = factors(b_z, eps, NORM, PRECISION)
-        b_out = b_g * b_out + b_f * b_v_mean[None, :]
-    return b_out
+        if NORM == "divide":
+            b_rest = b_f * b_v_mean[None, :] + b_rest
+        return b_g * product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION) + b_rest
 
 
 @triton.jit
 def write_outputs(
     p_q, p_out, p_mask, stride_q, stride_out, t, o_t, m_t, o_k, m_k, o_v, m_v,
-    b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+    b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Stores `outputs_of` queries t + o_t where m_t, and zeros for absent ones"""
     m_here = present(p_mask, t, o_t, m_t, MASK_Q)
     b_out = outputs_of(
-        p_q, stride_q, t, o_t, m_here, o_k, m_k, o_v, b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+        p_q, stride_q, t, o_t, m_here, o_k, m_k, o_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
         MAP, NORM, DK, DV, HEADS, DOT, PRECISION, OFFSET,
     )  # fmt: skip
     if MASK_Q:
@@ -165,7 +176,7 @@ def write_outputs(
 @triton.jit
 def write_run(
     p_q, p_out, p_mask, stride_q, stride_out, t_begin, t_end, o_k, m_k, o_v, m_v,
-    b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+    b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -174,8 +185,45 @@ def write_run(
     for t in range(t_begin, t_end, BN):
         write_outputs(
             p_q, p_out, p_mask, stride_q, stride_out, t, o_t, t + o_t < t_end, o_k, m_k, o_v, m_v,
-            b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+            b_s, b_base, b_rest[None, :], b_k_mean, b_v_mean, b_offset, eps,
             MAP, NORM, DK, DV, HEADS, DOT, PRECISION, MASK_Q, OFFSET,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_tile(
+    p_q, p_v, p_w, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_out, x, y_begin, y_end, H, W, prefix,
+    o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+    MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BV: tl.constexpr,
+    BW: tl.constexpr, HALO: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASK_Q: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """`write_outputs` for rows y_begin … y_end − 1 and columns x … x + BW − 1 of the map, with the local residual"""
+    shifts = shift_matrices(p_v.dtype.element_ty, BW, HALO)
+    o_y, o_x = lanes(BW)
+    b_start = b_rest[None, :]
+    if PRECISION != "ieee":
+        w = load_local_weight(p_w, o_v, m_v, False)
+        b_next, b_after = first_sums(
+            p_v, stride_v, p_mask, y_begin, x, H, W, prefix, o_v, m_v, b_start, w, shifts, BW, HALO, HAS_MASK
+        )
+    for y in range(y_begin, y_end, LANES // BW if BW < LANES else 1):
+        b_sum = b_start
+        if PRECISION != "ieee":
+            b_sum, b_next, b_after = next_sums(
+                p_v, stride_v, p_mask, y, x, H, W, prefix, o_v, m_v, b_start, b_next, b_after, w, shifts,
+                BW, HALO, HAS_MASK,
+            )  # fmt: skip
+        write_outputs(
+            p_q, p_out, p_mask_q, stride_q, stride_out,
+            prefix + y * W + x, o_y * W + o_x, (y + o_y < y_end) & (x + o_x < W), o_k, m_k, o_v, m_v,
+            b_s, b_base, b_sum, b_k_mean, b_v_mean, b_offset, eps,
+            MAP, NORM, DK, DV, HEADS, DOT, PRECISION, MASK_Q, OFFSET,
+        )  # fmt: skip
+    if PRECISION == "ieee":
+        add_local(
+            p_v, p_w, p_out, p_mask, p_mask_q, stride_v, stride_out, x, y_begin, y_end, H, W, prefix, o_v, m_v, shifts,
+            BW, BV, HALO, False, HAS_MASK, MASK_Q,
         )  # fmt: skip
 
 
@@ -188,6 +236,7 @@ def forward_kernel(
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr,
     WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, BS: tl.constexpr, SAVE: tl.constexpr,
+    HALO: tl.constexpr,
 ):  # fmt: skip
     """The whole forward pass for short sequences. Grid (B·blocks,)
 
@@ -227,20 +276,23 @@ def forward_kernel(
         tl.store(p_means + heads * DK + h * DV + o_v, b_v_mean, mask=m_v)
         p = p_s + (i_b * heads + h) * DK * DV + state_offsets(o_k, o_v, DV)
         tl.store(p, b_s.to(p_s.dtype.element_ty), mask=same_head(o_k, m_k, o_v, m_v, DK, DV))
-    b_base = base_of(b_s, b_v_mean, MAP, NORM)
+    b_base, b_rest = bases_of(b_s, b_v_mean, MAP, NORM)
     b_k_mean = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)
     b_s = operand(b_s, DOT, PRECISION)
+    b_rest -= offset_product(b_s, b_offset, MAP, PRECISION, OFFSET)
+    eps = tl.div_rn(EPS, tokens)
     write_run(
-        p_q, p_out, p_mask_q, stride_q, stride_o, 0, Nq, o_k, m_k, o_v, m_v,
-        b_s, b_base, b_k_mean, b_v_mean, b_offset, tl.div_rn(EPS, tokens),
-        MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, MASK_Q, OFFSET,
+        p_q, p_out, p_mask_q, stride_q, stride_o, 0, prefix if LOCAL else Nq, o_k, m_k, o_v, m_v,
+        b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+        MAP, NORM, DK, DV, HEADS, LANES if LOCAL else BN, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
     if LOCAL:
-        tl.debug_barrier()  # add_local reads what other threads wrote
+        p_w += (i_b * heads + h) * DV * 9
         for x in range(0, W, BW):
-            add_local(
-                p_v, p_w + (i_b * heads + h) * DV * 9, p_out, p_mask, p_mask_q, stride_v, stride_o,
-                x, 0, H, H, W, prefix, o_v, m_v, BW, BV, False, HAS_MASK, MASK_Q,
+            write_tile(
+                p_q, p_v, p_w, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_o, x, 0, H, H, W, prefix,
+                o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, OFFSET,
             )  # fmt: skip
 
 
@@ -250,7 +302,7 @@ def state_kernel(
     N, H, W, scale, blocks, heads, stride_kb, stride_k, stride_vb, stride_v,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr,
+    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
@@ -258,7 +310,7 @@ def state_kernel(
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
-    i_p = tl.program_id(1)
+    i_p = widened(tl.program_id(1), WIDE)
     parts = tl.num_programs(1)
     h = (i % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
@@ -348,7 +400,7 @@ def output_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
     """Outputs from the state. Grid (B·blocks, tiles)
 
@@ -385,36 +437,30 @@ def output_kernel(
         b_k_mean = full_mean(tl.load(p_means + h * DK + o_k, mask=m_k, other=0.0), m_k, MAP)
         b_k_mean *= tl.cast(scale, tl.float32)
         eps = tl.div_rn(EPS, tokens_of(p_count, i_b, N, HAS_MASK))
-    b_base = base_of(b_s, b_v_mean, MAP, NORM)
+    b_base, b_rest = bases_of(b_s, b_v_mean, MAP, NORM)
     b_s = operand(b_s, DOT, PRECISION)
+    b_rest -= offset_product(b_s, b_offset, MAP, PRECISION, OFFSET)
     if LOCAL:
         if i_t == 0:
             write_run(
-                p_q, p_out, p_mask_q, stride_q, stride_o, 0, prefix, o_k, m_k, o_v, m_v,
-                b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
-                MAP, NORM, DK, DV, HEADS, 16, DOT, PRECISION, MASK_Q, OFFSET,
+                p_q, p_out, p_mask_q, stride_q, stride_o, i_t, prefix, o_k, m_k, o_v, m_v,
+                b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+                MAP, NORM, DK, DV, HEADS, LANES, DOT, PRECISION, MASK_Q, OFFSET,
             )  # fmt: skip
         x = (i_t % columns) * BW
         y = (i_t // columns) * rows
-        y_end = tl.minimum(y + rows, H)
         if (x < W) & (y < H):
-            t = prefix + y * W + x
-            for i in range(0, rows * BW, BN):
-                o_t, m_t = tile_tokens(i, x, y, y_end, W, BN, BW, WIDE)
-                write_outputs(
-                    p_q, p_out, p_mask_q, stride_q, stride_o, t, o_t, m_t, o_k, m_k, o_v, m_v,
-                    b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
-                    MAP, NORM, DK, DV, HEADS, DOT, PRECISION, MASK_Q, OFFSET,
-                )  # fmt: skip
-            tl.debug_barrier()  # add_local reads what other threads wrote
-            add_local(
-                p_v, p_w + (i_b * heads + h) * DV * 9, p_out, p_mask, p_mask_q, stride_v, stride_o,
-                x, y, y_end, H, W, prefix, o_v, m_v, BW, BV, False, HAS_MASK, MASK_Q,
+            p_w += (i_b * heads + h) * DV * 9
+            write_tile(
+                p_q, p_v, p_w, p_out, p_mask, p_mask_q, stride_q, stride_v, stride_o,
+                x, y, tl.minimum(y + rows, H), H, W, prefix,
+                o_k, m_k, o_v, m_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
+                MAP, NORM, DK, DV, HEADS, BV, BW, HALO, DOT, PRECISION, HAS_MASK, MASK_Q, OFFSET,
             )  # fmt: skip
     else:
         t = i_t * rows
         write_run(
             p_q, p_out, p_mask_q, stride_q, stride_o, t, tl.minimum(t + rows, Nq), o_k, m_k, o_v, m_v,
-            b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+            b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
             MAP, NORM, DK, DV, HEADS, BN, DOT, PRECISION, MASK_Q, OFFSET,
         )  # fmt: skip

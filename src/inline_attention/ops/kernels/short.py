@@ -18,12 +18,14 @@ from .blocks import (
     load_offset,
     load_rows,
     locate,
+    offset_product,
     operand,
     present,
     same_head,
     store_rows,
+    widened,
 )
-from .forward import EPS, base_of, outputs_of, sum_state
+from .forward import EPS, bases_of, outputs_of, sum_state
 from .local import load_local_weight, weigh
 
 
@@ -114,19 +116,18 @@ def add_row(
 
 @triton.jit
 def local_sums(
-    p_x, stride, p_mask, t, o_t, m_t, prefix, H, W, o_c, m_c, w0, w1, w2, w3, w4, w5, w6, w7, w8,
-    BN: tl.constexpr, BC: tl.constexpr, HAS_MASK: tl.constexpr,
+    p_x, stride, p_mask, t, o_t, m_t, prefix, H, W, o_c, m_c, b_sum, w0, w1, w2, w3, w4, w5, w6, w7, w8,
+    HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The 3×3 sums at tokens t + o_t where m_t; zeros for prefix tokens: (BN, BC) float32
+    """b_sum (1, BC) plus the 3×3 sums at tokens t + o_t where m_t; prefix tokens have none: (BN, BC) float32
 
-    Nine loads, all in flight at once. `local.add_local` loads a row of the map once for three rows of outputs, but
+    Nine loads, all in flight at once. `local.next_sums` loads a row of the map once for three rows of outputs, but
     one row after the other.
     """
     o = t + o_t - prefix
     m_t = m_t & (o >= 0)
     o_y = o // W
     o_x = o % W
-    b_sum = tl.zeros([BN, BC], tl.float32)
     b_sum = add_row(b_sum, w0, w1, w2, p_x, stride, p_mask, t, o_t, m_t, o_y, o_x, -1, H, W, o_c, m_c, HAS_MASK)
     b_sum = add_row(b_sum, w3, w4, w5, p_x, stride, p_mask, t, o_t, m_t, o_y, o_x, 0, H, W, o_c, m_c, HAS_MASK)
     return add_row(b_sum, w6, w7, w8, p_x, stride, p_mask, t, o_t, m_t, o_y, o_x, 1, H, W, o_c, m_c, HAS_MASK)
@@ -140,7 +141,7 @@ def short_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, LOCAL: tl.constexpr, MADE: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr,
-    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one part of the queries. Grid (B·blocks, parts)
 
@@ -150,10 +151,11 @@ def short_kernel(
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
     start, N, H, W = locate(p_seq, i_b, N, H, W, PACKED)
+    N = widened(N, WIDE)
     if PACKED:
         Nq = N
     length = tl.cdiv(tl.cdiv(Nq, tl.num_programs(1)), BM) * BM
-    t_begin = tl.program_id(1) * length
+    t_begin = widened(tl.program_id(1), WIDE) * length
     t_end = tl.minimum(t_begin + length, Nq)
     if t_begin >= Nq:
         return
@@ -177,9 +179,10 @@ def short_kernel(
         p_k, p_v, p_mask, p_share, None, stride_k, stride_v, N, o_k, m_k, o_v, m_v, b_offset, count, scale,
         MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, BN, False,
     )  # fmt: skip
-    b_base = base_of(b_s, b_v_mean, MAP, NORM)
+    b_base, b_rest = bases_of(b_s, b_v_mean, MAP, NORM)
     b_k_mean = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)
     b_s = operand(b_s, DOT, PRECISION)
+    b_rest = (b_rest - offset_product(b_s, b_offset, MAP, PRECISION, OFFSET))[None, :]
     eps = tl.div_rn(EPS, tokens)
     if LOCAL:
         if MADE:
@@ -196,15 +199,16 @@ def short_kernel(
     for t in range(t_begin, t_end, BM):
         m_t = t + o_t < t_end
         m_here = present(p_mask_q, t, o_t, m_t, MASK_Q)
+        b_sum = b_rest
+        if LOCAL:
+            b_sum = local_sums(
+                p_v, stride_v, p_mask, t, o_t, m_here, prefix, H, W, o_v, m_v, b_rest,
+                w0, w1, w2, w3, w4, w5, w6, w7, w8, HAS_MASK,
+            )  # fmt: skip
         b_out = outputs_of(
-            p_q, stride_q, t, o_t, m_here, o_k, m_k, o_v, b_s, b_base, b_k_mean, b_v_mean, b_offset, eps,
+            p_q, stride_q, t, o_t, m_here, o_k, m_k, o_v, b_s, b_base, b_sum, b_k_mean, b_v_mean, b_offset, eps,
             MAP, NORM, DK, DV, HEADS, DOT, PRECISION, OFFSET,
         )  # fmt: skip
-        if LOCAL:
-            b_out += local_sums(
-                p_v, stride_v, p_mask, t, o_t, m_here, prefix, H, W, o_v, m_v, w0, w1, w2, w3, w4, w5, w6, w7, w8,
-                BM, BV, HAS_MASK,
-            )  # fmt: skip
         if MASK_Q:
             b_out = tl.where(m_here[:, None], b_out, 0.0)
         store_rows(p_out, b_out, stride_o, t, o_t, m_t, o_v, m_v)

@@ -136,40 +136,34 @@ def test_precision() -> None:
             ]
 
 
-def rates(name: str) -> dict[tuple[int, str], dict[str, Any]]:
-    """(size, contender): the fastest mode"""
-    return {(r["img_size"], r["contender"]): r for r in best_of(results(name))}
+def rates(name: str, **facts: str) -> dict[tuple[int, str], dict[str, Any]]:
+    """(size, contender): the fastest mode, of the results with these facts. A task is known by its beginning."""
+    of = [r for r in results(name) if all(value.startswith(r[key]) for key, value in facts.items())]
+    return {(r["img_size"], r["contender"]): r for r in best_of(of)}
 
 
 SIZES = (224, 384, 640, 1024, 2048)
 
 
-SWEEPS = {  # the second record has the newer kernels, and not all sizes
-    "inference": ("sweep-mlp-h200", "sweep-projected-h200"),
-    "training step": ("sweep-train-h200", "sweep-train-second-h200"),
-}
-
-
-@pytest.mark.parametrize("task", SWEEPS)
+@pytest.mark.parametrize("task", ["inference", "training step"])
 def test_sweeps(task: str) -> None:
     speeds = table("performance.md", f" | {SIZES[0]} × 256", after="## Speed over resolution")
     memory = table("performance.md", f" | {SIZES[0]} × 256", after="## Memory")
-    older, newer = map(rates, SWEEPS[task])
-    found = older | newer
+    found = rates("sweep-rows-h200", task=task[:5])
+    kept = found if task == "inference" else rates("sweep-train-h200", mode="reduce-overhead")
     for title, contender in (("DeiT-T, FlashAttention", "peer"), ("InLine-DeiT-T", "fused")):
         of = [found[size, contender] for size in SIZES]
         cells = []
         for size, r in zip(SIZES, of, strict=True):
-            text = f"{r['images_per_second']:,.0f}" + ("" if (size, contender) in newer else "ᵃ")
             ratio = r["images_per_second"] / found[size, "peer"]["images_per_second"]
-            cells.append(text if contender == "peer" else f"{text} ({ratio:.2f})")
+            cells.append(f"{r['images_per_second']:,.0f}" + ("" if contender == "peer" else f" ({ratio:.2f})"))
         assert speeds[f"{task}, {title}"] == cells
-        assert memory[f"{task}, {title}"] == [f"{r['peak_bytes'] / 2**30:.2f}" for r in of]
+        assert memory[f"{task}, {title}"] == [f"{kept[size, contender]['peak_bytes'] / 2**30:.2f}" for size in SIZES]
 
 
 def test_one_image() -> None:
     found = table("performance.md", "size | DeiT-T, ms (quartiles)")
-    timings = {(r["img_size"], r["contender"]): r["timing"] for r in results("one-image-h200")}
+    timings = {(r["img_size"], r["contender"]): r["timing"] for r in results("one-image-rows-h200")}
     for size, cells in found.items():
         peer, ours = timings[int(size), "peer"], timings[int(size), "fused"]
         shown = [f"{1e3 * t['median']:.2f} ({1e3 * t['low']:.2f}–{1e3 * t['high']:.2f})" for t in (peer, ours)]
@@ -189,15 +183,12 @@ def test_few_tokens() -> None:
 
 def test_speed_in_the_readme() -> None:
     found = table("../README.md", " | 224 px | 384")
-    sources = {  # the newest; 2048 pixels were measured before
-        "inference, in batches": ("sweep-mlp-h200", "sweep-projected-h200"),
-        "training step, in batches": ("sweep-train-h200", "sweep-train-second-h200"),
-        "inference, one image": ("one-image-h200",),
+    sources = {
+        "inference, in batches": rates("sweep-rows-h200", task="infer"),
+        "training step, in batches": rates("sweep-rows-h200", task="train"),
+        "inference, one image": rates("one-image-rows-h200"),
     }
-    for row, names in sources.items():
-        of: dict[tuple[int, str], dict[str, Any]] = {}
-        for name in names:
-            of |= rates(name)
+    for row, of in sources.items():
         assert found[row] == [
             f"{of[size, 'fused']['images_per_second'] / of[size, 'peer']['images_per_second']:.2f}"
             if (size, "peer") in of
@@ -248,16 +239,12 @@ def test_the_family(direction: str) -> None:
     found = table("performance.md", f"{direction} | 14² × 256")
     titles = {"InLine": "fused", "linear (ReLU)": "linear", "MALA (ELU + 1)": "mala", "tangent, one anchor": "tangent"}
     cases = ("256, 14², 6×32", "32, 40², 6×32", "16, 64², 6×32", "1, 256², 6×32")
-    newest: dict[str, dict[tuple[str, str], float]] = {}  # by attention, the last run that has it, with its InLine
-    for name in ("family-h200", "family-forward-h200"):
-        run = {
-            (r["case"], r["contender"]): 1e6 * r["timing"]["median"]
-            for r in results(name)
-            if r["direction"] == direction.replace(" and ", "+")
-        }
-        newest |= {contender: run for _, contender in run}
+    times = {
+        (r["case"], r["contender"]): 1e6 * r["timing"]["median"]
+        for r in results("family-rows-h200" if direction == "forward" else "family-h200")
+        if r["direction"] == direction.replace(" and ", "+")
+    }
     for title, contender in titles.items():
-        times = newest[contender]
         expected = [
             f"{times[case, contender]:.0f}"
             + ("" if contender == "fused" else f" ({times[case, contender] / times[case, 'fused']:.2f})")
@@ -267,12 +254,14 @@ def test_the_family(direction: str) -> None:
 
 
 def test_all_kernels_of_one_image() -> None:
-    of = {
-        name: sum(r["microseconds"] for r in results("profile-one-image-h200") if r["contender"] == name)
-        for name in ("fused", "peer")
-    }
-    text = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
-    assert f"took {of['fused']:.0f} µs, and those of DeiT-T {of['peer']:.0f} (" in text
+    found = table("performance.md", "size | µs | until the call returns")
+    of = {(r["img_size"], r["contender"]): r for r in record("one-image-alone-h200")["results"]}
+    names = {"DeiT-T": "peer", "InLine-DeiT-T": "fused"}
+    assert len(found) == len(of)
+    for title, cells in found.items():
+        size, name = title.split(", ")
+        r = of[int(size), names[name]]
+        assert cells == [f"{r[key]:,}" for key in ("latency_us", "host_us", "kernels_us", "kernels")]
 
 
 def test_the_kernel_of_the_mlp() -> None:
@@ -354,14 +343,26 @@ def test_students() -> None:
     assert found["tangent, with residual"][1:] == spread
     readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
     assert f"the student with one anchor has {spread[1]} over three seeds" in readme
-    (inline,) = of["inline", 5]
-    assert found["InLine, with residual"][1:] == [f"{inline:.1f} (one seed)", "–"]
+    titles = {
+        "InLine, φ = ReLU, with residual": "inline_relu",
+        "InLine, with residual": "inline",
+        "linear (ReLU), with residual": "linear",
+        "tangent, 2 of 7 layers softmax, with residual": "hybrid_2",
+        "tangent, 1 of 7 layers softmax, with residual": "hybrid_1",
+        "InLine, without residual": "inline_plain",
+        "tangent, without residual": "tangent_plain",
+    }
+    for title, row in titles.items():
+        assert found[title][1:] == [f"{of[row, n][0]:.1f}" if (row, n) in of else "–" for n in (5, 20)]
     carried = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
-    assert [cells[0] for cells in found.values()] == [
-        f"{content['scratch']['softmax_deit_study']:.1f}",
-        carried["tangent at the mean query"],
-        carried["InLine, the tangent at zero"],
-    ]
+    before = {"tangent": "tangent at the mean query", "InLine": "InLine, the tangent at zero"}
+    before["linear (ReLU)"] = "linear (ReLU)"
+    for title, cells in found.items():
+        attention, _, how = title.partition(", ")
+        if how in ("with residual", "without residual"):  # the residual starts at zero
+            assert cells[0] == carried[before[attention]]
+    teacher = next(iter(found.values()))
+    assert teacher[0] == f"{content['scratch']['softmax_deit_study']:.1f}"
     text = " ".join((DOCS / "linearize.md").read_text(encoding="utf-8").split())
     agreement = statistics.mean(content["agreement_after_20_epochs"])
     assert f"predicts the teacher's class for {agreement:.0f} % of the images" in text

@@ -48,6 +48,7 @@ def optimize(model: ModelT, *, mode: str | None = None) -> ModelT:
     - In inference, the first norm of a block and the projection to q, k and v become one kernel (`ops.norm_linear`)
       where that was measured to be faster.
 
+    Add hooks and adapters before the first call: compiled code does not notice hooks that come later.
     With CUDA graphs every input size keeps the memory of its own graph, and an output is valid until the next call.
     Call `clone()` to keep it longer; PyTorch raises an error otherwise. Pass "default" if sizes vary freely.
     If nothing can be compiled (no C++ compiler, or no Triton for a GPU), the model runs uncompiled, with a warning.

@@ -177,6 +177,7 @@ def compare(
     *,
     device: torch.device,
     effort: Effort,
+    before_timing: Callable[[], None] = lambda: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Measured]:
     """All candidates are built first and then timed in turn."""
@@ -193,6 +194,7 @@ def compare(
                 errors[key] = describe_error(error)
                 log(f"failed: {key}: {errors[key]}")
                 _collect(device)
+        before_timing()
         calls = {key: synchronised(step, device) if candidates[key].latency else step for key, step in steps.items()}
         outcome = {**measure(calls, device=device, effort=effort), **errors}
         for key, step in steps.items():
@@ -281,18 +283,19 @@ def run_setting(
     dtype: torch.dtype,
     effort: Effort,
     cast_weights: bool = False,
+    before_timing: Callable[[], None] = lambda: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[ModelResult]:
     """Every contender in every mode. All are built first and then timed in turn. No modes: those of dense models."""
-    if modes is None:
-        modes = default_dense_modes(training=setting.training)
-    modes = usable_modes(modes, device)
+    modes = usable_modes(modes or default_dense_modes(training=setting.training), device)
     candidates = make_candidates(
         setting, contenders=contenders, modes=modes, device=device, dtype=dtype, cast_weights=cast_weights
     )
     named = {f"{contender} {mode}": candidate for (contender, mode), candidate in candidates.items()}
     effort = effort.for_latency() if setting.is_latency else effort
-    outcome = compare(named, device=device, effort=effort, log=lambda line: log(f"{setting}: {line}"))
+    outcome = compare(
+        named, device=device, effort=effort, before_timing=before_timing, log=lambda line: log(f"{setting}: {line}")
+    )
     results = []
     for contender, mode in candidates:
         timing, peak, host = outcome[f"{contender} {mode}"]
@@ -310,6 +313,19 @@ def run_setting(
             )
         )
     return results
+
+
+def failed_results(
+    setting: Setting, error: str, contenders: Sequence[str], modes: Sequence[str] | None
+) -> list[ModelResult]:
+    """The results of a setting that could not be measured at all."""
+    modes = modes or default_dense_modes(training=setting.training)
+    nothing: dict[str, Any] = dict(error=error, timing=None, images_per_second=None, peak_bytes=None)
+    return [
+        ModelResult(**setting.facts(), contender=contender, mode=mode, **nothing)
+        for contender in contenders
+        for mode in modes
+    ]
 
 
 def release_graphs(device: torch.device) -> None:

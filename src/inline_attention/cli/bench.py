@@ -124,6 +124,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_contenders(dense, "fused, reference, softmax")
     _add_modes(dense, "eager and compiled, in inference also with CUDA graphs")
     dense.add_argument("--picture", type=Path, metavar="FILE", help="draw times and memory")
+    for sub in (model, sweep, dense):
+        sub.add_argument(
+            "--jobs",
+            type=int,
+            default=1,
+            metavar="N",
+            help="compile N sizes side by side, then time one after the other; all are in memory together (default: 1)",
+        )
 
     tables = add_action(kinds, "table", "print the results of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="files that --json wrote")
@@ -269,7 +277,10 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     from inline_attention.bench import contenders as known
     from inline_attention.bench import model
     from inline_attention.bench.picture import draw_bars, draw_sweep
+    from inline_attention.bench.side_by_side import run_settings
 
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs}: expected 1 or more")
     device, dense = options["device"], args.kind == "dense"
     contenders = args.contenders or known.default_contenders(args.models, device, dense=dense)
     (known.check_dense_models if dense else known.check_classifiers)(args.models, contenders)
@@ -289,10 +300,10 @@ def _run_models(args: argparse.Namespace, facts: dict[str, str], options: dict[s
     record = _open_record("dense" if dense else "model", facts, args)
     each = f"{len(contenders)} contenders" + (f" in {len(modes)} modes" if modes and len(modes) > 1 else "")
     say(f"{len(settings)} measurements of {each}: {', '.join(map(str, settings))}")
+    measured = run_settings(settings, jobs=args.jobs, log=say, contenders=contenders, modes=modes, **options)
     for number, setting in enumerate(settings, start=1):
         say(f"[{number}/{len(settings)}] {setting}")
-        results = model.run_setting(setting, contenders=contenders, modes=modes, log=say, **options)
-        say_text(model.model_table(record.add(results)))
+        say_text(model.model_table(record.add(next(measured))))
     if not dense and (ratios := model.ratio_table(record.results)):  # dense models share no size
         say("")
         say_text(ratios)

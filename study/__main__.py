@@ -146,6 +146,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_output(students, default=f"{OUT}-linearize")
     students.add_argument("--data", metavar="NAME=PATH,…", help="tiny_imagenet=FOLDER,imagenette=FOLDER")
     students.add_argument("--rows", nargs="+", metavar="ROW", help="these students alone")
+    students.add_argument("--onto", type=Path, metavar="JSON", help="skip the runs of an earlier linearization.json")
     students.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     students.add_argument("--minutes", type=float, metavar="M", help="start no run after M minutes")
     students.add_argument("--list", action="store_true", help="print the commands of the runs and exit")
@@ -320,7 +321,9 @@ def run_linearize(args: argparse.Namespace) -> int:
     from study.grid import command_line
     from study.runner import dataset_paths
 
-    runs, paths, device = linearization.build_runs(args.rows), dataset_paths(args.data), choose_device(args.device)
+    recorded = {result.name for result in linearization.collect(args.output, args.onto)}
+    runs = linearization.build_runs(args.rows, recorded=recorded)
+    paths, device = dataset_paths(args.data), choose_device(args.device)
     settings = [*args.set, *([f"device={args.device}"] if args.device else [])]
     if args.list:
         for run in runs:
@@ -338,7 +341,7 @@ def run_linearize(args: argparse.Namespace) -> int:
         log=say,
     )
     scratch = linearization.from_scratch(paths["tiny_imagenet"], device=device)
-    say_text(linearization.write_results(args.output, scratch=scratch))
+    say_text(linearization.write_results(args.output, scratch=scratch, onto=args.onto))
     return 1 if failed else 0
 
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from study.measures import weights_file
 CARRIED = -1  # in the place of epochs: no training at all. With 0 epochs, the layers are matched
 EPOCHS = (CARRIED, 0, 1, 5, 10, 20, 40)
 VARIANT_EPOCHS = (CARRIED, 0, 20)
-FIRST_EPOCHS = (5, 20)  # of the recipes and the main rows, which are trained with all seeds before the others
+FIRST_EPOCHS = (5, 20)  # of the main rows, which are trained with all seeds before the others
 LOG, ACCURACY, RESULTS, PICTURE = "log.txt", "accuracy.json", "linearization.json", "linearization.png"
 # Pixels stay on the GPU and are augmented there, as in study.yaml. Only the last epoch is judged.
 SHARED = (
@@ -67,7 +67,7 @@ INLINE, LINEAR, PLAIN = "model.attention=inline", "model.attention=linear", "mod
 # k-means and all anchors of all layers in one graph take minutes to compile.
 MANY, UNCOMPILED = "model.anchors={}", "run.compile=false"
 UNMATCHED, MATCHED, HALF_RATE = "match.steps=0", "match.steps=240", "optim.lr=4e-3"
-RECIPES = ("tangent", "matched", "half_rate")
+RECIPES = ("matched", "half_rate")
 MAIN = ("tangent", "inline")
 STUDENTS = {
     "tangent": Student("tangent with residual", epochs=EPOCHS, seeds=SEEDS),
@@ -163,17 +163,14 @@ class TeacherRun:
         return TEACHERS[self.row].arguments(path, out, extra=own, recipe=grid.RECIPE)
 
 
-def build_runs(rows: Sequence[str] | None = None) -> list[Run | TeacherRun]:
-    """First the recipes, then FIRST_EPOCHS of the main rows, all rows without training, the first seed of all rows.
-
-    The rest comes last. A teacher comes right before its first student.
-    """
+def build_runs(rows: Sequence[str] | None = None, *, recorded: Collection[str] = ()) -> list[Run | TeacherRun]:
+    """The runs that are not recorded, in the order of `_urgency`. A teacher comes right before its first student."""
     if unknown := sorted(set(rows or ()) - set(STUDENTS)):
         raise ValueError(f"there is no student {', '.join(unknown)}; expected some of {', '.join(STUDENTS)}")
     chosen = {name: student for name, student in STUDENTS.items() if rows is None or name in rows}
     runs = [Run(name, n, seed) for name, student in chosen.items() for seed in student.seeds for n in student.epochs]
     ordered: list[Run | TeacherRun] = []
-    for run in sorted(runs, key=_urgency):
+    for run in sorted((run for run in runs if run.name not in recorded), key=_urgency):
         if run.teacher is not None and run.teacher not in ordered:
             ordered.append(run.teacher)
         ordered.append(run)
@@ -181,15 +178,19 @@ def build_runs(rows: Sequence[str] | None = None) -> list[Run | TeacherRun]:
 
 
 def _urgency(run: Run) -> tuple[int, ...]:
-    if run.row in RECIPES and run.epochs in FIRST_EPOCHS:
-        return 0, run.epochs, run.seed
+    """First what the main rows need all seeds for, then the first seed of all rows, those of other teachers later.
+
+    Of runs that are as urgent, the longest come first, so that the short ones fill the time at the end.
+    """
     if run.row in MAIN and run.epochs in FIRST_EPOCHS:
-        return 1, run.seed, run.epochs
-    if run.teacher is not None:
-        return 4, run.epochs
-    if run.seed == SEEDS[0]:
-        return (2, run.epochs) if run.epochs <= 0 or run.row not in MAIN else (3, run.epochs)
-    return 5, run.seed, run.epochs
+        group = 0
+    elif run.teacher is not None:
+        group = 2
+    elif run.row in RECIPES:
+        group = 4
+    else:
+        group = 1 if run.seed == SEEDS[0] else 3
+    return group, -run.epochs, run.seed
 
 
 def make_runs(
@@ -237,7 +238,8 @@ def make_runs(
         if failed:
             log(f"{run.name} failed: see {folder / LOG}")
             return False
-        result: dict[str, Any] = {"training_seconds": training_seconds(folder), "jobs": jobs}
+        version = describe_environment()["inline-attention"]
+        result: dict[str, Any] = {"training_seconds": training_seconds(folder), "jobs": jobs, "version": version}
         with judging:
             result["top1"] = judge(run.weights(out), paths["tiny_imagenet"], run.img_size, device=device)
         write_atomically(folder / ACCURACY, json.dumps(result).encode())
@@ -275,47 +277,72 @@ def judge(weights: Path | str, data: str, img_size: int | None = None, *, device
 
 
 @dataclass(frozen=True)
-class Cell:
-    """The runs of one row and length."""
+class Result:
+    """A finished run of a student."""
 
     row: str
     epochs: int
-    top1: list[float]  # of each seed
-    seconds: list[float]  # of each seed, in the training loops of all its calls
+    seed: int
+    top1: float
+    seconds: float  # in the training loops of all its calls
+    jobs: int  # runs at a time
+    version: str = "not recorded"  # of this package
 
-    def __str__(self) -> str:
-        mean = f"{statistics.mean(self.top1):.2f}"
-        return f"{mean} ± {statistics.stdev(self.top1):.2f}" if len(self.top1) > 1 else mean
+    @property
+    def name(self) -> str:
+        return Run(self.row, self.epochs, self.seed).name
 
 
-def collect(out: Path) -> Iterator[Cell]:
-    """The finished runs in a folder, in the order of the table."""
+def collect(out: Path, onto: Path | None = None) -> list[Result]:
+    """The finished runs in a folder and, where it has none, those of a record. They are in the order of the table."""
+    recorded = [] if onto is None else [Result(**entry) for entry in json.loads(onto.read_text())["students"]]
+    known = {result.name: result for result in recorded}
     for row, student in STUDENTS.items():
-        for epochs in student.epochs:
-            files = [out / Run(row, epochs, seed).name / ACCURACY for seed in student.seeds]
-            found = [json.loads(path.read_text()) for path in files if path.exists()]
-            if found:
-                yield Cell(row, epochs, [one["top1"] for one in found], [one["training_seconds"] for one in found])
+        for run in (Run(row, epochs, seed) for epochs in student.epochs for seed in student.seeds):
+            if (path := out / run.name / ACCURACY).exists():
+                found = json.loads(path.read_text())
+                seconds = found.pop("training_seconds")
+                known[run.name] = Result(run.row, run.epochs, run.seed, seconds=seconds, **found)
+    rows = list(STUDENTS)
+    return sorted(known.values(), key=lambda result: (rows.index(result.row), result.epochs, result.seed))
 
 
-def write_results(out: Path, *, scratch: Mapping[str, float]) -> str:
+def cells_of(results: Sequence[Result]) -> dict[tuple[str, int], list[float]]:
+    """Top-1 of each seed, by row and epochs"""
+    cells: dict[tuple[str, int], list[float]] = {}
+    for result in results:
+        cells.setdefault((result.row, result.epochs), []).append(result.top1)
+    return cells
+
+
+def spread(top1: Sequence[float]) -> str:
+    mean = f"{statistics.mean(top1):.2f}"
+    return f"{mean} ± {statistics.stdev(top1):.2f}" if len(top1) > 1 else mean
+
+
+def write_results(out: Path, *, scratch: Mapping[str, float], onto: Path | None = None) -> str:
     """Write linearization.json and linearization.png. Returns the table as markdown.
 
-    scratch: top-1 of the package's models, which were trained from scratch.
+    Args:
+        scratch: top-1 of the package's models, which were trained from scratch.
+        onto: an earlier linearization.json, whose runs are not in `out`.
     """
-    cells = list(collect(out))
+    results = collect(out, onto)
     teachers = {name: out / run.name / ACCURACY for name, run in TEACHERS.items()}
     trained = {name: json.loads(path.read_text()) for name, path in teachers.items() if path.exists()}
-    environment = {"environment": describe_environment(), "teachers": trained}
-    record = {**environment, "scratch": dict(scratch), "students": [vars(cell) for cell in cells]}
+    before = {} if onto is None else json.loads(onto.read_text())
+    teachers_of = {**before.get("teachers", {}), **trained}
+    record = before | {"environment": describe_environment(), "teachers": teachers_of, "scratch": dict(scratch)}
+    record["students"] = [vars(result) for result in results]
     write_atomically(out / RESULTS, json.dumps(record, indent=1).encode())
+    cells = cells_of(results)
     draw(cells, scratch, out / PICTURE)
     rows = []
-    for row in dict.fromkeys(cell.row for cell in cells):
-        of_epochs = {cell.epochs: str(cell) for cell in cells if cell.row == row}
-        rows.append([STUDENTS[row].title, *(of_epochs.get(epochs, "") for epochs in EPOCHS)])
+    for row in dict.fromkeys(row for row, _ in cells):
+        of_epochs = [spread(cells[row, epochs]) if (row, epochs) in cells else "" for epochs in EPOCHS]
+        rows.append([STUDENTS[row].title, *of_epochs])
     text = table(["top-1 %, after epochs of distillation", *map(column, EPOCHS)], rows)
-    lines = [f"{name}, a teacher trained here: {result['top1']:.2f}" for name, result in trained.items()]
+    lines = [f"{name}, a teacher trained here: {result['top1']:.2f}" for name, result in teachers_of.items()]
     return "\n\n".join([text, *lines])
 
 
@@ -323,7 +350,7 @@ def column(epochs: int) -> str:
     return {CARRIED: "carried over", 0: "matched"}.get(epochs, str(epochs))
 
 
-def draw(cells: Sequence[Cell], scratch: Mapping[str, float], path: Path) -> None:
+def draw(cells: Mapping[tuple[str, int], Sequence[float]], scratch: Mapping[str, float], path: Path) -> None:
     """Accuracy against epochs, with a line for each model from scratch."""
     from matplotlib.figure import Figure
 
@@ -331,8 +358,8 @@ def draw(cells: Sequence[Cell], scratch: Mapping[str, float], path: Path) -> Non
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
-    for row in dict.fromkeys(cell.row for cell in cells if STUDENTS[cell.row].teacher == TEACHER):
-        shown = [(cell.epochs, statistics.mean(cell.top1)) for cell in cells if cell.row == row]
+    for row in dict.fromkeys(row for row, _ in cells if STUDENTS[row].teacher == TEACHER):
+        shown = [(epochs, statistics.mean(top1)) for (of, epochs), top1 in cells.items() if of == row]
         axes.plot(*zip(*shown, strict=True), marker="o", label=STUDENTS[row].title)
     for number, (name, top1) in enumerate(scratch.items()):
         axes.axhline(top1, color="0.4", linestyle=("-", "--", ":")[number % 3], label=f"{name}, from scratch")

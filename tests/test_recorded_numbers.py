@@ -334,10 +334,18 @@ def test_recipes_of_linearize() -> None:
     assert f"agrees with its teacher for {half_rate:.0f} % of the images" in text
 
 
+def cells_of_students(students: list[dict[str, Any]]) -> dict[tuple[str, int], list[float]]:
+    """Top-1 of each seed, by row and epochs"""
+    cells: dict[tuple[str, int], list[float]] = {}
+    for run in students:
+        cells.setdefault((run["row"], run["epochs"]), []).append(run["top1"])
+    return cells
+
+
 def test_students() -> None:
     found = table("linearize.md", " | before training | 5 epochs")
     content = record("linearization")
-    of = {(cell["row"], cell["epochs"]): cell["top1"] for cell in content["students"]}
+    of = cells_of_students(content["students"])
     spread = [f"{statistics.mean(of['tangent', n]):.1f} ± {statistics.stdev(of['tangent', n]):.1f}" for n in (5, 20)]
     assert all(len(of["tangent", epochs]) == 3 for epochs in (5, 20))
     assert found["tangent, with residual"][1:] == spread

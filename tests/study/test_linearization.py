@@ -50,10 +50,10 @@ def test_the_runs() -> None:
     assert {run.seed for run in runs if run.row == "tangent"} == {0, 1, 2}
     assert {run.epochs for run in runs if run.row == "inline"} == set(EPOCHS)
     order = [(run.row, run.epochs, run.seed) for run in runs]
-    for rows in (RECIPES, set(MAIN) - set(RECIPES)):
-        first = {(row, epochs, seed) for row in rows for epochs in FIRST_EPOCHS for seed in SEEDS}
-        assert set(order[: len(first)]) == first
-        del order[: len(first)]
+    first = {(row, epochs, seed) for row in MAIN for epochs in FIRST_EPOCHS for seed in SEEDS}
+    assert set(order[: len(first)]) == first
+    assert order[0][1] == max(FIRST_EPOCHS)
+    assert {row for row, _, _ in order[-6:]} <= set(RECIPES)
     teacher = made.index(TeacherRun("swin"))
     assert made[teacher + 1].row.startswith("swin_")
     assert not any(run.row.startswith("swin_") for run in made[:teacher])
@@ -61,15 +61,34 @@ def test_the_runs() -> None:
         build_runs(["softmax"])
 
 
+def finish(out: Path, run: Run, top1: float) -> None:
+    (out / run.name).mkdir(parents=True)
+    found = {"top1": top1, "training_seconds": 50.0, "jobs": 2, "version": "0.2.0"}
+    (out / run.name / ACCURACY).write_text(json.dumps(found))
+
+
 def test_the_table(tmp_path: Path) -> None:
     for run, top1 in ((Run("tangent", 0, 0), 38.0), (Run("tangent", 20, 0), 46.0), (Run("tangent", 20, 1), 48.0)):
-        (tmp_path / run.name).mkdir()
-        (tmp_path / run.name / ACCURACY).write_text(json.dumps({"top1": top1, "training_seconds": 50.0}))
+        finish(tmp_path, run, top1)
     text = write_results(tmp_path, scratch={"softmax_deit_study": 45.8})
     cells = [cell.strip() for cell in text.splitlines()[2].split("|")]
     assert cells == ["", STUDENTS["tangent"].title, "", "38.00", "", "", "", "47.00 ± 1.41", "", ""]
     assert json.loads((tmp_path / "linearization.json").read_text())["scratch"] == {"softmax_deit_study": 45.8}
     assert (tmp_path / "linearization.png").exists()
+
+
+def test_recorded_runs_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(tmp_path / "before", Run("inline", 20, 0), 49.0)
+    write_results(tmp_path / "before", scratch={"softmax_deit_study": 45.8})
+    record = tmp_path / "before" / "linearization.json"
+    finish(tmp_path / "now", Run("inline", 20, 1), 47.0)
+    words = ["linearize", "--rows", "inline", "--output", str(tmp_path / "now"), "--onto", str(record), "--list"]
+    assert main(words) == 0
+    listed = capsys.readouterr().out
+    assert "inline-e20-s2 " in listed
+    assert "inline-e20-s0 " not in listed
+    assert "inline-e20-s1 " not in listed
+    assert "48.00 ± 1.41" in write_results(tmp_path / "now", scratch={}, onto=record)
 
 
 def test_the_last_epoch_is_judged(tmp_path: Path) -> None:
@@ -80,13 +99,14 @@ def test_the_last_epoch_is_judged(tmp_path: Path) -> None:
         assert run.weights(tmp_path) == tmp_path / run.name / place
 
 
-def test_jobs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["linearize", "--rows", "tangent", "--data", "tiny_imagenet=x", "--jobs", "0"]) == 2
+def test_jobs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["linearize", "--rows", "tangent", "--data", "tiny_imagenet=x", "--output", str(tmp_path)]
+    assert main([*words, "--jobs", "0"]) == 2
     assert "--jobs is 0; expected 1 or more" in capsys.readouterr().err
 
 
-def test_data_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["linearize", "--rows", "imagenette"]) == 2
+def test_data_are_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["linearize", "--rows", "imagenette", "--output", str(tmp_path)]) == 2
     assert "no data for imagenette, tiny_imagenet: give --data imagenette=FOLDER" in capsys.readouterr().err
 
 

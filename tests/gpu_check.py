@@ -594,7 +594,7 @@ def mlp(args: argparse.Namespace) -> dict[str, Any]:
     dtype = DTYPES[-1]
     every = [(n, width, hidden) for (width, hidden), rows in ROWS.items() if width in args.widths for n in rows]
     least = {use: max(args.least_rows, LEAST_TRAINED if use == "training" else 0) for use in args.modes}
-    sizes = {use: [half for half in every if half[0] >= least[use]] for use in args.modes}
+    sizes = {use: [half for half in every if least[use] <= half[0] <= args.most_rows] for use in args.modes}
     work: list[tuple[str, Any]] = [("training", (half, dtype)) for half in sizes.get("training", [])]
     work += [("reference", (half, dtype, use)) for use, some in sizes.items() if use != "training" for half in some]
     few = fused_mlp.FEW_ROWS
@@ -794,6 +794,7 @@ def main() -> int:
             widths = list(dict.fromkeys(width for width, _ in ROWS))
             command.add_argument("--widths", type=int, nargs="+", default=widths, choices=widths)
             command.add_argument("--least-rows", type=int, default=0, help="leave out fewer rows")
+            command.add_argument("--most-rows", type=int, default=fused_mlp.ANY, help="leave out more rows")
             uses = [use for use in fused_mlp.USES if use != "normed"]
             command.add_argument("--modes", nargs="+", default=uses, choices=uses, help="what is timed")
         if name == "short":

@@ -355,6 +355,7 @@ def test_students() -> None:
         "InLine, φ = ReLU, with residual": "inline_relu",
         "InLine, with residual": "inline",
         "linear (ReLU), with residual": "linear",
+        "tangent, 3 of 7 layers softmax, with residual": "hybrid_3",
         "tangent, 2 of 7 layers softmax, with residual": "hybrid_2",
         "tangent, 1 of 7 layers softmax, with residual": "hybrid_1",
         "InLine, without residual": "inline_plain",
@@ -362,6 +363,8 @@ def test_students() -> None:
     }
     for title, row in titles.items():
         assert found[title][1:] == [f"{of[row, n][0]:.1f}" if (row, n) in of else "–" for n in (5, 20)]
+        if (row, -1) in of:
+            assert found[title][0] == f"{of[row, -1][0]:.1f}"
     carried = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
     before = {"tangent": "tangent at the mean query", "InLine": "InLine, the tangent at zero"}
     before["linear (ReLU)"] = "linear (ReLU)"

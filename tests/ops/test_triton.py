@@ -191,6 +191,33 @@ def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
     opcheck(torch.ops.inline_attention.forward.default, (*arguments, [3, 7], 0, save), test_utils=FACTS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_an_anchor_has_its_own_dtype(dtype, path):
+    """It is read as it is, and its gradient is written in its dtype."""
+    qkv, _, grad, _ = make_inputs(2, (3, 7), 0, 2, 16, torch.float32, local=False)
+    anchor = qkv[:, :, 0].mean(1, keepdim=True).to(dtype).requires_grad_()
+    found = {}
+    for backend in ("reference", "triton"):
+        out = tangent_attention(*qkv.unbind(2), anchor=anchor, backend=backend)
+        (found[backend],) = torch.autograd.grad(out, anchor, grad)
+    assert found["triton"].dtype == dtype
+    eps = max(torch.finfo(dtype).eps, 1e-5)
+    torch.testing.assert_close(found["triton"].float(), found["reference"].float(), rtol=eps, atol=eps)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:divide by zero")  # by the interpreter
+@pytest.mark.parametrize("size", [90.0, 1e4])
+def test_elu_far_from_zero(size, path):
+    """Where exp(x) overflows, x counts, and far below zero nothing is left but φ(0)."""
+    qkv, weight, grad, options = make_inputs(2, (3, 7), 0, 2, 16, torch.float32)
+    qkv[:, :, :2] = torch.where(qkv[:, :, :2] > 0, size, -size) + qkv[:, :, :2]
+    kind = Kind("magnitude", "elu_plus_one")
+    expected, found = (run(qkv, weight, grad, options, backend=name, kind=kind) for name in ("reference", "triton"))
+    for name, x in expected.items():
+        assert found[name].isfinite().all(), name
+        torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-4 * x.abs().max().item(), msg=name)
+
+
 FACTS = ("test_schema", "test_faketensor")  # inputs stay as they are; shapes, dtypes and strides are those of the fake
 
 

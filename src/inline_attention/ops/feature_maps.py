@@ -77,14 +77,6 @@ if triton is not None:
     K_LOG2E = tl.constexpr(math.log2(math.e))
 
     @triton.jit
-    def exp_of_negative(b_x):  # type: ignore[no-untyped-def]  # Triton's types
-        """exp(x) where x is negative, one elsewhere; NaN for NaN
-
-        No comparison: the compiler would convert the two sides of a choice to half precision one by one.
-        """
-        return tl.exp2(tl.minimum(b_x * K_LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL))
-
-    @triton.jit
     def feature_map(b_x, MAP: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's types
         """φ(x) − φ(0), element by element, of float32"""
         if MAP == "relu":
@@ -94,8 +86,10 @@ if triton is not None:
         elif MAP == "exp":
             b_x = tl.exp2(b_x * (K_EXP_RATE * K_LOG2E)) - 1.0
         elif MAP == "elu_plus_one":
-            # exp(x) − 1 is above x where x is negative.
-            b_x = tl.maximum(b_x, exp_of_negative(b_x) - 1.0, propagate_nan=tl.PropagateNan.ALL)
+            # The larger of x and exp(x) − 1, the second at most zero. The GPU clamps a sum to 0 … 1 for nothing. With a
+            # comparison instead the compiler would convert both sides to half precision one by one.
+            b_below = tl.clamp(1.0 - tl.exp2(b_x * K_LOG2E), 0.0, 1.0)
+            b_x = tl.maximum(b_x, -1.0 * b_below, propagate_nan=tl.PropagateNan.ALL)
         else:
             tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
         return b_x
@@ -110,7 +104,7 @@ if triton is not None:
         elif MAP == "exp":
             b_grad = tl.exp2(b_x * (K_EXP_RATE * K_LOG2E)) * K_EXP_RATE * b_grad
         elif MAP == "elu_plus_one":
-            b_grad = exp_of_negative(b_x) * b_grad
+            b_grad = tl.minimum(tl.exp2(b_x * K_LOG2E), 1.0, propagate_nan=tl.PropagateNan.ALL) * b_grad
         else:
             tl.static_assert(MAP == "identity", "this feature map has no branch in the kernels")
         return b_grad

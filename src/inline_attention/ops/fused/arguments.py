@@ -38,7 +38,7 @@ class Tensors(NamedTuple):
     query_mask: Tensor | None
     sequences: Tensor | None
     shares: Tensor | None  # (B, heads, N) float32; an anchor's scores
-    offset: Tensor | None  # (B, 1, heads, d) float32
+    offset: Tensor | None  # (B, 1, heads, d)
 
 
 def common_of(plan: Plan, token_mask: Tensor | None) -> dict[str, Any]:

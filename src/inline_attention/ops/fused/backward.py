@@ -116,21 +116,31 @@ def _offset_grad(
     if tensors.offset is None:
         return grad_mean.new_empty(0)
     if options.feature_map != "identity":
-        return -unstack(grads)[0].sum(1, keepdim=True, dtype=torch.float32)
+        return -unstack(grads)[0].sum(1, keepdim=True, dtype=torch.float32).to(tensors.offset.dtype)
+    if options.anchored:
+        return _anchor_grad(k, state, grad_mean, grad_shares, tensors, options, plan)
     # Σ dq = dv̄·Sᵀ, without a pass over the queries. `@` would round under autocast, which may be on in a backward pass.
     grad = -(grad_mean * state).sum(-1).unsqueeze(1)
     if tensors.shares is None:
         mask = tensors.token_mask
         grad *= plan.tokens if mask is None else mask.sum(1).clamp(min=1)[:, None, None, None]
-    if not options.anchored:
-        return grad
+    return grad.to(tensors.offset.dtype)
+
+
+def _anchor_grad(
+    k: Tensor, state: Tensor, grad_mean: Tensor, grad_scores: Tensor, tensors: Tensors, options: Options, plan: Plan
+) -> Tensor:
+    """The gradient of the anchor (B, 1, heads, d), which is the offset too"""
+    assert tensors.offset is not None
     parts = split(plan, plan.tokens, k.device)
-    sums = grad.new_empty((parts.number, plan.batch, 1, plan.heads, plan.key_dim))
+    dtype = tensors.offset.dtype if parts.number == 1 else torch.float32
+    sums = torch.empty((parts.number, *tensors.offset.shape), dtype=dtype, device=k.device)
     mask = as_bytes(tensors.token_mask)
     strides = strides_of(False, k)
-    gpu.launch(anchor.weighted_sum_kernel, (plan.programs, parts.number))(
-        k, grad_shares, mask, sums, plan.tokens, plan.blocks, plan.heads, *strides,
-        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=config.CONFIG.tokens,
-        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, WIDE=plan.wide(strides),
+    gpu.launch(anchor.anchor_grad_kernel, (plan.programs, parts.number))(
+        k, grad_scores, mask, state, grad_mean, sums, plan.tokens, options.scale, plan.blocks, plan.heads, *strides,
+        D=plan.key_dim, DV=plan.value_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BV=plan.block_values,
+        BN=config.CONFIG.tokens, PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None,
+        WIDE=plan.wide(strides),
     )  # fmt: skip
-    return grad + options.scale * sums.sum(0)
+    return sums[0] if parts.number == 1 else sums.sum(0).to(tensors.offset.dtype)

@@ -67,7 +67,8 @@ def attention(
         tile: parameters of the kernel of one launch, which has no gradients. By default that kernel runs only where it
             was measured to be faster.
     """
-    shares, offset = (None if x is None else x.float().contiguous() for x in (shares, offset))
+    shares = None if shares is None else shares.float().contiguous()
+    offset = None if offset is None else offset.contiguous()
     local = local_tensors(local_weight)
     differentiable = (*projections, *local, shares, offset)
     refuse_tangents(*differentiable)

@@ -15,6 +15,8 @@ from .blocks import (
     log_of_scores,
     log_of_sum,
     present,
+    same_head,
+    state_offsets,
     store_of_heads,
     tile_index,
     tokens_of_part,
@@ -70,14 +72,15 @@ def logsumexp_kernel(p_part, p_lse, tiles, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def weighted_sum_kernel(
-    p_k, p_x, p_mask, p_part, N, blocks, heads, stride_kb, stride_k,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_MASK: tl.constexpr, WIDE: tl.constexpr,
+def anchor_grad_kernel(
+    p_k, p_x, p_mask, p_s, p_g_mean, p_part, N, scale, blocks, heads, stride_kb, stride_k,
+    D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Σ x·(k − origin) over a part of the tokens. Grid (B·blocks, parts)
+    """s·Σ x·(k − origin) over a part of the tokens, and −dv̄·Sᵀ in the first part. Grid (B·blocks, parts)
 
-    x (B, heads, N), the gradient of the scores, whose sum is zero → parts (parts, B, heads, d) float32
+    x (B, heads, N), the gradient of the scores, whose sum is zero → parts (parts, B, heads, d). The anchor is also the
+    offset of the queries, and −Σ dq over them is −dv̄·Sᵀ.
     """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
@@ -95,6 +98,14 @@ def weighted_sum_kernel(
         m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
         b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_c, m_c).to(tl.float32) - b_origin[None, :]
         b_sum += b_k * load_scalars(p_x, N, t, o_t, m_t, o_c, m_c, D, HEADS)
+    b_grad = tl.sum(b_sum, 0) * tl.cast(scale, tl.float32)
+    if tl.program_id(1) == 0:
+        o_v, m_v = channels(h, heads, DV, HEADS, BV)
+        p_s += (i_b * heads + h) * D * DV
+        m_head = same_head(o_c, m_c, o_v, m_v, D, DV)
+        b_s = tl.load(p_s + state_offsets(o_c, o_v, DV), mask=m_head, other=0.0).to(tl.float32)
+        b_g_mean = tl.load(p_g_mean + (i_b * heads + h) * DV + o_v, mask=m_v, other=0.0)
+        b_grad -= tl.sum(b_s * b_g_mean[None, :], 1)
     samples = tl.cast(tl.num_programs(0) // blocks, tl.int64)
     p = p_part + ((tl.program_id(1) * samples + i_b) * heads + h) * D + o_c
-    tl.store(p, tl.sum(b_sum, 0), mask=m_c)
+    tl.store(p, b_grad.to(p_part.dtype.element_ty), mask=m_c)

@@ -8,14 +8,17 @@ from ..feature_maps import add_map_at_zero, feature_map, feature_map_backward
 from .blocks import (
     accumulate,
     add_product,
+    as_float32,
     factors,
     head_sums,
     load_queries,
     load_rows,
     load_shares,
+    normalizers,
     operand,
     present,
     product_plus,
+    products_with_row,
     store_rows,
     store_scalars,
 )
@@ -36,35 +39,37 @@ def accumulate_normalised(
     """
     o_t = tl.arange(0, BN)
     b_ds = tl.zeros([BK, BV], tl.float32)
+    b_q_sum = tl.zeros([BN, BK], tl.float32)
     b_ones = tl.full([16, BN], 1.0, DOT)
-    b_q_sum = tl.zeros([16, BK], tl.float32)
     b_g_sum = tl.zeros([16, BV], tl.float32)
     for t in range(t_begin, t_end, BN):
         m_t = t + o_t < t_end
         m_here = present(p_mask, t, o_t, m_t, MASK_Q)
-        b_q = load_rows(p_q, stride_q, t, o_t, m_here, o_k, m_k).to(tl.float32)
-        b_phi = add_map_at_zero(feature_map(b_q, MAP), (m_here[:, None] & m_k[None, :]).to(tl.float32), MAP)
+        b_q = as_float32(load_rows(p_q, stride_q, t, o_t, m_here, o_k, m_k))
+        b_phi = feature_map(b_q, MAP)
+        b_z = normalizers(b_phi, b_k_mean, o_k, o_k, MAP, DK, DK, HEADS, DOT, PRECISION)
+        b_scale, _, b_slope = factors(b_z, eps, NORM, PRECISION)
+        b_phi = add_map_at_zero(b_phi, (m_here[:, None] & m_k[None, :]).to(tl.float32), MAP)
         b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_v, m_v)
-        b_u = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
-        b_terms = b_phi * b_k_mean[None, :]
-        b_scale, _, b_slope = factors(head_sums(b_terms, o_k, o_k, DK, DK, HEADS), eps, NORM, PRECISION)
+        b_left = operand(b_g, DOT, PRECISION)
+        b_u = tl.dot(b_left, b_st, input_precision=PRECISION)
         b_along = head_sums(b_u * b_phi, o_k, o_k, DK, DK, HEADS)
         if NORM == "divide":
-            b_along -= eps * head_sums(b_g.to(tl.float32) * b_v_mean[None, :], o_v, o_k, DV, DK, HEADS)
+            b_along -= eps * products_with_row(b_left, b_v_mean, o_v, o_k, DV, DK, HEADS, DOT, PRECISION)
         b_dz = -b_slope * b_along
         b_dq = feature_map_backward(b_q, b_scale * b_u + b_dz * b_k_mean[None, :], MAP)
         if MASK_Q:
             b_dq = tl.where(m_here[:, None], b_dq, 0.0)
         store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_k, m_k)
-        b_q_sum = add_product(b_q_sum, b_ones, operand(b_dz * b_phi, DOT, PRECISION), PRECISION)
-        b_ds = add_product(
-            b_ds, tl.trans(operand(b_scale * b_phi, DOT, PRECISION)), operand(b_g, DOT, PRECISION), PRECISION
-        )
-        if NORM == "divide":
-            _, b_f, _ = factors(head_sums(b_terms, o_k, o_v, DK, DV, HEADS), eps, NORM, PRECISION)
-            b_g = b_f * b_g.to(tl.float32)
-        b_g_sum = add_product(b_g_sum, b_ones, operand(b_g, DOT, PRECISION), PRECISION)
-    return b_ds, tl.max(b_q_sum, 0), tl.max(b_g_sum, 0)
+        b_q_sum += b_dz * b_phi
+        b_ds = add_product(b_ds, tl.trans(operand(b_scale * b_phi, DOT, PRECISION)), b_left, PRECISION)
+        if NORM != "divide":
+            b_g_sum = add_product(b_g_sum, b_ones, b_left, PRECISION)
+    if NORM == "divide":  # f(z) = g(z)·z, and z is φ(q)·s·k̄
+        m_head = (o_k // DK)[:, None] == (o_v // DV)[None, :]
+        return b_ds, tl.sum(b_q_sum, 0), tl.sum(tl.where(m_head, b_ds * b_k_mean[:, None], 0.0), 0)
+    else:
+        return b_ds, tl.sum(b_q_sum, 0), tl.max(b_g_sum, 0)
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def write_query_grads(
     b_dq = tl.dot(operand(b_g, DOT, PRECISION), b_st, input_precision=PRECISION)
     if MAP != "identity":
         b_q = load_queries(p_q, stride_q, t, o_t, m_here, o_k, m_k, b_offset, MAP, PRECISION, OFFSET)
-        b_dq = feature_map_backward(b_q.to(tl.float32), b_dq, MAP)
+        b_dq = feature_map_backward(as_float32(b_q), b_dq, MAP)
     store_rows(p_dq, b_dq, stride_dq, t, o_t, m_t, o_k, m_k)
 
 
@@ -87,10 +92,10 @@ def constant_grads(
     b_ds, b_q_mean, b_g_mean, b_k_mean, b_v_mean,
     NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """What `write_key_grads` adds to its products for dk and dv, and what it subtracts from v: (BK,), (1, BV), (BV,)
+    """What `write_key_grads` adds to its products for dk and dv, and the mean of v for it: (BK,), (1, BV), (BV,)
 
-    In half precision it subtracts from v its mean as rounded to DOT, and from φ(k) nothing. The rest is in the other
-    two. If WEIGHTED, it adds dv̄ itself, because shares scale it.
+    In half precision its products take v less its mean as rounded to DOT, and φ(k) as it is. The rest is in the first
+    two. If WEIGHTED, they take v as it is and φ(k) less its mean, and dv̄ is not in the second, because shares scale it.
     """
     b_dk = tl.zeros_like(b_k_mean)
     if NORM != "subtract":
@@ -98,8 +103,11 @@ def constant_grads(
     b_dv = tl.zeros_like(b_g_mean)[None, :]
     if not WEIGHTED:
         b_dv = b_g_mean[None, :]
-        if PRECISION != "ieee":
-            b_ds = b_ds.to(tl.float32)
+    if PRECISION != "ieee":
+        b_ds = b_ds.to(tl.float32)
+        if WEIGHTED:
+            b_dk -= tl.sum(b_ds * b_v_mean[None, :], 1)
+        else:
             b_rounded = b_v_mean.to(DOT)
             b_dk += tl.sum(b_ds * (b_rounded.to(tl.float32) - b_v_mean)[None, :], 1)
             b_dv -= tl.sum(b_ds * b_k_mean[:, None], 0)[None, :]
@@ -127,17 +135,21 @@ def write_key_grads(
     b_v = load_rows(p_v, stride_v, t, o_t, m_here, o_v, m_v)
     b_phi = b_k
     if MAP != "identity":
-        b_phi = feature_map(b_k.to(tl.float32), MAP)
+        b_phi = feature_map(as_float32(b_k), MAP)
+    b_left = b_v
+    if PRECISION == "ieee" or not WEIGHTED:
+        b_left = b_v.to(DOT) - b_v_mean[None, :]
+    b_dk = product_plus(operand(b_left, DOT, PRECISION), b_dst, b_dk0[None, :], PRECISION)
     if PRECISION == "ieee" or WEIGHTED:
-        b_v = b_v.to(tl.float32) - b_v_mean[None, :]
-        b_phi = b_phi.to(tl.float32) - b_k_mean[None, :]
-    else:
-        b_v = b_v.to(DOT) - b_v_mean[None, :]
-    b_dk = product_plus(operand(b_v, DOT, PRECISION), b_dst, b_dk0[None, :], PRECISION)
+        b_phi = as_float32(b_phi) - b_k_mean[None, :]
     if WEIGHTED:
+        b_v = as_float32(b_v) - b_v_mean[None, :]
         b_dv = product_plus(operand(b_phi, DOT, PRECISION), b_ds, b_g_mean[None, :], PRECISION)
-        b_dp = head_sums(b_dk * b_phi, o_k, o_k, DK, DK, HEADS)
-        b_dp += head_sums(b_v * b_g_mean[None, :], o_v, o_k, DV, DK, HEADS)
+        if DK == DV:  # one sum, as the channels are the same
+            b_dp = head_sums(b_dk * b_phi + b_v * b_g_mean[None, :], o_k, o_k, DK, DK, HEADS)
+        else:
+            b_dp = head_sums(b_dk * b_phi, o_k, o_k, DK, DK, HEADS)
+            b_dp += head_sums(b_v * b_g_mean[None, :], o_v, o_k, DV, DK, HEADS)
         b_share = load_shares(p_share, p_lse, N, t, o_t, m_here, o_k, m_k, DK, HEADS, ANCHORED)
         b_dk *= b_share
         b_dv = b_dv * load_shares(p_share, p_lse, N, t, o_t, m_here, o_v, m_v, DV, HEADS, ANCHORED) + b_rest
@@ -150,7 +162,7 @@ def write_key_grads(
     else:
         b_dv = product_plus(operand(b_phi, DOT, PRECISION), b_ds, b_rest, PRECISION)
     if MAP != "identity":
-        b_dk = feature_map_backward(b_k.to(tl.float32), b_dk, MAP)
+        b_dk = feature_map_backward(as_float32(b_k), b_dk, MAP)
     if HAS_MASK:
         b_dk = tl.where(m_here[:, None], b_dk, 0.0)
         b_dv = tl.where(m_here[:, None], b_dv, 0.0)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .. import gelu as gelu_of_torch
-from ..feature_maps import add_map_at_zero, feature_map
+from ..feature_maps import K_LOG2E, add_map_at_zero, feature_map
 
 # The score of an absent token, the same number in float32 and float64. Not −∞, because the softmax of a sample without
 # tokens would be NaN.
@@ -76,7 +76,7 @@ def load_offset(p_offset, i_b, h, heads, o_k, m_k, D: tl.constexpr, OFFSET: tl.c
     """What is subtracted from the queries of a sample, (BK,) float32; a zero if nothing is"""
     b_offset = 0.0
     if OFFSET:
-        b_offset = tl.load(p_offset + (i_b * heads + h) * D + o_k, mask=m_k, other=0.0)
+        b_offset = tl.load(p_offset + (i_b * heads + h) * D + o_k, mask=m_k, other=0.0).to(tl.float32)
     return b_offset
 
 
@@ -143,6 +143,15 @@ def operand(b_x, DOT: tl.constexpr, PRECISION: tl.constexpr):
         b_rounded = ((b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         b_x = tl.where(b_x == b_x, b_rounded, b_x)
     return b_x
+
+
+@triton.jit
+def as_float32(b_x):
+    """b_x in float32. bfloat16 is its upper half, and to move bits takes fewer instructions than to convert pairs."""
+    if tl.bfloat16 == b_x.dtype:
+        return (b_x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return b_x.to(tl.float32)
 
 
 @triton.jit
@@ -272,9 +281,15 @@ def store_of_heads(p_x, b_x, stride, o_c, m_c, D: tl.constexpr, HEADS: tl.conste
 
 
 @triton.jit
+def exp(b_x):
+    """exp(x), zero where that would be subnormal. `tl.exp` adds three instructions for such results."""
+    return tl.exp2(b_x * K_LOG2E)
+
+
+@triton.jit
 def share_of(b_score, b_lse):
     """exp(score − lse), where lse has the digits that large scores lose: (BN, …) and (…)"""
-    return tl.exp((b_score - b_lse[None, :]).to(tl.float32))
+    return exp((b_score - b_lse[None, :]).to(tl.float32))
 
 
 @triton.jit
@@ -304,6 +319,28 @@ def head_sums(b_x, o_x, o_y, DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.const
 
 
 @triton.jit
+def products_with_row(
+    b_x, b_row, o_x, o_y,
+    DX: tl.constexpr, DY: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`head_sums` of b_x times b_row, a row of the channels o_x: (BN, BX), (BX,)
+
+    In half precision it is a product with eight equal columns, which every warp has to itself. That leaves the sums
+    near the threads that hold other products; they would have to be moved there. The row in two parts keeps float32's
+    digits.
+    """
+    if PRECISION == "ieee" or HEADS > 1:
+        return head_sums(b_x.to(tl.float32) * b_row[None, :], o_x, o_y, DX, DY, HEADS)
+    else:
+        b_row = tl.broadcast_to(b_row[:, None], [b_row.shape[0], 8])
+        b_high = operand(b_row, DOT, PRECISION)
+        b_low = operand(b_row - b_high.to(tl.float32), DOT, PRECISION)
+        b_x = operand(b_x, DOT, PRECISION)
+        b_sums = add_product(tl.dot(b_x, b_low, input_precision=PRECISION), b_x, b_high, PRECISION)
+        return tl.max(b_sums, 1)[:, None]
+
+
+@triton.jit
 def load_origin(p_k, p_mask, o_k, m_k, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):
     """Where keys are measured from in their scores, (BK,): the first token's in float32, if it is present, else zero
 
@@ -323,7 +360,7 @@ def scores_of(b_k, b_anchor, b_origin, m_t, o_k, D: tl.constexpr, HEADS: tl.cons
 
     b_anchor (BK,) holds s·a, b_origin is that of `load_origin`.
     """
-    b_k = b_k.to(tl.float32)
+    b_k = as_float32(b_k)
     if PRECISION == "ieee":
         b_k -= b_origin[None, :]
     b_score = head_sums(b_k * b_anchor[None, :], o_k, o_k, D, D, HEADS)
@@ -334,7 +371,7 @@ def scores_of(b_k, b_anchor, b_origin, m_t, o_k, D: tl.constexpr, HEADS: tl.cons
 def add_exponentials(b_max, b_sum, b_x):
     """The running maximum with b_x, and the running sum of exponentials, which are relative to the maximum"""
     b_new = tl.maximum(b_max, b_x)
-    return b_new, b_sum * tl.exp(b_max - b_new) + tl.exp(b_x - b_new)
+    return b_new, b_sum * exp(b_max - b_new) + exp(b_x - b_new)
 
 
 @triton.jit
@@ -370,11 +407,25 @@ def log_of_scores(
 
 
 @triton.jit
+def normalizers(
+    b_q, b_k_mean, o_k, o_v,
+    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z = φ(q)·b_k_mean of each head, from φ(q) − φ(0), as `head_sums` returns it"""
+    if PRECISION == "ieee" or HEADS > 1:
+        b_q = add_map_at_zero(b_q.to(tl.float32), 1.0, MAP)
+        return products_with_row(b_q, b_k_mean, o_k, o_v, DK, DV, HEADS, DOT, PRECISION)
+    else:
+        b_z = products_with_row(b_q, b_k_mean, o_k, o_v, DK, DV, HEADS, DOT, PRECISION)
+        return add_map_at_zero(b_z, tl.sum(b_k_mean, 0), MAP)
+
+
+@triton.jit
 def inverse(b_z, PRECISION: tl.constexpr):
     """1/z, and zero for z = 0"""
-    b_divisor = tl.where(b_z == 0.0, 1.0, b_z)
     # `/` is faster, and accurate to two units in the last place.
-    b_inverse = tl.div_rn(1.0, b_divisor) if PRECISION == "ieee" else 1.0 / b_divisor
+    b_inverse = tl.div_rn(1.0, b_z) if PRECISION == "ieee" else 1.0 / b_z
     return tl.where(b_z == 0.0, 0.0, b_inverse)
 
 
@@ -430,7 +481,7 @@ def accumulate(
             else:
                 b_share = load_scalars(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
             if MAP != "identity":
-                b_k = feature_map(b_k.to(tl.float32), MAP)
+                b_k = feature_map(as_float32(b_k), MAP)
             if PRECISION == "ieee":
                 b_share_v = b_share
                 if HEADS > 1:
@@ -445,7 +496,7 @@ def accumulate(
                 b_shares = tl.trans(tl.broadcast_to(b_share, [BN, ROWS]))
                 b_factor = operand(b_shares, DOT, PRECISION)
                 b_rest = operand(b_shares - b_factor.to(tl.float32), DOT, PRECISION)
-            b_k = tl.trans(operand((b_k.to(tl.float32) - b_k0[None, :]) * b_share, DOT, PRECISION))
+            b_k = tl.trans(operand((as_float32(b_k) - b_k0[None, :]) * b_share, DOT, PRECISION))
             b_dk_sum = add_product(b_dk_sum, b_k, b_ones_k, PRECISION)
             if PRECISION != "ieee":
                 b_dv_sum = add_product(b_dv_sum, b_factor, b_v, PRECISION)
@@ -455,7 +506,7 @@ def accumulate(
             if OFFSET and (MAP != "identity" or PRECISION == "ieee"):
                 b_k = tl.where(m_t[None, :], b_k.to(tl.float32) - b_offset[:, None], 0.0)
             if MAP != "identity":
-                b_k = feature_map(b_k.to(tl.float32), MAP)
+                b_k = feature_map(as_float32(b_k), MAP)
             b_k = operand(b_k, DOT, PRECISION)
             b_k_sum = add_product(b_k_sum, b_k, b_ones_k, PRECISION)
             b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)

@@ -8,13 +8,12 @@ from ..reference import LINEAR_EPS
 from .blocks import (
     SIZES,
     accumulate,
-    add_product,
+    as_float32,
     channels,
     covariance,
     divisor_of,
     factors,
     full_mean,
-    head_sums,
     load_of_heads,
     load_offset,
     load_origin,
@@ -22,6 +21,7 @@ from .blocks import (
     load_rows,
     locate,
     log_of_scores,
+    normalizers,
     offset_product,
     operand,
     present,
@@ -110,29 +110,6 @@ def bases_of(b_s, b_v_mean, MAP: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def normalizers(
-    b_q, b_k_mean, o_k, o_v,
-    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """z = φ(q)·b_k_mean of each head, from φ(q) − φ(0), as `head_sums` returns it
-
-    In half precision it is a product with eight equal columns, which every warp has to itself. That leaves z near the
-    threads that hold the outputs; a sum would have to be moved there. The mean in two parts keeps float32's digits.
-    """
-    if PRECISION == "ieee" or HEADS > 1:
-        b_q = add_map_at_zero(b_q.to(tl.float32), 1.0, MAP)
-        return head_sums(b_q * b_k_mean[None, :], o_k, o_v, DK, DV, HEADS)
-    else:
-        b_mean = tl.broadcast_to(b_k_mean[:, None], [b_k_mean.shape[0], 8])
-        b_high = operand(b_mean, DOT, PRECISION)
-        b_low = operand(b_mean - b_high.to(tl.float32), DOT, PRECISION)
-        b_q = operand(b_q, DOT, PRECISION)
-        b_z = add_product(tl.dot(b_q, b_low, input_precision=PRECISION), b_q, b_high, PRECISION)
-        return add_map_at_zero(tl.max(b_z, 1)[:, None], tl.sum(b_k_mean, 0), MAP)
-
-
-@triton.jit
 def outputs_of(
     p_q, stride_q, t, o_t, m_t, o_k, m_k, o_v, b_s, b_base, b_rest, b_k_mean, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
@@ -144,7 +121,7 @@ def outputs_of(
     """
     b_q = load_queries(p_q, stride_q, t, o_t, m_t, o_k, m_k, b_offset, MAP, PRECISION, OFFSET)
     if MAP != "identity":
-        b_q = feature_map(b_q.to(tl.float32), MAP)
+        b_q = feature_map(as_float32(b_q), MAP)
     if NORM == "subtract":
         return product_plus(operand(b_q, DOT, PRECISION), b_s, b_rest, PRECISION)
     else:

@@ -34,7 +34,7 @@ KINDS = (
     (r"^triton_tem_\w*mm", PRODUCTS),  # Inductor's templates, which max-autotune tries
     (r"^triton_tem_\w*conv", "convolutions"),
     (r"^triton_[a-z]+_fused|cpp_fused", ELEMENTWISE),  # Inductor's; the name lists the fused operators
-    (rf"^({'|'.join(UNITS)}|(scores|logsumexp|weighted_sum)_kernel)$", "attention"),
+    (rf"^({'|'.join(UNITS)}|(scores|logsumexp|anchor_grad)_kernel)$", "attention"),
     (r"^(local_weight|local_weight_backward|weight_gradient)_kernel$", "attention"),
     (r"^mlp_", "mlp"),
     (r"^norm_linear_kernel$", PRODUCTS),

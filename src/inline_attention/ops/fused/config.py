@@ -17,10 +17,10 @@ class Config(NamedTuple):
     """Launch parameters, one set for every length, resolution and batch.
 
     They are the fastest of those timed on an H200 in bfloat16 with heads of 32 channels, most of them before the
-    kernels went over the map row by row; `tests/gpu_check.py settings` times others. `part` is there for accuracy and `summed_parts` for compile time. Other GPUs and widths run with them
-    too, but were not tuned. Only the numbers of programs and of parts depend on the GPU: they follow its
-    multiprocessors. Nothing is autotuned at run time. The steps decide how sums are rounded, and autotuning could
-    choose other steps in the next process.
+    kernels went over the map row by row; `tests/gpu_check.py settings` times others. `part` is there for accuracy and
+    `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned. Only the numbers of
+    programs and of parts depend on the GPU: they follow its multiprocessors. Nothing is autotuned at run time. The
+    steps decide how sums are rounded, and autotuning could choose other steps in the next process.
     """
 
     tokens: int = 64  # most tokens per step of a loop

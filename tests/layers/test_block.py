@@ -8,6 +8,7 @@ from inline_attention.layers import InLineAttention
 from inline_attention.layers.activation import PolynomialGELU
 from inline_attention.layers.block import Block, Mlp
 from inline_attention.layers.mode import is_plain
+from inline_attention.ops.backends import HAS_TRITON
 
 KEPT_BY_INDUCTOR = "aot_eager_decomp_partition"  # chooses what to keep as Inductor does, and compiles nothing
 
@@ -147,12 +148,31 @@ def test_compiled_code_notices_a_replaced_module(compiled, name):
     torch.testing.assert_close(call(*args), block(*args))
 
 
-def test_a_compiled_call_checks_neither_hooks_nor_tables(compiled):
-    """They were most of the time until a small image's kernels are launched."""
+def checks_of(code):
+    (entry,) = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    return str(entry.guard_manager)
+
+
+def test_a_compiled_call_checks_no_hooks(compiled):
+    """With the tables below they took longer than all other checks of a call."""
     _, call, args = compiled
     call(*args)
-    (entry,) = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(Block.forward.__code__)
-    checks = str(entry.guard_manager)
+    checks = checks_of(Block.forward.__code__)
     assert "_parameters" in checks
     assert "._forward_hooks" not in checks  # those that PyTorch checks are global
-    assert "WINS" not in checks
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the tables are of Triton's kernels")
+def test_a_compiled_call_checks_no_tables(monkeypatch):
+    from inline_attention.ops import fused_mlp, gpu
+    from inline_attention.ops.fused import short
+
+    def count(x):
+        of_mlp = fused_mlp.wins_of(x.device, 192, 768, "inference")
+        return x + len(of_mlp) + len(short.wins_of(x.device, 32, True))
+
+    monkeypatch.setattr(gpu, "chip_of", lambda device: gpu.H200)
+    torch._dynamo.reset()
+    expected = len(fused_mlp.WINS["inference"][gpu.H200, 192, 768]) + len(short.WINS[gpu.H200, 32, True])
+    assert torch.compile(count, backend="eager", fullgraph=True)(torch.zeros(())) == expected > 0
+    assert "WINS" not in checks_of(count.__code__)

@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 EVERY_KERNEL = {
     "forward_kernel", "state_kernel", "finish_kernel", "output_kernel", "backward_kernel", "grad_state_kernel",
-    "grad_finish_kernel", "grad_kernel", "scores_kernel", "logsumexp_kernel", "anchor_grad_kernel",
+    "grad_finish_kernel", "grad_kernel", "anchor_grad_kernel",
     "short_kernel", "local_weight_kernel", "local_weight_backward_kernel",
     "weight_gradient_kernel", "mlp_kernel", "mlp_sum_kernel", "norm_linear_kernel",
 }  # fmt: skip

@@ -163,6 +163,24 @@ def test_tangents(case, path):
     check(*make_inputs(*sizes, masked=masked), kind=TANGENT._replace(value_channels=channels))
 
 
+@on_both_paths(("heads", "dtype"), [(1, torch.float32), (3, torch.float16), (2, torch.float32), (1, torch.float16)])
+def test_scores_that_rise_over_the_tokens(heads, dtype, path):
+    """The large scores come last, after absent tokens that fill the first step.
+
+    Scores differ by about 100, so a share that is not relative to the largest one would overflow.
+    """
+    qkv, weight, grad, options = make_inputs(1, (12, 16), 0, heads, 16, dtype, masked=True)
+    rising = torch.linspace(-4, 12, qkv.shape[1], device=DEVICE, dtype=dtype).clamp(max=4)
+    qkv[..., 0, :, 0] += 50
+    qkv[..., 1, :, 0] += rising[:, None]
+    options["token_mask"][:, :40] = False
+    inputs = (qkv, weight, grad, options)
+    exact = run(*inputs, backend="reference", dtype=torch.float64, kind=TANGENT)
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-2  # the covariance of the few tokens that count cancels
+    for name, x in run(*inputs, backend="triton", kind=TANGENT).items():
+        assert (x - exact[name]).norm() <= tolerance * exact[name].norm(), name
+
+
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
@@ -181,7 +199,7 @@ def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
         assert launched == ["forward_kernel"]
         assert all((x.numel() > 0) == save for x in left)
     else:
-        assert launched == ["scores_kernel", "logsumexp_kernel", "state_kernel", "finish_kernel", "output_kernel"]
+        assert launched == ["state_kernel", "finish_kernel", "output_kernel"]
         assert (stored.numel() > 0) == save
     if save:
         stored = stored.masked_fill(~mask[:, None], -torch.inf)
@@ -680,12 +698,6 @@ def test_large_maps(monkeypatch):
     assert make_tiles(plan_of((7, 18)), torch.device(DEVICE), local=True).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
-    grids, launch = {}, gpu.launch
-    monkeypatch.setattr(
-        gpu, "launch", lambda kernel, grid: grids.update({kernel.__name__: grid}) or launch(kernel, grid)
-    )
-    check(*make_inputs(1, (7, 19), 1, 2, 16, torch.float32, masked=True), kind=TANGENT)
-    assert grids["scores_kernel"][1] == 2
 
 
 def test_tiles_of_a_packed_batch():

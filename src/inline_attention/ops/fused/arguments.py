@@ -73,15 +73,15 @@ def state_dtype_of(dtype: torch.dtype, feature_map: str, anchored: bool) -> torc
 def saved(plan: Plan, options: Options, dtype: torch.dtype, save: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what the forward leaves for the backward: state, means, an anchor's scores, and log Σ exp
 
-    Without a backward they are empty, but for those that one kernel leaves to the next.
+    Without a backward they are empty, but for the first two where one kernel leaves them to the next.
     """
     kept = plan.batch if save or not plan.fused else 0
-    anchored = kept if options.anchored else 0
+    anchored = plan.batch if save and options.anchored else 0
     state = state_dtype_of(dtype, options.feature_map, options.anchored)
     return [
         ((kept, plan.heads, plan.key_dim, plan.value_dim), state),
         ((kept, plan.heads * (plan.key_dim + plan.value_dim)), torch.float32),
-        ((anchored if save else 0, plan.heads, plan.tokens), torch.float32),
+        ((anchored, plan.heads, plan.tokens), torch.float32),
         ((anchored, plan.heads), torch.float64 if dtype == torch.float32 else torch.float32),
     ]
 

@@ -33,8 +33,6 @@ class Config(NamedTuple):
     most_parts: int = 128  # most parts for that; a power of two
     part: int = 2048  # most tokens in a part: tensor cores sum a part, and round towards zero
     summed_parts: int = 128  # parts that are added at once
-    score_tokens: int = 256  # tokens whose scores with an anchor a program computes at once
-    score_step: int = 64  # the same in forward_kernel
     fused_tokens: int = 256  # most tokens of a sample that one program handles alone, if there are at least
     fused_programs: int = 4  # this many programs per multiprocessor
     one_launch: bool = False  # take `short_kernel` for all that needs no gradients, measured or not; for tests
@@ -77,7 +75,7 @@ WIDE_STEPS = {("plain", "state"): Steps(32, 2, 3)}
 if INTERPRETED:
     CONFIG = Config(
         tokens=16, tile=32, steps=1, state_programs=2, scaled_state_programs=2, part=64, summed_parts=2,
-        score_tokens=16, score_step=16, fused_tokens=40, fused_programs=0, tile_programs=0,
+        fused_tokens=40, fused_programs=0, tile_programs=0,
     )  # fmt: skip
 
 # Most channels of a head.

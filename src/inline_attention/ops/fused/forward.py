@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import gpu
-from ..kernels import anchor, forward
+from ..kernels import forward
 from ..projections import unstack
 from . import config
 from .arguments import (
@@ -20,25 +19,7 @@ from .arguments import (
     saved,
     strides_of,
 )
-from .plan import Plan, Tiles, make_plan, make_tiles, row_settings, split, step_settings, sum_settings
-
-
-def score_tokens(
-    k: Tensor, tensors: Tensors, options: Options, plan: Plan, scores: Tensor, lse: Tensor, save: bool
-) -> None:
-    """Writes the score of every token, if the backward needs it, and log Σ exp."""
-    step = config.CONFIG.score_tokens
-    tiles = Tiles(triton.cdiv(plan.tokens, step), 1, step)
-    parts = torch.empty((plan.batch, plan.heads, tiles.number), dtype=lse.dtype, device=k.device)
-    mask = as_bytes(tensors.token_mask)
-    strides = strides_of(False, k)
-    gpu.launch(anchor.scores_kernel, tiles.grid(plan))(
-        k, tensors.offset, mask, scores, parts, plan.tokens, options.scale, plan.blocks, plan.heads, *strides,
-        D=plan.key_dim, HEADS=plan.heads_per_block, BC=plan.block_keys, BN=step,
-        PRECISION=dot_settings(k.dtype)["PRECISION"], HAS_MASK=mask is not None, SAVE=save,
-        WIDE=tiles.wide or plan.wide(strides),
-    )  # fmt: skip
-    gpu.launch(anchor.logsumexp_kernel, (plan.batch * plan.heads,))(parts, lse, tiles.number, BN=128, num_warps=1)
+from .plan import make_plan, make_tiles, row_settings, split, step_settings, sum_settings
 
 
 def run_forward(
@@ -65,7 +46,7 @@ def run_forward(
     masks = as_bytes(token_mask), as_bytes(query_mask)
     count = count_of(token_mask)
     common = dict(**common_of(plan, token_mask), WEIGHTED=weighted)
-    anchored = dict(ANCHORED=options.anchored)
+    anchored = dict(ANCHORED=options.anchored, SAVE=save and options.anchored)
     effort = options.effort(weighted=weighted)
     products = dot_settings(q.dtype)
     centre = q.dtype == torch.float32 or weighted
@@ -78,29 +59,30 @@ def run_forward(
             out, state, means,
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
             *strides_of(plan.packed, q, k, v, out),
-            **common, **anchored, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, SAVE=save,
-            **row_settings(width), BS=config.CONFIG.score_step,
-            **step_settings("forward", effort, plan, q.dtype),
+            **common, **chosen, **products, CENTRE=centre, LOCAL=local, MASK_Q=mask_q, ANCHORED=options.anchored,
+            SAVE=save, **row_settings(width), **step_settings("forward", effort, plan, q.dtype),
         )  # fmt: skip
         return out, state, means, scores, lse
-    if options.anchored:
-        score_tokens(k, tensors, options, plan, scores, lse, save)
     size = plan.block_keys * plan.block_values + 2 * (plan.block_keys + plan.block_values)
     parts = split(
         plan, plan.tokens, q.device, programs=config.CONFIG.scaled_state_programs if effort == "scaled" else None
     )
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
+    logs = torch.empty(
+        (plan.batch, plan.heads, parts.number if options.anchored else 0), dtype=lse.dtype, device=q.device
+    )
     strides = strides_of(plan.packed, k, v)
     gpu.launch(forward.state_kernel, (plan.programs, parts.number))(
-        k, v, masks[0], sequences, shares, lse, offset, sums,
+        k, v, masks[0], sequences, scores if options.anchored else shares, offset, sums, logs,
         plan.tokens, height, width, scale, plan.blocks, plan.heads, *strides,
         **common, **anchored, **products, MAP=options.feature_map, CENTRE=centre,
         WIDE=plan.wide(strides), **step_settings("state", effort, plan, q.dtype),
     )  # fmt: skip
     block = sum_settings(plan, parts)
     gpu.launch(forward.finish_kernel, (plan.programs, plan.block_keys // block["BR"]))(
-        sums, count, sequences, state, means, plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
-        **common, **block, CENTRE=centre, PIVOTED=weighted and q.dtype != torch.float32,
+        sums, logs, count, sequences, state, means, lse,
+        plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
+        **common, **anchored, **block, CENTRE=centre, PIVOTED=weighted and q.dtype != torch.float32,
     )  # fmt: skip
     tiles = make_tiles(plan, q.device, local=local)
     strides = strides_of(plan.packed, q, v, out)

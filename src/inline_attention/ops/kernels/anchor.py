@@ -1,74 +1,20 @@
-"""The scores of one query, the anchor of tangent attention, and their backward. Vocabulary as in `blocks.py`."""
+"""The gradient of an anchor, whose scores weigh the tokens. Vocabulary as in `blocks.py`."""
 
 import triton
 import triton.language as tl
 
 from .blocks import (
-    LEAST,
     SIZES,
-    add_exponentials,
     channels,
-    load_offset,
     load_origin,
     load_rows,
     load_scalars,
-    log_of_scores,
-    log_of_sum,
     present,
     same_head,
     state_offsets,
-    store_of_heads,
-    tile_index,
     tokens_of_part,
     widened,
 )
-
-
-@triton.jit(do_not_specialize=SIZES)
-def scores_kernel(
-    p_k, p_a, p_mask, p_score, p_part, N, scale, blocks, heads, stride_kb, stride_k,
-    D: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_MASK: tl.constexpr, SAVE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """The score of every token, and log Σ exp of each tile. Grid (B·blocks, tiles of BN tokens)
-
-    a (B, heads, d) float32 → scores (B, heads, N) float32 if SAVE, and parts (B, heads, tiles)
-    """
-    i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
-    h = (tl.program_id(0) % blocks) * HEADS
-    i_t = tile_index(WIDE)
-    tiles = tl.cdiv(N, BN)
-    if i_t >= tiles:  # the last layer of a wide grid has more programs
-        return
-    o_c, m_c = channels(h, heads, D, HEADS, BC)
-    p_k += i_b * stride_kb + h * D
-    if SAVE:
-        p_score += (i_b * heads + h) * N
-    if HAS_MASK:
-        p_mask += i_b * N
-    b_anchor = load_offset(p_a, i_b, h, heads, o_c, m_c, D, True) * tl.cast(scale, tl.float32)
-    b_origin = load_origin(p_k, p_mask, o_c, m_c, HAS_MASK, PRECISION)
-    t = i_t * BN
-    b_lse = log_of_scores(
-        p_k, p_mask, p_score, stride_k, t, tl.minimum(t + BN, N), N, o_c, m_c, b_anchor, b_origin,
-        D, HEADS, BN, BC, PRECISION, HAS_MASK, SAVE,
-    )  # fmt: skip
-    store_of_heads(p_part + (i_b * heads + h) * tiles + i_t, b_lse, tiles, o_c, m_c, D, HEADS)
-
-
-@triton.jit(do_not_specialize=("tiles",))
-def logsumexp_kernel(p_part, p_lse, tiles, BN: tl.constexpr):
-    """log Σ exp of rows. Grid (rows,); parts (rows, tiles) → (rows,), of one type"""
-    i = tl.cast(tl.program_id(0), tl.int64)
-    p_part += i * tiles
-    o = tl.arange(0, BN)
-    LSE: tl.constexpr = p_lse.dtype.element_ty
-    b_max = tl.full([BN], LEAST, LSE)
-    b_sum = tl.zeros([BN], LSE)
-    for t in range(0, tiles, BN):
-        b_x = tl.load(p_part + t + o, mask=t + o < tiles, other=LEAST)
-        b_max, b_sum = add_exponentials(b_max, b_sum, b_x)
-    tl.store(p_lse + i, log_of_sum(b_max, b_sum, LSE))
 
 
 @triton.jit(do_not_specialize=SIZES)

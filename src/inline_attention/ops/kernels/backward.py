@@ -83,7 +83,7 @@ def backward_kernel(
     b_v_mean = tl.load(p_means + heads * DK + h * DV + o_v, mask=m_v, other=0.0)
     b_k_full = full_mean(b_k_mean, m_k, MAP) * scale
     b_ds, b_q_sum, b_g_sum = sum_queries(
-        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, 0, Nq, Nq, o_k, m_k, o_v, m_v,
+        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, 0, Nq, o_k, m_k, o_v, m_v,
         b_st, b_k_full, b_v_mean, b_offset, eps,
         MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip
@@ -179,7 +179,7 @@ def grad_state_kernel(
     p_part += (i * parts + i_p) * (BK * BV + BK + 10 * BV)
     t_begin, t_end = tokens_of_part(i_p, parts, Nq, BN)
     b_ds, b_q_sum, b_g_sum = sum_queries(
-        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t_begin, t_end, Nq, o_k, m_k, o_v, m_v,
+        p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,
         b_st, b_k_full, b_v_mean, b_offset, eps,
         MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
     )  # fmt: skip

@@ -261,7 +261,7 @@ def write_grads_tile(
 
 @triton.jit
 def sum_queries(
-    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+    p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,
     b_st, b_k_full, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
@@ -270,9 +270,8 @@ def sum_queries(
     """dS, dk̄ and dv̄, without their factors: (BK, BV), (BK,), (BV,). dk̄ has no meaning for "subtract"."""
     if NORM == "subtract":
         b_ds, b_q_sum, b_g_sum, _, _ = accumulate(
-            p_q, p_g, p_mask, None, stride_q, stride_g, t_begin, t_end, N, o_k, m_k, o_v, m_v,
-            b_offset, 0, 0, 0, 0, 0,
-            MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, False, MASK_Q, False, False, OFFSET,
+            p_q, p_g, p_mask, stride_q, stride_g, t_begin, t_end, o_k, m_k, o_v, m_v, b_offset, 0, 0,
+            MAP, BN, BK, BV, DOT, PRECISION, False, MASK_Q, OFFSET,
         )  # fmt: skip
         if OFFSET and (MAP == "identity" and PRECISION != "ieee"):
             b_ds -= b_offset[:, None] * b_g_sum[None, :]

@@ -19,7 +19,8 @@ Vocabulary: p_ pointer, b_ block value, o_ offset, m_ mask, i_ program index. Sh
 - NORM: the normalization. out = g(z)·φ(q)·S + f(z)·v̄ with z = s·φ(q)·k̄; g and f are 1 for "subtract".
 - shares: weights of the tokens with a sum of one, (heads, N) for a sample, if WEIGHTED. Otherwise all are 1/n.
 - OFFSET: a row that is subtracted from all queries exists. ANCHORED: the shares are the softmax of its scores. They are
-  never stored: a share is computed where it is used, by the forward pass from the key, by the backward from the score.
+  never stored: the forward pass computes a share from the key, relative to the largest score so far, and the backward
+  from the score.
 """
 
 import triton
@@ -287,20 +288,17 @@ def exp(b_x):
 
 
 @triton.jit
-def share_of(b_score, b_lse):
-    """exp(score − lse), where lse has the digits that large scores lose: (BN, …) and (…)"""
-    return exp((b_score - b_lse[None, :]).to(tl.float32))
-
-
-@triton.jit
 def load_shares(
     p_share, p_lse, N, t, o_t, m_t, o_c, m_c, D: tl.constexpr, HEADS: tl.constexpr, ANCHORED: tl.constexpr
 ):  # fmt: skip
-    """The shares of tokens t + o_t where m_t, zeros elsewhere. If ANCHORED, p_share holds scores, and p_lse the
-    logarithm of the sum of their exponentials for each head."""
+    """The shares of tokens t + o_t where m_t, zeros elsewhere
+
+    If ANCHORED, p_share holds scores, and p_lse the logarithm of the sum of their exponentials for each head. It has
+    the digits that large scores lose.
+    """
     b_share = load_scalars(p_share, N, t, o_t, m_t, o_c, m_c, D, HEADS)
     if ANCHORED:
-        b_share = share_of(b_share, load_of_heads(p_lse, o_c, m_c, D, HEADS))
+        b_share = exp((b_share - load_of_heads(p_lse, o_c, m_c, D, HEADS)[None, :]).to(tl.float32))
         b_share = tl.where(m_t[:, None] & m_c[None, :] if HEADS > 1 else m_t[:, None], b_share, 0.0)
     return b_share
 
@@ -368,45 +366,6 @@ def scores_of(b_k, b_anchor, b_origin, m_t, o_k, D: tl.constexpr, HEADS: tl.cons
 
 
 @triton.jit
-def add_exponentials(b_max, b_sum, b_x):
-    """The running maximum with b_x, and the running sum of exponentials, which are relative to the maximum"""
-    b_new = tl.maximum(b_max, b_x)
-    return b_new, b_sum * exp(b_max - b_new) + exp(b_x - b_new)
-
-
-@triton.jit
-def log_of_sum(b_max, b_sum, LSE: tl.constexpr):
-    """The logarithm of what `add_exponentials` summed, over the first axis: (BN, …) → (…) in the type LSE"""
-    b_most = tl.max(b_max, 0, keep_dims=True)
-    b_log = tl.log(tl.sum(b_sum * tl.exp(b_max - b_most), 0))
-    return tl.sum(b_most, 0).to(LSE) + b_log.to(LSE)
-
-
-@triton.jit
-def log_of_scores(
-    p_k, p_mask, p_score, stride_k, t_begin, t_end, N, o_k, m_k, b_anchor, b_origin,
-    D: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_MASK: tl.constexpr, SAVE: tl.constexpr,
-):  # fmt: skip
-    """log Σ exp of the scores of tokens t_begin … t_end − 1, as `load_of_heads` loads it. Stores the scores if SAVE.
-
-    It is in float64 for float32 inputs.
-    """
-    o_t = tl.arange(0, BN)
-    b_max = tl.full([BN, 1 if HEADS == 1 else BK], LEAST, tl.float32)
-    b_sum = tl.zeros([BN, 1 if HEADS == 1 else BK], tl.float32)
-    for t in range(t_begin, t_end, BN):
-        m_t = t + o_t < t_end
-        m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
-        b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_k, m_k)
-        b_score = scores_of(b_k, b_anchor, b_origin, m_here, o_k, D, HEADS, PRECISION)
-        if SAVE:
-            store_scalars(p_score, b_score, N, t, o_t, m_t, o_k, m_k, D, HEADS)
-        b_max, b_sum = add_exponentials(b_max, b_sum, b_score)
-    return log_of_sum(b_max, b_sum, tl.float64 if PRECISION == "ieee" else tl.float32)
-
-
-@triton.jit
 def normalizers(
     b_q, b_k_mean, o_k, o_v,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
@@ -443,84 +402,38 @@ def factors(b_z, eps, NORM: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
-    b_offset, b_anchor, b_origin, b_lse, b_k0, b_v0,
-    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr,
+    p_k, p_v, p_mask, stride_k, stride_v, t_begin, t_end, o_k, m_k, o_v, m_v, b_offset, b_k0, b_v0,
+    MAP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BK, BV); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0)
-
-    If WEIGHTED, every term of a sum is multiplied by the token's share: if ANCHORED, exp(score − b_lse), with b_lse as
-    `load_of_heads` loads it. In half precision b_v0 is zero, and the pivots are returned in the place of Σ φ(k) and Σ v
-    then. Shares have a sum of one, so the means are the pivots plus the other two sums. In float32 that would lose
-    digits of means that are much smaller than the pivots.
-    """
+    """Sums over tokens: Σ (φ(k) − b_k0)(v − b_v0)ᵀ (BK, BV); Σ φ(k), Σ v, Σ (φ(k) − b_k0), Σ (v − b_v0)"""
     o_t = tl.arange(0, BN)
     b_kv = tl.zeros([BK, BV], tl.float32)
     # Column sums are products with ones, which need no reduction across threads inside the loop. Keys stand left and
     # values right, as in the product of both. On the other side φ would be computed a second time.
-    # The weighted sum of half-precision values is a product with the shares, because values times shares would be
-    # rounded. Its rows are equal for one head, else there is one for each channel of keys.
-    ROWS: tl.constexpr = BK if WEIGHTED and HEADS > 1 and PRECISION != "ieee" else 16
     b_ones = tl.full([16, BN], 1.0, DOT)
     b_ones_k = tl.full([BN, 16], 1.0, DOT)
     b_k_sum = tl.zeros([BK, 16], tl.float32)
     b_v_sum = tl.zeros([16, BV], tl.float32)
     b_dk_sum = tl.zeros([BK, 16], tl.float32)
-    b_dv_sum = tl.zeros([ROWS, BV], tl.float32)
+    b_dv_sum = tl.zeros([16, BV], tl.float32)
     for t in range(t_begin, t_end, BN):
         m_t = present(p_mask, t, o_t, t + o_t < t_end, HAS_MASK)
         b_v = operand(load_rows(p_v, stride_v, t, o_t, m_t, o_v, m_v), DOT, PRECISION)
-        if WEIGHTED:
-            tl.static_assert(CENTRE, "weighted tokens are centred")
-            b_k = load_rows(p_k, stride_k, t, o_t, m_t, o_k, m_k)
-            if ANCHORED:
-                b_score = scores_of(b_k, b_anchor, b_origin, m_t, o_k, DK, HEADS, PRECISION)
-                b_share = share_of(b_score, b_lse)
-            else:
-                b_share = load_scalars(p_share, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
-            if MAP != "identity":
-                b_k = feature_map(as_float32(b_k), MAP)
-            if PRECISION == "ieee":
-                b_share_v = b_share
-                if HEADS > 1:
-                    b_share_v = head_sums(tl.where((o_k % DK == 0)[None, :], b_share, 0.0), o_k, o_v, DK, DV, HEADS)
-                b_k_sum = add_product(b_k_sum, tl.trans(b_k * b_share), b_ones_k, PRECISION)
-                b_v_sum = add_product(b_v_sum, b_ones, b_v * b_share_v, PRECISION)
-                b_v -= b_v0[None, :]
-                b_dv_sum = add_product(b_dv_sum, b_ones, b_v * b_share_v, PRECISION)
-            else:
-                # A share is a rounded factor and the rest. All factors stand before the products, because threads
-                # wait for each other in between.
-                b_shares = tl.trans(tl.broadcast_to(b_share, [BN, ROWS]))
-                b_factor = operand(b_shares, DOT, PRECISION)
-                b_rest = operand(b_shares - b_factor.to(tl.float32), DOT, PRECISION)
-            b_k = tl.trans(operand((as_float32(b_k) - b_k0[None, :]) * b_share, DOT, PRECISION))
+        b_k = load_columns(p_k, stride_k, t, o_t, m_t, o_k, m_k)
+        if OFFSET and (MAP != "identity" or PRECISION == "ieee"):
+            b_k = tl.where(m_t[None, :], b_k.to(tl.float32) - b_offset[:, None], 0.0)
+        if MAP != "identity":
+            b_k = feature_map(as_float32(b_k), MAP)
+        b_k = operand(b_k, DOT, PRECISION)
+        b_k_sum = add_product(b_k_sum, b_k, b_ones_k, PRECISION)
+        b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
+        if CENTRE:
+            b_k = tl.where(m_t[None, :], b_k - b_k0[:, None], 0.0)
+            b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
             b_dk_sum = add_product(b_dk_sum, b_k, b_ones_k, PRECISION)
-            if PRECISION != "ieee":
-                b_dv_sum = add_product(b_dv_sum, b_factor, b_v, PRECISION)
-                b_dv_sum = add_product(b_dv_sum, b_rest, b_v, PRECISION)
-        else:
-            b_k = load_columns(p_k, stride_k, t, o_t, m_t, o_k, m_k)
-            if OFFSET and (MAP != "identity" or PRECISION == "ieee"):
-                b_k = tl.where(m_t[None, :], b_k.to(tl.float32) - b_offset[:, None], 0.0)
-            if MAP != "identity":
-                b_k = feature_map(as_float32(b_k), MAP)
-            b_k = operand(b_k, DOT, PRECISION)
-            b_k_sum = add_product(b_k_sum, b_k, b_ones_k, PRECISION)
-            b_v_sum = add_product(b_v_sum, b_ones, b_v, PRECISION)
-            if CENTRE:
-                b_k = tl.where(m_t[None, :], b_k - b_k0[:, None], 0.0)
-                b_v = tl.where(m_t[:, None], b_v - b_v0[None, :], 0.0)
-                b_dk_sum = add_product(b_dk_sum, b_k, b_ones_k, PRECISION)
-                b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
+            b_dv_sum = add_product(b_dv_sum, b_ones, b_v, PRECISION)
         b_kv = add_product(b_kv, b_k, b_v, PRECISION)
-    if WEIGHTED and PRECISION != "ieee":
-        if HEADS > 1:  # one row of each head
-            b_dv_sum = tl.where(o_k[:, None] == (o_v // DV * DK)[None, :], b_dv_sum, 0.0)
-            return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 1), tl.sum(b_dv_sum, 0)
-        return b_kv, b_k0, b_v0, tl.max(b_dk_sum, 1), tl.max(b_dv_sum, 0)
     # Every row, or column, holds the same sum.
     b_k_sum = tl.max(b_k_sum, 1)
     b_v_sum = tl.max(b_v_sum, 0)
@@ -528,6 +441,118 @@ def accumulate(
         return b_kv, b_k_sum, b_v_sum, tl.max(b_dk_sum, 1), tl.max(b_dv_sum, 0)
     else:
         return b_kv, b_k_sum, b_v_sum, b_k_sum, b_v_sum
+
+
+@triton.jit
+def accumulate_weighted(
+    p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+    b_anchor, b_origin, b_k0, b_v0,
+    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_MASK: tl.constexpr, ANCHORED: tl.constexpr,
+    SAVE: tl.constexpr,
+):  # fmt: skip
+    """`accumulate` where every term is multiplied by the token's share, and log Σ exp of the scores
+
+    If ANCHORED, the shares are the softmax of the scores of these tokens alone. Keys and values are read once: the sums
+    are relative to the largest score so far, and shrink when a larger one comes. log Σ exp is in float64 for float32
+    inputs, as `load_of_heads` loads it, and a zero without an anchor. If SAVE, the scores are stored to p_share.
+
+    In half precision b_v0 is zero, and the pivots are returned in the place of Σ φ(k) and Σ v. Shares have a sum of
+    one, so the means are the pivots plus the other two sums. In float32 that would lose digits of means that are much
+    smaller than the pivots.
+    """
+    o_t = tl.arange(0, BN)
+    # The weighted sum of half-precision values is a product with the shares, because values times shares would be
+    # rounded. Its rows are equal for one head, else there is one for each channel of keys.
+    ROWS: tl.constexpr = BK if HEADS > 1 and PRECISION != "ieee" else 16
+    SCORES: tl.constexpr = 1 if HEADS == 1 else BK
+    b_ones = tl.full([16, BN], 1.0, DOT)
+    b_ones_k = tl.full([BN, 16], 1.0, DOT)
+    b_kv = tl.zeros([BK, BV], tl.float32)
+    b_k_sum = tl.zeros([BK, 16], tl.float32)
+    b_v_sum = tl.zeros([16, BV], tl.float32)
+    b_dk_sum = tl.zeros([BK, 16], tl.float32)
+    b_dv_sum = tl.zeros([ROWS, BV], tl.float32)
+    b_top = tl.full([1, SCORES], LEAST, tl.float32)
+    b_total = tl.zeros([BN, SCORES], tl.float32)
+    for t in range(t_begin, t_end, BN):
+        m_t = t + o_t < t_end
+        m_here = present(p_mask, t, o_t, m_t, HAS_MASK)
+        b_v = operand(load_rows(p_v, stride_v, t, o_t, m_here, o_v, m_v), DOT, PRECISION)
+        b_k = load_rows(p_k, stride_k, t, o_t, m_here, o_k, m_k)
+        if ANCHORED:
+            b_score = scores_of(b_k, b_anchor, b_origin, m_here, o_k, DK, HEADS, PRECISION)
+            if SAVE:
+                store_scalars(p_share, b_score, N, t, o_t, m_t, o_k, m_k, DK, HEADS)
+            b_before = b_top
+            b_top = tl.maximum(b_top, tl.max(b_score, 0, keep_dims=True))
+            b_shrink = exp(b_before - b_top)
+            b_share = exp(b_score - b_top)
+            b_total = b_total * b_shrink + b_share
+            b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = scaled(
+                b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum, b_shrink, o_k, o_v, DK, DV, HEADS, PRECISION
+            )
+        else:
+            b_share = load_scalars(p_share, N, t, o_t, m_here, o_k, m_k, DK, HEADS)
+        if MAP != "identity":
+            b_k = feature_map(as_float32(b_k), MAP)
+        if PRECISION == "ieee":
+            b_share_v = by_value(b_share, o_k, o_v, DK, DV, HEADS)
+            b_k_sum = add_product(b_k_sum, tl.trans(b_k * b_share), b_ones_k, PRECISION)
+            b_v_sum = add_product(b_v_sum, b_ones, b_v * b_share_v, PRECISION)
+            b_v -= b_v0[None, :]
+            b_dv_sum = add_product(b_dv_sum, b_ones, b_v * b_share_v, PRECISION)
+        else:
+            # A share is a rounded factor and the rest. All factors stand before the products, because threads wait
+            # for each other in between.
+            b_shares = tl.trans(tl.broadcast_to(b_share, [BN, ROWS]))
+            b_factor = operand(b_shares, DOT, PRECISION)
+            b_rest = operand(b_shares - b_factor.to(tl.float32), DOT, PRECISION)
+        b_k = tl.trans(operand((as_float32(b_k) - b_k0[None, :]) * b_share, DOT, PRECISION))
+        b_dk_sum = add_product(b_dk_sum, b_k, b_ones_k, PRECISION)
+        if PRECISION != "ieee":
+            b_dv_sum = add_product(b_dv_sum, b_factor, b_v, PRECISION)
+            b_dv_sum = add_product(b_dv_sum, b_rest, b_v, PRECISION)
+        b_kv = add_product(b_kv, b_k, b_v, PRECISION)
+    b_lse = 0.0
+    if ANCHORED:
+        LSE: tl.constexpr = tl.float64 if PRECISION == "ieee" else tl.float32
+        b_total = tl.sum(b_total, 0, keep_dims=True)
+        b_total = tl.where(b_total == 0.0, 1.0, b_total)  # a part without tokens
+        b_lse = tl.sum(b_top.to(LSE) + tl.log(b_total).to(LSE), 0)
+        b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = scaled(
+            b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum, tl.div_rn(1.0, b_total), o_k, o_v, DK, DV, HEADS, PRECISION
+        )
+    b_dk_sum = tl.max(b_dk_sum, 1)
+    if PRECISION == "ieee":
+        return b_kv, tl.max(b_k_sum, 1), tl.max(b_v_sum, 0), b_dk_sum, tl.max(b_dv_sum, 0), b_lse
+    elif HEADS > 1:  # one row of each head
+        b_dv_sum = tl.where(o_k[:, None] == (o_v // DV * DK)[None, :], b_dv_sum, 0.0)
+        return b_kv, b_k0, b_v0, b_dk_sum, tl.sum(b_dv_sum, 0), b_lse
+    else:
+        return b_kv, b_k0, b_v0, b_dk_sum, tl.max(b_dv_sum, 0), b_lse
+
+
+@triton.jit
+def by_value(b_x, o_k, o_v, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr):
+    """A number for each channel of keys, equal in a head, for each channel of values: (R, BK) → (R, BV)"""
+    if HEADS > 1:
+        b_x = head_sums(tl.where((o_k % DK == 0)[None, :], b_x, 0.0), o_k, o_v, DK, DV, HEADS)
+    return b_x
+
+
+@triton.jit
+def scaled(
+    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum, b_x, o_k, o_v,
+    DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of `accumulate_weighted` times a number for each head, (1, 1) or (1, BK)"""
+    b_column = tl.trans(b_x)
+    if PRECISION == "ieee":
+        b_row = by_value(b_x, o_k, o_v, DK, DV, HEADS)
+        return b_kv * b_column, b_k_sum * b_column, b_v_sum * b_row, b_dk_sum * b_column, b_dv_sum * b_row
+    else:  # the other two are not computed
+        return b_kv * b_column, b_k_sum, b_v_sum, b_dk_sum * b_column, b_dv_sum * b_column
 
 
 @triton.jit
@@ -576,13 +601,59 @@ def state_offsets(o_r, o_c, DV: tl.constexpr):
 
 
 @triton.jit
-def sum_parts(p_part, o, m, parts, part_size, BP: tl.constexpr, STEPS: tl.constexpr):
-    """The sum over up to BP·STEPS parts of the values at offsets o (R, X) where m: (R, X)"""
-    o_p = tl.arange(0, BP)
-    p = p_part + tl.cast(o_p, tl.int64)[:, None, None] * part_size + o[None, :, :]
-    b_sum = tl.sum(tl.load(p, mask=(o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
+def head_of(o_c, h, heads, D: tl.constexpr, HEADS: tl.constexpr):
+    """The head of each channel, counted from the block's first: (BC,), or (1,) for one head"""
+    if HEADS == 1:
+        return tl.arange(0, 1)
+    else:
+        return tl.minimum(o_c // D, tl.minimum(heads - h, HEADS) - 1)
+
+
+@triton.jit
+def load_logs(p_log, o_h, i, parts, BP: tl.constexpr):
+    """log Σ exp of parts i … i + BP − 1, LEAST beyond the last, from (heads, parts): heads o_h (R, X) → (BP, R, X)"""
+    o_p = (i + tl.arange(0, BP))[:, None, None]
+    return tl.load(p_log + o_h[None, :, :] * parts + o_p, mask=o_p < parts, other=LEAST)
+
+
+@triton.jit
+def log_of_parts(p_log, o_h, parts, BP: tl.constexpr, STEPS: tl.constexpr):
+    """log Σ exp over all parts, in the type of the parts: heads o_h (R, X) → (R, X)"""
+    b_log = load_logs(p_log, o_h, 0, parts, BP)
+    b_top = tl.max(b_log, 0)
+    b_total = tl.sum(exp(b_log - b_top[None, :, :]), 0)
     if STEPS > 1:
         for i in range(BP, BP * STEPS, BP):
-            p += BP * part_size
-            b_sum += tl.sum(tl.load(p, mask=(i + o_p < parts)[:, None, None] & m[None, :, :], other=0.0), 0)
+            b_log = load_logs(p_log, o_h, i, parts, BP)
+            b_before = b_top
+            b_top = tl.maximum(b_top, tl.max(b_log, 0))
+            b_total = b_total * exp(b_before - b_top) + tl.sum(exp(b_log - b_top[None, :, :]), 0)
+    return b_top + tl.log(b_total)
+
+
+@triton.jit
+def load_parts(p_part, o, m, i, parts, part_size, BP: tl.constexpr, p_log, o_h, b_log, ANCHORED: tl.constexpr):
+    """The sum of parts i … i + BP − 1 for `sum_parts`"""
+    o_p = (i + tl.arange(0, BP))[:, None, None]
+    p = p_part + tl.cast(o_p, tl.int64) * part_size + o[None, :, :]
+    b_x = tl.load(p, mask=(o_p < parts) & m[None, :, :], other=0.0)
+    if ANCHORED:
+        b_x *= exp((load_logs(p_log, o_h, i, parts, BP) - b_log[None, :, :]).to(tl.float32))
+    return tl.sum(b_x, 0)
+
+
+@triton.jit
+def sum_parts(
+    p_part, o, m, parts, part_size, BP: tl.constexpr, STEPS: tl.constexpr,
+    p_log=None, o_h=None, b_log=None, ANCHORED: tl.constexpr = False,
+):  # fmt: skip
+    """The sum over up to BP·STEPS parts of the values at offsets o (R, X) where m: (R, X)
+
+    If ANCHORED, a part has the share exp(log − b_log) of heads o_h, (R, 1) or (1, X), with the logarithms of
+    `load_logs` and `log_of_parts`.
+    """
+    b_sum = load_parts(p_part, o, m, 0, parts, part_size, BP, p_log, o_h, b_log, ANCHORED)
+    if STEPS > 1:
+        for i in range(BP, BP * STEPS, BP):
+            b_sum += load_parts(p_part, o, m, i, parts, part_size, BP, p_log, o_h, b_log, ANCHORED)
     return b_sum

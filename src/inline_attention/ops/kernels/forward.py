@@ -8,19 +8,20 @@ from ..reference import LINEAR_EPS
 from .blocks import (
     SIZES,
     accumulate,
+    accumulate_weighted,
     as_float32,
     channels,
     covariance,
     divisor_of,
     factors,
     full_mean,
-    load_of_heads,
+    head_of,
     load_offset,
     load_origin,
     load_queries,
     load_rows,
     locate,
-    log_of_scores,
+    log_of_parts,
     normalizers,
     offset_product,
     operand,
@@ -54,36 +55,52 @@ def pivot_of(p_x, stride, N, o_c, m_c, p_mask, MAP: tl.constexpr, CENTRE: tl.con
 
 
 @triton.jit
+def sums_of_tokens(
+    p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, scale,
+    MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """`accumulate` or, if WEIGHTED, `accumulate_weighted`, around the sample's pivots. b_offset (BK,) is the anchor."""
+    b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
+    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)
+    if WEIGHTED:
+        tl.static_assert(CENTRE, "weighted tokens are centred")
+        b_anchor = 0.0
+        b_origin = 0.0
+        if ANCHORED:
+            b_anchor = b_offset * tl.cast(scale, tl.float32)
+            b_origin = load_origin(p_k, p_mask, o_k, m_k, HAS_MASK, PRECISION)
+        return accumulate_weighted(
+            p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
+            b_anchor, b_origin, b_k0, b_v0,
+            MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, HAS_MASK, ANCHORED, SAVE,
+        )  # fmt: skip
+    else:
+        b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
+            p_k, p_v, p_mask, stride_k, stride_v, t_begin, t_end, o_k, m_k, o_v, m_v, 0.0, b_k0, b_v0,
+            MAP, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, False,
+        )  # fmt: skip
+        return b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum, 0.0
+
+
+@triton.jit
 def sum_state(
     p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, b_offset, count, scale,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, BS: tl.constexpr, SAVE: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """The state of a sample from all its tokens: S (BK, BV), and the means of φ(k) − φ(0) (BK,) and of v (BV,)
 
-    If ANCHORED, b_offset (BK,) is the anchor. The keys are read twice: BS at a time for log Σ exp of the scores, then
-    for the sums. If SAVE, the scores are stored to p_share and log Σ exp to p_lse.
+    If SAVE, an anchor's scores are stored to p_share and log Σ exp to p_lse.
     """
-    b_anchor = 0.0
-    b_origin = 0.0
-    b_lse = 0.0
-    if ANCHORED:
-        b_anchor = b_offset * tl.cast(scale, tl.float32)
-        b_origin = load_origin(p_k, p_mask, o_k, m_k, HAS_MASK, PRECISION)
-        b_lse = log_of_scores(
-            p_k, p_mask, p_share, stride_k, 0, N, N, o_k, m_k, b_anchor, b_origin,
-            DK, HEADS, BS, BK, PRECISION, HAS_MASK, SAVE,
-        )  # fmt: skip
-        if SAVE:
-            store_of_heads(p_lse, b_lse, 1, o_k, m_k, DK, HEADS)
-    b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
-    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)
-    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v,
-        0.0, b_anchor, b_origin, b_lse, b_k0, b_v0,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
+    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum, b_lse = sums_of_tokens(
+        p_k, p_v, p_mask, p_share, stride_k, stride_v, 0, N, N, o_k, m_k, o_v, m_v, b_offset, scale,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, SAVE,
     )  # fmt: skip
+    if ANCHORED and SAVE:
+        store_of_heads(p_lse, b_lse, 1, o_k, m_k, DK, HEADS)
     m_head = same_head(o_k, m_k, o_v, m_v, DK, DV)
     b_s = tl.where(m_head, covariance(b_kv, b_dk_sum[:, None], b_dv_sum[None, :], count, scale), 0.0)
     if WEIGHTED and PRECISION != "ieee":  # they are pivots
@@ -212,13 +229,11 @@ def forward_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CENTRE: tl.constexpr, LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr,
-    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, BS: tl.constexpr, SAVE: tl.constexpr,
-    HALO: tl.constexpr,
+    WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, OFFSET: tl.constexpr, SAVE: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
     """The whole forward pass for short sequences. Grid (B·blocks,)
 
     A program sums its keys and values to the state, then writes its outputs. It reads the values from the cache then.
-    If ANCHORED, it first computes the scores, BS tokens at a time. p_share and p_lse are for the backward then.
     """
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     h = (tl.program_id(0) % blocks) * HEADS
@@ -245,7 +260,7 @@ def forward_kernel(
 
     b_s, b_k_mean, b_v_mean = sum_state(
         p_k, p_v, p_mask, p_share, p_lse, stride_k, stride_v, N, o_k, m_k, o_v, m_v, b_offset, count, scale,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, BS, SAVE,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, SAVE,
     )  # fmt: skip
     if SAVE:
         p_means += i_b * heads * (DK + DV)
@@ -275,15 +290,16 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def state_kernel(
-    p_k, p_v, p_mask, p_seq, p_share, p_lse, p_offset, p_part,
+    p_k, p_v, p_mask, p_seq, p_share, p_offset, p_part, p_log,
     N, H, W, scale, blocks, heads, stride_kb, stride_k, stride_vb, stride_v,
     MAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, WIDE: tl.constexpr,
+    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, ANCHORED: tl.constexpr, SAVE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
-    Parts are (B·blocks, parts, BK·BV + 2·BK + 2·BV) float32: the five sums of `accumulate`.
+    Parts are (B·blocks, parts, BK·BV + 2·BK + 2·BV) float32: the five sums of `accumulate`. If ANCHORED, the shares of
+    a part have a sum of one, and p_log (B, heads, parts) gets log Σ exp of its scores.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
@@ -297,24 +313,16 @@ def state_kernel(
     p_v += i_b * stride_vb + start * stride_v + h * DV
     if HAS_MASK:
         p_mask += i_b * N
-    if WEIGHTED and not ANCHORED:
+    if WEIGHTED:
         p_share += (i_b * heads + h) * N
-    b_anchor = 0.0
-    b_origin = 0.0
-    b_lse = 0.0
-    if ANCHORED:
-        b_anchor = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, ANCHORED) * tl.cast(scale, tl.float32)
-        b_origin = load_origin(p_k, p_mask, o_k, m_k, HAS_MASK, PRECISION)
-        b_lse = load_of_heads(p_lse + i_b * heads + h, o_k, m_k, DK, HEADS)
+    b_offset = load_offset(p_offset, i_b, h, heads, o_k, m_k, DK, ANCHORED)
     t_begin, t_end = tokens_of_part(i_p, parts, N, BN)
-
-    b_k0 = pivot_of(p_k, stride_k, N, o_k, m_k, p_mask, MAP, CENTRE, HAS_MASK)
-    b_v0 = pivot_of(p_v, stride_v, N, o_v, m_v, p_mask, "identity", PRECISION == "ieee", HAS_MASK)
-    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum = accumulate(
-        p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v,
-        0.0, b_anchor, b_origin, b_lse, b_k0, b_v0,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
+    b_kv, b_k_sum, b_v_sum, b_dk_sum, b_dv_sum, b_lse = sums_of_tokens(
+        p_k, p_v, p_mask, p_share, stride_k, stride_v, t_begin, t_end, N, o_k, m_k, o_v, m_v, b_offset, scale,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, SAVE,
     )  # fmt: skip
+    if ANCHORED:
+        store_of_heads(p_log + (i_b * heads + h) * parts + i_p, b_lse, parts, o_k, m_k, DK, HEADS)
     p_part += (i * parts + i_p) * (BK * BV + 2 * BK + 2 * BV)
     tl.store(p_part + o_k[:, None] * BV + o_v[None, :], b_kv)
     p_part += BK * BV
@@ -327,12 +335,15 @@ def state_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
-    p_part, p_count, p_seq, p_s, p_means, N, H, W, scale, parts, blocks, heads,
+    p_part, p_log, p_count, p_seq, p_s, p_means, p_lse, N, H, W, scale, parts, blocks, heads,
     DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
     BP: tl.constexpr, STEPS: tl.constexpr, CENTRE: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
-    WEIGHTED: tl.constexpr, PIVOTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, PIVOTED: tl.constexpr, ANCHORED: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """The state from its parts. Grid (B·blocks, BK / BR): a program sums BR rows of S"""
+    """The state from its parts, and log Σ exp of an anchor's scores if SAVE. Grid (B·blocks, BK / BR)
+
+    A program sums BR rows of S.
+    """
     i = tl.cast(tl.program_id(0), tl.int64)
     i_b = i // blocks
     h = (i % blocks) * HEADS
@@ -342,31 +353,47 @@ def finish_kernel(
     o_r = tl.program_id(1) * BR + tl.arange(0, BR)
     m_r = (o_r < HEADS * DK) & (h * DK + o_r < heads * DK)
     m_head = same_head(o_r, m_r, o_v, m_v, DK, DV)
+    o_hr = head_of(o_r, h, heads, DK, HEADS)[:, None]
+    o_hv = head_of(o_v, h, heads, DV, HEADS)[None, :]
+    b_log_r = 0.0
+    b_log_v = 0.0
+    if ANCHORED:
+        p_log += (i_b * heads + h) * parts
+        b_log_r = log_of_parts(p_log, o_hr, parts, BP, STEPS)
+        b_log_v = log_of_parts(p_log, o_hv, parts, BP, STEPS)
+        if SAVE:
+            store_of_heads(p_lse + i_b * heads + h, tl.sum(b_log_r, 1), 1, o_r, m_r, DK, HEADS)
     size: tl.constexpr = BK * BV + 2 * BK + 2 * BV
     p_part += i * parts * size
-    b_kv = sum_parts(p_part, o_r[:, None] * BV + o_v[None, :], m_head, parts, size, BP, STEPS)
+    b_kv = sum_parts(
+        p_part, o_r[:, None] * BV + o_v[None, :], m_head, parts, size, BP, STEPS, p_log, o_hr, b_log_r, ANCHORED
+    )
     p_part += BK * BV
+    o_r = o_r[:, None]
+    o_v = o_v[None, :]
+    m_r = m_r[:, None]
+    m_v = m_v[None, :]
     if CENTRE:
-        b_dk_sum = sum_parts(p_part, BK + BV + o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
-        b_dv_sum = sum_parts(p_part, 2 * BK + BV + o_v[None, :], m_v[None, :], parts, size, BP, STEPS)
+        b_dk_sum = sum_parts(p_part, BK + BV + o_r, m_r, parts, size, BP, STEPS, p_log, o_hr, b_log_r, ANCHORED)
+        b_dv_sum = sum_parts(p_part, 2 * BK + BV + o_v, m_v, parts, size, BP, STEPS, p_log, o_hv, b_log_v, ANCHORED)
     if PIVOTED:  # the pivots are the same in every part
-        b_k_mean = b_dk_sum + tl.load(p_part + o_r, mask=m_r, other=0.0)[:, None]
-        b_v_mean = b_dv_sum + tl.load(p_part + BK + o_v, mask=m_v, other=0.0)[None, :]
+        b_k_mean = b_dk_sum + tl.load(p_part + o_r, mask=m_r, other=0.0)
+        b_v_mean = b_dv_sum + tl.load(p_part + BK + o_v, mask=m_v, other=0.0)
     else:
-        b_k_mean = sum_parts(p_part, o_r[:, None], m_r[:, None], parts, size, BP, STEPS)
-        b_v_mean = sum_parts(p_part, BK + o_v[None, :], m_v[None, :], parts, size, BP, STEPS)
+        b_k_mean = sum_parts(p_part, o_r, m_r, parts, size, BP, STEPS, p_log, o_hr, b_log_r, ANCHORED)
+        b_v_mean = sum_parts(p_part, BK + o_v, m_v, parts, size, BP, STEPS, p_log, o_hv, b_log_v, ANCHORED)
         if not CENTRE:
             b_dk_sum = b_k_mean
             b_dv_sum = b_v_mean
         b_k_mean = tl.div_rn(b_k_mean, count)
         b_v_mean = tl.div_rn(b_v_mean, count)
     b_s = covariance(b_kv, b_dk_sum, b_dv_sum, count, scale)
-    p = p_s + (i_b * heads + h) * DK * DV + state_offsets(o_r, o_v, DV)
+    p = p_s + (i_b * heads + h) * DK * DV + (o_r * DV + o_v % DV)
     tl.store(p, b_s.to(p_s.dtype.element_ty), mask=m_head)
     p_means += i_b * heads * (DK + DV)
-    tl.store(p_means + h * DK + o_r, tl.sum(b_k_mean, 1), mask=m_r)
+    tl.store(p_means + h * DK + o_r, b_k_mean, mask=m_r)
     if tl.program_id(1) == 0:
-        tl.store(p_means + heads * DK + h * DV + o_v, tl.sum(b_v_mean, 0), mask=m_v)
+        tl.store(p_means + heads * DK + h * DV + o_v, b_v_mean, mask=m_v)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -177,7 +177,7 @@ def short_kernel(
     count = divisor_of(tokens, WEIGHTED)
     b_s, b_k_mean, b_v_mean = sum_state(
         p_k, p_v, p_mask, p_share, None, stride_k, stride_v, N, o_k, m_k, o_v, m_v, b_offset, count, scale,
-        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, BN, False,
+        MAP, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, CENTRE, HAS_MASK, WEIGHTED, ANCHORED, False,
     )  # fmt: skip
     b_base, b_rest = bases_of(b_s, b_v_mean, MAP, NORM)
     b_k_mean = full_mean(b_k_mean, m_k, MAP) * tl.cast(scale, tl.float32)

@@ -281,6 +281,8 @@ def build(name: str, case: str, wanted: list[str] | None = None) -> Iterator[Bui
     for kernel, grid, args, options in launches:
         if wanted is not None and kernel.__name__ not in wanted:
             continue
+        if GPUS[name].target.backend == "hip":
+            options.pop("maxnreg", None)  # an option of NVIDIA's compiler
         settings = " ".join(f"{key}={options[key]}" for key in SETTINGS if key in options)
         one = Build(name, case, kernel.__name__, settings, limit=limits.shared_memory)
         try:

@@ -42,15 +42,13 @@ def all_settings(kinds: Iterable[str], kernels: Iterable[str]) -> list[Setting]:
 @contextmanager
 def applied(setting: Setting) -> Iterator[None]:
     effort = EFFORTS[setting.kind]
-    steps, wide = dict(config.STEPS[effort]), dict(config.WIDE_STEPS)
+    steps = dict(config.STEPS[effort])
     try:
         if setting.steps is not None:
             config.STEPS[effort][setting.kernel] = setting.steps
-            config.WIDE_STEPS.pop((effort, setting.kernel), None)
         yield
     finally:
         config.STEPS[effort] = steps
-        config.WIDE_STEPS.update(wide)
 
 
 def draw(case: str) -> list[Inputs]:

@@ -11,13 +11,14 @@ class Steps(NamedTuple):
     tokens: int  # per step
     warps: int
     stages: int
+    registers: int = 0  # most of a thread, in half precision; 0: as many as the compiler takes
 
 
 class Config(NamedTuple):
     """Launch parameters, one set for every length, resolution and batch.
 
-    They are the fastest of those timed on an H200 in bfloat16 with heads of 32 channels, most of them before the
-    kernels went over the map row by row; `tests/gpu_check.py settings` times others. `part` is there for accuracy and
+    They are the fastest of those timed on an H200 in bfloat16 with heads of 32 channels; `tests/gpu_check.py settings`
+    times others. `part` is there for accuracy and
     `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned. Only the numbers of
     programs and of parts depend on the GPU: they follow its multiprocessors. Nothing is autotuned at run time. The
     steps decide how sums are rounded, and autotuning could choose other steps in the next process.
@@ -40,36 +41,34 @@ class Config(NamedTuple):
 
 CONFIG = Config()
 
-# By what the attention does with a token, and by kernel. The more it does, the fewer tokens its registers hold.
+# By what the attention does with a token, and by kernel. The more it does, the fewer tokens its registers hold. With
+# fewer registers than the compiler would take, more programs share a multiprocessor.
 STEPS = {
     "plain": {
-        "state": Steps(64, 2, 2),
-        "output": Steps(32, 1, 3),
-        "forward": Steps(64, 2, 3),
-        "grad_state": Steps(64, 2, 2),
+        "state": Steps(32, 2, 3),
+        "output": Steps(32, 2, 3, 128),
+        "forward": Steps(64, 2, 3, 144),
+        "grad_state": Steps(64, 2, 2, 144),
         "grad": Steps(32, 2, 3),
         "backward": Steps(32, 2, 3),
     },
     "weighted": {
         "state": Steps(32, 2, 3),
-        "output": Steps(64, 1, 2),
-        "forward": Steps(32, 2, 2),
-        "grad_state": Steps(64, 2, 2),
+        "output": Steps(32, 2, 3, 128),
+        "forward": Steps(32, 2, 3),
+        "grad_state": Steps(64, 2, 2, 144),
         "grad": Steps(32, 2, 3),
         "backward": Steps(64, 2, 3),
     },
     "scaled": {
-        "state": Steps(64, 2, 2),
+        "state": Steps(16, 1, 3),
         "output": Steps(32, 1, 3),
-        "forward": Steps(64, 2, 3),
+        "forward": Steps(32, 2, 3, 144),
         "grad_state": Steps(16, 1, 3),
-        "grad": Steps(32, 2, 3),
-        "backward": Steps(32, 2, 3),
+        "grad": Steps(32, 2, 3, 168),
+        "backward": Steps(32, 2, 3, 168),
     },
 }
-
-# For 64 channels, where other steps were faster.
-WIDE_STEPS = {("plain", "state"): Steps(32, 2, 3)}
 
 # A step costs the same at any size in the interpreter. Small steps take small test shapes through every loop.
 if INTERPRETED:

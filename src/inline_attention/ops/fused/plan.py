@@ -155,18 +155,17 @@ def step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> d
     """Launch settings of a kernel that steps over tokens: as configured for 32 channels, with more warps for 64.
 
     A state of 128² takes the registers of eight warps and most of the shared memory, so steps are short and not
-    pipelined there. Float32 products are unrolled over a step, which must be short for registers to hold it.
+    pipelined there. Float32 products are unrolled over a step, which must be short for registers to hold it, and they
+    get all registers.
     """
     if plan.block_channels > 64:
         return dict(BN=16, num_warps=8, num_stages=1)
-    steps = config.STEPS[effort][kernel]
-    if plan.block_channels == 64:
-        steps = config.WIDE_STEPS.get((effort, kernel), steps)
-    tokens, warps, stages = steps
+    tokens, warps, stages, registers = config.STEPS[effort][kernel]
     tokens = min(tokens, config.CONFIG.tokens)
     if dtype == torch.float32:
-        tokens, warps = min(tokens, 32), max(warps, 2)
-    return dict(BN=tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
+        tokens, warps, registers = min(tokens, 32), max(warps, 2), 0
+    settings = dict(BN=tokens, num_warps=warps * max(1, plan.block_channels // 32), num_stages=stages)
+    return settings | dict(maxnreg=registers) if registers else settings
 
 
 def sum_settings(plan: Plan, parts: Parts) -> dict[str, int]:

@@ -13,7 +13,7 @@ from inline_attention.bench.timing import Effort, Timing, measure
 from inline_attention.ops.fused import config
 from inline_attention.ops.fused.config import Steps
 
-EFFORTS = {"fused": "plain", "linear": "scaled", "mala": "scaled", "tangent": "weighted"}  # contender → key of STEPS
+EFFORTS = {"fused": "plain", "linear": "divide", "mala": "magnitude", "tangent": "weighted"}  # contender → key of STEPS
 SHORT = ("256,14,6x32",)  # of the kernels that take a whole sample
 LONG = ("32,40,6x32", "16,64,6x32", "64,28,12x32", "1,256,6x32", "8,128,6x64")
 CASES = {name: SHORT if name in ("forward", "backward") else LONG for name in config.STEPS["plain"]}

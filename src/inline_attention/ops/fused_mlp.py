@@ -106,7 +106,11 @@ WINS: dict[Use, dict[tuple[gpu.Chip, int, int], tuple[Win, ...]]] = {
         (H200, 128, 512): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
         (H200, 128, 1024): (Win(66_901, ANY, Tile(64, 64, 4, 3)),),
         # At 4,097 tokens the projection by itself and the MLP's kernel take less time.
-        (H200, 192, 768): (Win(14_374, ANY, Tile(64, 32, 4, 3)),),
+        (H200, 192, 768): (
+            Win(131, 336, Tile(16, 32, 4, 2, 8)),
+            Win(337, 1_536, Tile(32, 32, 4, 2, 4)),
+            Win(14_374, ANY, Tile(64, 32, 4, 3)),
+        ),
     },
     "training": {},
     "normed": {

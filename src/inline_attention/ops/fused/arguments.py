@@ -25,9 +25,11 @@ class Options(NamedTuple):
 
     def effort(self, *, weighted: bool) -> str:
         """How much the attention computes for a token: the key of `STEPS`."""
-        if self.normalization != "subtract" or self.feature_map in NONZERO_AT_ZERO:
-            return "scaled"
-        return "weighted" if weighted else "plain"
+        if self.normalization == "subtract" and self.feature_map in NONZERO_AT_ZERO:
+            return "magnitude"  # exponentials of queries and keys
+        if self.normalization == "subtract":
+            return "weighted" if weighted else "plain"
+        return self.normalization
 
 
 class Tensors(NamedTuple):

@@ -30,7 +30,7 @@ class Config(NamedTuple):
     tile_programs: int = 8  # with fewer programs per multiprocessor, a tile has half as many tokens
     steps: int = 4  # steps over tokens in a tile where there is no map
     state_programs: int = 8  # programs per multiprocessor that the tokens of a sample are split for
-    scaled_state_programs: int = 16  # the same for "scaled" keys
+    scaled_state_programs: int = 16  # the same for "divide" and "magnitude"
     most_parts: int = 128  # most parts for that; a power of two
     part: int = 2048  # most tokens in a part: tensor cores sum a part, and round towards zero
     summed_parts: int = 128  # parts that are added at once
@@ -60,13 +60,21 @@ STEPS = {
         "grad": Steps(32, 2, 3),
         "backward": Steps(64, 2, 3),
     },
-    "scaled": {
+    "divide": {
         "state": Steps(16, 1, 3),
         "output": Steps(32, 1, 3),
         "forward": Steps(32, 2, 3, 144),
         "grad_state": Steps(16, 1, 3),
         "grad": Steps(32, 2, 3, 168),
         "backward": Steps(32, 2, 3, 168),
+    },
+    "magnitude": {
+        "state": Steps(16, 1, 3),
+        "output": Steps(32, 2, 3, 128),
+        "forward": Steps(32, 2, 3, 144),
+        "grad_state": Steps(16, 1, 3),
+        "grad": Steps(32, 2, 3, 168),
+        "backward": Steps(16, 2, 3, 168),
     },
 }
 

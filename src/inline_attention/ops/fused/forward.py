@@ -64,9 +64,8 @@ def run_forward(
         )  # fmt: skip
         return out, state, means, scores, lse
     size = plan.block_keys * plan.block_values + 2 * (plan.block_keys + plan.block_values)
-    parts = split(
-        plan, plan.tokens, q.device, programs=config.CONFIG.scaled_state_programs if effort == "scaled" else None
-    )
+    programs = config.CONFIG.scaled_state_programs if effort in ("divide", "magnitude") else None
+    parts = split(plan, plan.tokens, q.device, programs=programs)
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     logs = torch.empty(
         (plan.batch, plan.heads, parts.number if options.anchored else 0), dtype=lse.dtype, device=q.device

@@ -16,6 +16,7 @@ from .blocks import (
     factors,
     full_mean,
     head_of,
+    head_sums,
     load_offset,
     load_origin,
     load_queries,
@@ -115,15 +116,17 @@ def sum_state(
 
 @triton.jit
 def bases_of(b_s, b_v_mean, MAP: tl.constexpr, NORM: tl.constexpr):
-    """What is added to (φ(q) − φ(0))·S before its factor, φ(0) times the column sums of S, and after it: (BV,)
+    """What is added to the product of queries and S before its factor and after it, without the local residual: (BV,)
 
-    The mean of v comes after it, unless it has a factor too. Where there is no factor all comes after it.
+    The product is (φ(q) − φ(0))·S, and for "magnitude" g(z)·φ(q)·S.
     """
     b_zero = tl.zeros_like(b_v_mean)
     if NORM == "subtract":
         return b_zero, add_map_at_zero(b_v_mean, tl.sum(b_s, 0), MAP)
+    elif NORM == "divide":
+        return add_map_at_zero(b_zero, tl.sum(b_s, 0), MAP), b_zero
     else:
-        return add_map_at_zero(b_zero, tl.sum(b_s, 0), MAP), b_zero if NORM == "divide" else b_v_mean
+        return b_zero, b_v_mean
 
 
 @triton.jit
@@ -141,12 +144,16 @@ def outputs_of(
         b_q = feature_map(as_float32(b_q), MAP)
     if NORM == "subtract":
         return product_plus(operand(b_q, DOT, PRECISION), b_s, b_rest, PRECISION)
-    else:
+    elif NORM == "divide":
         b_z = normalizers(b_q, b_k_mean, o_k, o_v, MAP, DK, DV, HEADS, DOT, PRECISION)
         b_g, b_f, _ = factors(b_z, eps, NORM, PRECISION)
-        if NORM == "divide":
-            b_rest = b_f * b_v_mean[None, :] + b_rest
+        b_rest = b_f * b_v_mean[None, :] + b_rest
         return b_g * product_plus(operand(b_q, DOT, PRECISION), b_s, b_base[None, :], PRECISION) + b_rest
+    else:
+        # f is 1, so the queries can be scaled. Then φ is computed once, and not by every warp that takes them.
+        b_q = add_map_at_zero(as_float32(b_q), 1.0, MAP)
+        b_g, _, _ = factors(head_sums(b_q * b_k_mean[None, :], o_k, o_k, DK, DK, HEADS), eps, NORM, PRECISION)
+        return product_plus(operand(b_g * b_q, DOT, PRECISION), b_s, b_rest, PRECISION)
 
 
 @triton.jit

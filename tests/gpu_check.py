@@ -35,27 +35,21 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-# A process of `mlp` compiles by itself. It is one of many, and may not have children.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "sanitize" in sys.argv:
     # An allocation for each tensor, or the sanitizer sees reads beyond one tensor as reads of its neighbour.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
-import torch.multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 
 if not torch.cuda.is_available():  # to try this script; the interpreter is slow
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import launch_settings
-import short_times
 from kernel_cases import (
     DEVICE,
     DTYPES,
@@ -79,19 +73,13 @@ from kernel_cases import (
     specialization_of,
 )
 
-from inline_attention.bench.kernels import MlpInputs, compiled_calls, draw_mlp, mlp_calls
-from inline_attention.bench.op import in_turn
-from inline_attention.bench.timing import Effort, Timing, measure
+from inline_attention.bench.tuning import one_launch, steps, tiles
+from inline_attention.bench.tuning.candidates import workers
 from inline_attention.layers import LocalWeight
-from inline_attention.layers.block import Mlp
-from inline_attention.ops import (
-    fused_mlp,
-    fused_norm_linear,
-    gpu,
-    inline_attention_packed,
-    inline_attention_projected,
-    norm_linear,
-)
+from inline_attention.ops import fused_mlp, gpu, inline_attention_packed, inline_attention_projected, norm_linear
+
+PLACE = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
+MEASURED: Any = dict(device=PLACE, dtype=DTYPES[-1])  # what is timed
 
 # Relative to the norm of the exact result. They find wrong values; `random` measures accuracy.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -102,11 +90,8 @@ Case = tuple[str, Callable[[], tuple[Tensors, Tensors]]]  # a name, and what giv
 
 def in_processes(f: Callable[[Any], Any], items: Iterable[Any], processes: int) -> Iterator[Any]:
     """`map(f, items)`, in order. A process takes the next item when it is done with one."""
-    if processes == 1:
-        yield from map(f, items)
-        return
-    with torch.multiprocessing.get_context("spawn").Pool(processes, torch.set_num_threads, (1,)) as pool:
-        yield from pool.imap(f, items)
+    with workers(processes) as mapped:
+        yield from mapped(f, items)
 
 
 # sanitize
@@ -394,112 +379,28 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
     return dict(**counts, missing=missing, worst=dict(worst), failed=failed, results=rows)
 
 
+# What `inline bench tune` times, with checks before it, and lines for the library's tables after it
+
+
+def winning_lines(wins: Mapping[tuple[Any, ...], Sequence[tuple[Any, ...]]]) -> list[str]:
+    """Lines of a table for this GPU: the key, and the fields of each `Win`."""
+    chip = gpu.chip_of(PLACE) if DEVICE == "cuda" else gpu.H200
+    lines = []
+    for key, found in wins.items():
+        texts = [f"Win({', '.join(map(str, bounds))}, Tile{tile})" for *bounds, tile in found]
+        if texts:
+            line = f"    (gpu.{chip}, {', '.join(map(str, key))}): ({', '.join(texts)},),"
+            lines.append(line.replace(str(fused_mlp.ANY), "ANY"))
+    return lines
+
+
 # mlp
-
-# Widths and hidden channels of DeiT, PVT, Swin, CSwin and the models of the study, and the tokens at which their blocks
-# have them: one image of 224, 384 and 1024 px, and batches of 128 or 256.
-ROWS = {
-    (192, 768): (197, 577, 4097, 50_432, 100_352, 131_072),
-    (384, 1536): (197, 1024, 4097, 25_088, 131_072),
-    (320, 1280): (290, 25_088, 131_072),
-    (64, 512): (3136, 401_408),
-    (64, 256): (3136, 401_408),
-    (96, 384): (3136, 401_408),
-    (128, 1024): (784, 100_352),
-    (128, 512): (784, 100_352),
-    (256, 1024): (196, 25_088),
-    (512, 2048): (49, 6272),
-    (160, 560): (257, 65_792),
-    (160, 720): (257, 65_792),
-}
-LEAST_TRAINED = 10_000  # training has no fewer rows
-LEAST_GAIN = 1.03  # a win by less is noise
-
-
-Half = tuple[int, int, int]  # rows, width and hidden channels of the MLP half of a block
-
-
-def timed_tiles(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> list[fused_mlp.Tile]:
-    """Those that fit; if they leave multiprocessors idle, with the hidden channels split."""
-    rows, width, hidden = half
-    limits = gpu.limits_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
-    tiles = []
-    casts = use != "training" and rows <= fused_mlp.FEW_ROWS
-    for tile in fused_mlp.TILES:
-        if not fused_mlp.fits(tile, width, dtype, limits, casts=casts):
-            continue
-        programs = -(-rows // tile.rows)
-        for splits in (1, 2, 4, 8, 16):
-            if splits == 1 or (splits * programs <= 4 * limits.multiprocessors and splits * tile.hidden <= hidden):
-                tiles.append(tile._replace(splits=splits))
-    return tiles
-
-
-def drawn(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> MlpInputs:
-    inputs = draw_mlp(*half, device=torch.device(DEVICE), dtype=dtype, projected=use == "projected")
-    for x, _ in inputs.calls:
-        x.requires_grad_(use == "training")
-    return inputs
-
-
-def compile_tile(share: tuple[Half, fused_mlp.Tile, torch.dtype, fused_mlp.Use]) -> str | None:
-    """Compiles a kernel, for Triton's cache on disk. Says why it cannot."""
-    half, tile, dtype, use = share
-    try:
-        mlp_calls(drawn(half, dtype, use), tile)[0]()
-    except Exception as error:  # the other tiles are timed
-        return f"{half} {tile} {use}: {error!r}"[:300]
-    return None
-
-
-def compile_reference(share: tuple[Half, torch.dtype, fused_mlp.Use]) -> None:
-    """Compiles what a tile is timed beside, for the caches of torch.compile on disk."""
-    compiled_calls(drawn(*share))[0]()
-
-
-def training_calls(half: Half, dtype: torch.dtype, tile: fused_mlp.Tile | None) -> list[Callable[[], Any]]:
-    """Forward and backward on each of two inputs, compiled: with this tile, or by a block's modules if it is None.
-
-    The stream and the parameters are float32, and the parameters are cast in every call, as under autocast.
-    """
-    rows, width, hidden = half
-    norm, mlp = nn.LayerNorm(width, eps=1e-6).to(DEVICE), Mlp(width, hidden).to(DEVICE)
-    weights = (mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
-
-    def by_modules(x: Tensor) -> Tensor:
-        return x + mlp(norm(x))
-
-    def by_kernel(x: Tensor) -> Tensor:
-        return fused_mlp.add_mlp(x, (norm.weight, norm.bias), weights, None, 1e-6, dtype, tile)
-
-    compiled = torch.compile(by_modules if tile is None else by_kernel, dynamic=False)
-
-    def call(x: Tensor, grad: Tensor) -> None:
-        with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
-            out = compiled(x)
-        torch.autograd.grad(out, [x, *norm.parameters(), *weights], grad)
-
-    xs = [torch.randn(rows, width, device=DEVICE, requires_grad=True) for _ in range(2)]
-    return [partial(call, x, torch.randn_like(x)) for x in xs]
-
-
-def compile_training(share: tuple[Half, torch.dtype]) -> None:
-    """Compiles both sides of a measurement. With another tile, most of it is still in the caches on disk."""
-    torch.compiler.reset()
-    for tile in (None, timed_tiles(*share, "training")[0]):
-        training_calls(*share, tile)[0]()
 
 
 def mlp_work(item: tuple[str, Any]) -> Any:
     """What processes share."""
     what, share = item
-    f = {
-        "check": check_mlp,
-        "tile": compile_tile,
-        "reference": compile_reference,
-        "training": compile_training,
-    }[what]
-    return f(share)
+    return check_mlp(share) if what == "check" else tiles.compile_one(share)
 
 
 def check_mlp(seed: int) -> dict[str, Any]:
@@ -513,104 +414,31 @@ def check_mlp(seed: int) -> dict[str, Any]:
         row["passed"] = all(error <= allowed for _, error, allowed in found)  # not if one is NaN
     except Exception as error:  # a kernel that does not compile or run is a result too
         row |= dict(ratio=None, passed=False, exception=repr(error)[:500])
+    finally:
+        torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
     return row
-
-
-def measured(each: dict[str, list[Callable[[], Any]]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Microseconds of a call, and why others failed."""
-    device = torch.device(DEVICE)
-    calls, failed = {}, {}
-    for name, list_of_calls in each.items():
-        try:
-            calls[name] = in_turn(list_of_calls, device)[0]
-        except Exception as error:  # such as out of resources
-            failed[name] = repr(error)[:200]
-    timings = measure(calls, device=device, effort=Effort(rounds=5, seconds=0.003))
-    micros = {name: 1e6 * t.shared(len(each[name])).median for name, t in timings.items() if isinstance(t, Timing)}
-    return micros, failed | {name: t for name, t in timings.items() if isinstance(t, str)}
-
-
-def time_mlp(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> dict[str, Any]:
-    """Microseconds of what runs without the kernel, compiled, and of every tile."""
-    inputs = drawn(half, dtype, use)
-    each = {"compiled": compiled_calls(inputs)}
-    each |= {str(tuple(tile)): mlp_calls(inputs, tile) for tile in timed_tiles(half, dtype, use)}
-    micros, failed = measured(each)
-    return dict(half=half, flops=inputs.flops, sets=len(inputs.calls), micros=micros, failed=failed)
-
-
-def time_training(half: Half, dtype: torch.dtype, use: fused_mlp.Use) -> dict[str, Any]:
-    """Microseconds of forward and backward, of a block's modules and of the tile with the fastest forward pass."""
-    torch.compiler.reset()  # PyTorch compiles a function for eight sizes, and runs it uncompiled at the ninth
-    inputs = drawn(half, dtype, use)
-    tiles = {str(tuple(tile)): tile for tile in timed_tiles(half, dtype, use)}
-    forward, failed = measured({name: mlp_calls(inputs, tile) for name, tile in tiles.items()})
-    compared: dict[str, fused_mlp.Tile | None] = {"compiled": None}
-    if forward:
-        best = min(forward, key=forward.__getitem__)
-        compared[best] = tiles[best]
-    micros, also_failed = measured({name: training_calls(half, dtype, tile) for name, tile in compared.items()})
-    return dict(half=half, flops=3 * inputs.flops, forward=forward, micros=micros, failed=failed | also_failed)
-
-
-def print_times(row: dict[str, Any]) -> None:
-    (rows, width, hidden), micros = row["half"], row["micros"]
-    best = min((name for name in micros if name != "compiled"), key=micros.get, default=None)
-    if best is None or "compiled" not in micros:
-        print(f"| {width} → {hidden} | {rows:,} | failed: {row['failed']} |", flush=True)
-        return
-    print(
-        f"| {width} → {hidden} | {rows:,} | {micros['compiled']:.1f} | {micros[best]:.1f} | {best} | "
-        f"{micros['compiled'] / micros[best]:.2f} | {row['flops'] / micros[best] / 1e6:.0f} |",
-        flush=True,
-    )
-
-
-def winning_lines(timed: list[dict[str, Any]]) -> list[str]:
-    """Lines of a table. A win holds halfway, as a ratio, to the next numbers of rows that were timed.
-
-    Below the smallest it holds for a third fewer, and above the largest for any number.
-    """
-    chip = gpu.chip_of(torch.device(DEVICE, 0)) if DEVICE == "cuda" else gpu.H200
-    wins: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for row in timed:
-        micros, (here, *widths) = row["micros"], row["half"]
-        best = min((name for name in micros if name != "compiled"), key=micros.get, default=None)
-        if best is None or micros.get("compiled", 0) < LEAST_GAIN * micros[best]:
-            continue
-        others = [other["half"][0] for other in timed if other["half"][1:] == row["half"][1:]]
-        below, above = (
-            max((n for n in others if n < here), default=None),
-            min((n for n in others if n > here), default=None),
-        )
-        least = here * 2 // 3 if below is None else math.isqrt(here * below)
-        most = "ANY" if above is None else math.isqrt(here * above) - 1
-        wins[widths[0], widths[1]].append(f"Win({least}, {most}, Tile{best})")
-    return [f"    (gpu.{chip}, {width}, {hidden}): ({', '.join(w)},)," for (width, hidden), w in wins.items()]
 
 
 def mlp(args: argparse.Namespace) -> dict[str, Any]:
     until = time.time() + args.seconds
-    dtype = DTYPES[-1]
-    every = [(n, width, hidden) for (width, hidden), rows in ROWS.items() if width in args.widths for n in rows]
-    least = {use: max(args.least_rows, LEAST_TRAINED if use == "training" else 0) for use in args.modes}
-    sizes = {use: [half for half in every if least[use] <= half[0] <= args.most_rows] for use in args.modes}
-    work: list[tuple[str, Any]] = [("training", (half, dtype)) for half in sizes.get("training", [])]
-    work += [("reference", (half, dtype, use)) for use, some in sizes.items() if use != "training" for half in some]
-    few = fused_mlp.FEW_ROWS
-    work += dict.fromkeys(  # a kernel serves any number of rows above this one, and another those below
-        ("tile", ((16 if half[0] <= few else few + 16, *half[1:]), tile, dtype, use))
-        for use, some in sizes.items()
-        for half in some
-        for tile in timed_tiles(half, dtype, use)
+    halves = {
+        use: [
+            half
+            for half in tiles.halves_of(use)
+            if half.width in args.widths and args.least_rows <= half.rows <= args.most_rows
+        ]
+        for use in args.modes
+    }
+    work: list[tuple[str, Any]] = [("check", seed) for seed in range(args.cases)]
+    shares = dict.fromkeys(
+        share for use, some in halves.items() for half in some for share in tiles.shares_of(half, use, **MEASURED)
     )
-    work += [("check", seed) for seed in range(args.cases)]
-    done: dict[str, list[Any]] = defaultdict(list)
-    for (what, _), result in zip(work, in_processes(mlp_work, work, args.processes), strict=True):
-        done[what].append(result)
-    broken = [found for found in done["tile"] if found]
-    checked = done["check"]
-    print(f"{len(done['tile'])} tiles compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
+    # Those of torch.compile take longest, so they begin first.
+    ordered = sorted(shares, key=lambda share: share.tile is not None)
+    done = list(in_processes(mlp_work, [*(("compile", share) for share in ordered), *work], args.processes))
+    broken = [found for found in done[: len(ordered)] if found]
+    checked = done[len(ordered) :]
+    print(f"{len(ordered)} kernels compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
     failed = [row for row in checked if not row["passed"]]
     worst = max((row["ratio"] for row in checked if row["ratio"] is not None), default=0.0)
     print(
@@ -618,84 +446,52 @@ def mlp(args: argparse.Namespace) -> dict[str, Any]:
     )
     for row in failed[:20]:
         print("FAILED", row)
-    timed: dict[str, list[dict[str, Any]]] = {}
-    wins: dict[str, list[str]] = {}
-    for use, some in sizes.items():
-        time_one = time_training if use == "training" else time_mlp
-        timed[use] = []
-        print(f"{use}\n| channels | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |")
-        print("|---|---|---|---|---|---|---|")
-        for half in some:
-            if time.time() < until:
-                timed[use].append(time_one(half, dtype, use))
-                print_times(timed[use][-1])
-        wins[use] = winning_lines(timed[use])
+    timed = {use: time_halves(use, some, until) for use, some in halves.items()}
+    wins = {use: winning_lines(tiles.wins_of(rows)) for use, rows in timed.items()}
     print("WINS:", *(line for use in wins for line in (use, *wins[use])), sep="\n")
     return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
 
 
+def time_halves(use: fused_mlp.Use, halves: Iterable[tiles.Half], until: float = math.inf) -> list[dict[str, Any]]:
+    print(f"{use}\n{tiles.HEADER}")
+    rows = []
+    for half in halves:
+        if time.time() < until:
+            rows.append(tiles.time_one(half, use, **MEASURED))
+            print(tiles.line_of(rows[-1]), flush=True)
+    return rows
+
+
 # norm
 
-NORMED = ((192, 576), (384, 1152))  # channels and outputs
-NORMED_ROWS = (197, 577, 4097, 50_432, 131_072)
 
-
-def normed_calls(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[list[Any], Callable[..., Any]]:
-    """The arguments of several calls, and the reference, compiled. Parameters are cast in every call."""
-    inputs = draw_mlp(rows, width, outputs, device=torch.device(DEVICE), dtype=dtype)
-    weight, bias, *_ = inputs.weights
-
-    def reference(x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad(), torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
-            return norm_linear(x, *inputs.norm, weight, bias, eps=1e-6, backend="reference")
-
-    calls = [(x, inputs.norm, weight, bias, 1e-6, dtype) for x, _ in inputs.calls]
-    return calls, torch.compile(reference, dynamic=False)
-
-
-def normed_tiles(rows: int, width: int, outputs: int, dtype: torch.dtype) -> list[fused_mlp.Tile]:
-    return timed_tiles((rows, width, outputs), dtype, "normed")
-
-
-def normed_work(share: tuple[int, int, int, torch.dtype]) -> tuple[list[str], float]:
+def normed_work(half: tiles.Half) -> tuple[list[str], float]:
     """Compiles both sides. Returns the tiles that failed, and the largest error, relative to a rounding."""
-    calls, compiled = normed_calls(*share)
-    compiled(calls[0][0])
-    x, norm, weight, bias, eps, dtype = calls[0]
-    exact = norm_linear(*(t.double() for t in (x, *norm, weight, bias)), eps=eps, backend="reference")
+    inputs = tiles.draw(half, "normed", **MEASURED)
+    tiles.reference_calls(inputs, "normed")[0]()
+    x, (weight, bias, *_) = inputs.calls[0][0], inputs.weights
+    exact = norm_linear(*(t.double() for t in (x, *inputs.norm, weight, bias)), eps=tiles.EPS, backend="reference")
     failed, worst = [], 0.0
-    for tile in normed_tiles(*share):
+    for tile in tiles.tiles_for(half, "normed", **MEASURED):
         try:
-            found = fused_norm_linear.norm_linear(*calls[0], tile)
+            found = tiles.kernel_calls(inputs, "normed", tile)[0]()
         except Exception as error:  # such as out of resources
-            failed.append(f"{share} {tile}: {error!r}"[:300])
+            failed.append(f"{half} {tile}: {error!r}"[:300])
             continue
         for one, other in zip(found, exact, strict=True):
             error = (one.double() - other).norm() / other.norm()
-            worst = max(worst, float(error) / torch.finfo(dtype).eps if error.isfinite() else math.inf)
+            worst = max(worst, float(error) / torch.finfo(inputs.dtype).eps if error.isfinite() else math.inf)
     return failed, worst
 
 
 def normed(args: argparse.Namespace) -> dict[str, Any]:
-    dtype = DTYPES[-1]
-    work = [(rows, width, outputs, dtype) for width, outputs in NORMED for rows in NORMED_ROWS]
-    done = list(in_processes(normed_work, work, args.processes))
+    halves = tiles.halves_of("normed")
+    done = list(in_processes(normed_work, halves, args.processes))
     broken = [failure for failures, _ in done for failure in failures]
     worst = max(error for _, error in done)
     print(f"{len(broken)} tiles failed; largest error {worst:.2f} roundings", *broken[:9])
-    print("| channels | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |\n|---|---|---|---|---|---|---|")
-    timed = []
-    for share in work:
-        torch.compiler.reset()
-        calls, compiled = normed_calls(*share)
-        each = {"compiled": [partial(compiled, call[0]) for call in calls]}
-        for tile in normed_tiles(*share):
-            each[str(tuple(tile))] = [partial(fused_norm_linear.norm_linear, *call, tile) for call in calls]
-        micros, failed = measured(each)
-        rows, width, outputs, _ = share
-        timed.append(dict(half=share[:3], flops=2 * rows * width * outputs, micros=micros, failed=failed))
-        print_times(timed[-1])
-    wins = winning_lines(timed)
+    timed = time_halves("normed", halves)
+    wins = winning_lines(tiles.wins_of(timed))
     print("WINS:", *wins, sep="\n")
     wrong = [] if worst < 2 else [f"{worst} roundings"]
     return dict(broken=broken, timed=timed, wins=wins, failed=wrong)
@@ -708,16 +504,14 @@ def short_work(item: tuple[str, Any]) -> Any:
     """What processes share: random cases, and kernels to compile."""
     what, share = item
     with torch.no_grad():
-        return run_seeds(share) if what == "check" else short_times.compile_one(share)
+        return run_seeds(share) if what == "check" else one_launch.compile_one(share)
 
 
-def one_launch(args: argparse.Namespace) -> dict[str, Any]:
+def short(args: argparse.Namespace) -> dict[str, Any]:
     until = time.time() + args.seconds
-    heads = short_times.HEADS[: args.heads]
-    order = [short_times.Sizes(batch, side, *each) for batch in args.batches for each in heads for side in args.sides]
-    smallest = {sizes[2:]: sizes for sizes in reversed(order)}.values()  # a kernel serves all sizes with as many heads
-    tiles = (*short_times.short.TILES, None)
-    compiled = [(sizes, made, tile) for sizes in smallest for made in (True, False) for tile in tiles]
+    heads = one_launch.HEADS[: args.heads]
+    order = [one_launch.Sizes(batch, side, *each) for batch in args.batches for each in heads for side in args.sides]
+    compiled = dict.fromkeys(share for sizes in order for share in one_launch.shares_of(sizes, **MEASURED))
     shares = [(random_short, seeds, until) for seeds in by_specialization(range(args.cases)).values()]
     work = [*(("check", share) for share in shares), *(("compile", share) for share in compiled)]
     done = list(in_processes(short_work, work, args.processes))
@@ -730,17 +524,16 @@ def one_launch(args: argparse.Namespace) -> dict[str, Any]:
     for row in failed[:20]:
         print("FAILED", row)
     print(f"{len(compiled)} kernels compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
-    print(short_times.HEADER)
+    print(one_launch.HEADER)
     torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
     timed: list[dict[str, Any]] = []
-    with torch.no_grad():
-        for sizes in order:
-            if time.time() < until:
-                timed.append(short_times.time_one(sizes))
-                print(short_times.line_of(timed[-1]), flush=True)
+    for sizes in order:
+        if time.time() < until:
+            timed.append(one_launch.time_one(sizes, **MEASURED))
+            print(one_launch.line_of(timed[-1]), flush=True)
     if len(timed) < len(order):
         print(f"not timed in {args.seconds:.0f} s: {len(order) - len(timed)} of {len(order)} shapes")
-    wins = short_times.winning_lines(timed)
+    wins = winning_lines(one_launch.wins_of(timed))
     print("\n".join(["WINS:", *wins]))
     return dict(checked=checked, failed=failed, broken=broken, timed=timed, wins=wins)
 
@@ -750,20 +543,20 @@ def one_launch(args: argparse.Namespace) -> dict[str, Any]:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     until = time.time() + args.seconds
-    chosen = launch_settings.all_settings(args.kinds, args.kernels)
-    work = [(setting, case) for setting in chosen for case in launch_settings.CASES[setting.kernel]]
-    by_width = {
-        (setting, case.rpartition("x")[2]): (setting, case) for setting, case in work
+    chosen = steps.all_settings(args.kinds, args.kernels)
+    work = [(setting, case) for setting in chosen for case in steps.cases_of(setting.kernel)]
+    shares = {
+        (setting, case.rpartition("x")[2]): steps.Share(setting, case, **MEASURED) for setting, case in work
     }  # a kernel serves a width
-    found = in_processes(launch_settings.compile_one, by_width.values(), args.processes)
+    found = in_processes(steps.compile_one, shares.values(), args.processes)
     broken = [error for error in found if error]
-    print(f"{len(by_width)} compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
-    inputs = {case: launch_settings.draw(case) for case in dict.fromkeys(case for _, case in work)}
+    print(f"{len(shares)} compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
+    timer = steps.Timer(**MEASURED)
     timed: list[dict[str, Any]] = []
     for setting, case in work:
         if time.time() < until:
-            timed.append(launch_settings.time_one(setting, case, inputs))
-    print("\n".join([launch_settings.HEADER, *launch_settings.lines_of(timed)]))
+            timed.append(timer.time(setting, case))
+    print("\n".join([steps.HEADER, *steps.lines_of(timed)]))
     if len(timed) < len(work):
         print(f"not timed in {args.seconds:.0f} s: {len(work) - len(timed)} of {len(work)}")
     return dict(broken=broken, timed=timed, failed=[])
@@ -778,7 +571,7 @@ def main() -> int:
         "random": random,
         "mlp": mlp,
         "norm": normed,
-        "short": one_launch,
+        "short": short,
         "settings": settings,
     }
     for name in run_by_name:
@@ -791,7 +584,7 @@ def main() -> int:
         if name == "mlp":
             command.add_argument("--cases", type=int, default=400)
             command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
-            widths = list(dict.fromkeys(width for width, _ in ROWS))
+            widths = list(dict.fromkeys(width for width, _ in tiles.ROWS))
             command.add_argument("--widths", type=int, nargs="+", default=widths, choices=widths)
             command.add_argument("--least-rows", type=int, default=0, help="leave out fewer rows")
             command.add_argument("--most-rows", type=int, default=fused_mlp.ANY, help="leave out more rows")
@@ -800,11 +593,11 @@ def main() -> int:
         if name == "short":
             command.add_argument("--cases", type=int, default=240)
             command.add_argument("--seconds", type=float, default=150, help="nothing is timed after this time")
-            command.add_argument("--heads", type=int, default=len(short_times.HEADS), help="kinds of heads, in order")
-            command.add_argument("--sides", type=int, nargs="+", default=short_times.SIDES)
-            command.add_argument("--batches", type=int, nargs="+", default=short_times.BATCHES)
+            command.add_argument("--heads", type=int, default=len(one_launch.HEADS), help="kinds of heads, in order")
+            command.add_argument("--sides", type=int, nargs="+", default=one_launch.SIDES)
+            command.add_argument("--batches", type=int, nargs="+", default=one_launch.BATCHES)
         if name == "settings":
-            kinds, kernels = launch_settings.EFFORTS, launch_settings.CASES
+            kinds, kernels = steps.KINDS, steps.KERNELS
             command.add_argument("--seconds", type=float, default=1e9, help="nothing is timed after this time")
             command.add_argument("--kinds", nargs="+", default=["fused"], choices=kinds, help="attentions")
             command.add_argument("--kernels", nargs="+", default=list(kernels), choices=kernels)

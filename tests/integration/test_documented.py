@@ -90,7 +90,7 @@ NOT_RUN = {
     r"inline linearize deit_small": "downloads published weights; tests/tasks/linearization has a model of timm",
     r"inline train study/": "one of the study's runs, on a GPU",
     r"inline segment train .*model.weights=runs/study": "begins from one of the study's runs",
-    r"inline bench (kernels|sweep .*(fused|--cast-weights))": "needs a GPU",
+    r"inline bench (kernels|tune|sweep .*(fused|--cast-weights))": "needs a GPU",
     r"python -m study": "takes long or needs the trained grid; tests/integration/test_runs.py makes a small one",
     r"inline .*\|": "a synopsis, with alternatives in it",
     r"inline explore": "serves until Ctrl-C; test_explore_starts below",

@@ -382,19 +382,19 @@ def run_case(
 
 
 def bind(contender: Contender, x: Inputs, direction: str) -> Call:
-    """The contender's call on these inputs, forward or forward and backward."""
+    """The contender's call on these inputs, forward or forward and backward. It returns the output or the gradients."""
     if direction == "forward":
 
-        def forward() -> None:
+        def forward() -> Tensor:
             with torch.no_grad():
-                contender.call(x)
+                return contender.call(x)
 
         return forward
 
     leaves = contender.leaves(x)
 
-    def forward_backward() -> None:
-        torch.autograd.grad(contender.call(x), leaves, x.grad_out)
+    def forward_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(contender.call(x), leaves, x.grad_out)
 
     return forward_backward
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from inline_attention.environment import describe_environment
+from inline_attention.ops.backends import HAS_TRITON, tuned
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FACTS = ("inline-attention", "python", "cpu", "torch", "triton", "timm", "torch built for CUDA")
@@ -21,6 +22,8 @@ def describe_run(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     facts = {name: environment[name] for name in FACTS}
     if device.type == "cuda":
         facts |= {name: environment[name] for name in (f"gpu {device.index or 0}", "driver")}
+        if HAS_TRITON:
+            facts["launch settings"] = tuned.source_of(device)
     facts["device"] = str(device)
     facts["dtype"] = str(dtype).removeprefix("torch.")
     precision = torch.get_float32_matmul_precision()

@@ -6,10 +6,10 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inline_attention.cli._options import add_action, add_device, add_img_size, add_precision
+from inline_attention.cli._options import add_action, add_device, add_img_size, add_precision, check_at_least
 from inline_attention.cli._output import check_writable, parse_size
 from inline_attention.environment import choose_device
-from inline_attention.printing import STANDARD_OUTPUT, say, say_text, write_json
+from inline_attention.printing import STANDARD_OUTPUT, counted, say, say_text, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +133,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help="compile N sizes side by side, then time one after the other; all are in memory together (default: 1)",
         )
 
+    tune = add_action(
+        kinds,
+        "tune",
+        "measure the kernels' launch settings on this GPU, and keep them for later processes",
+        description="Measure the kernels' launch settings on this GPU, and keep them in a file that all later\n"
+        "processes read. What the file already has is not measured again: after Ctrl-C or --minutes, the\n"
+        "same command goes on.",
+    )
+    tune.add_argument(
+        "--parts",
+        type=_names,
+        metavar="A,B",
+        help="some of steps (the attention), short (its form in one launch), inference and projected (the MLP, alone "
+        "and with the projection before it), normed (norm and qkv), training (the MLP; default: all but training)",
+    )
+    tune.add_argument("--minutes", type=float, metavar="M", help="begin no measurement after M minutes")
+    tune.add_argument(
+        "--jobs", type=int, default=4, metavar="N", help="processes that compile the kernels (default: 4)"
+    )
+    tune.add_argument("--again", action="store_true", help="measure everything anew")
+    tune.add_argument(
+        "--json", metavar="FILE", help="also write the file's content to FILE, to pass it on; - prints it"
+    )
+    add_device(tune, mps=False)
+
     tables = add_action(kinds, "table", "print the results of earlier runs as markdown")
     tables.add_argument("records", nargs="+", type=Path, metavar="FILE", help="files that --json wrote")
     tables.add_argument(
@@ -170,6 +195,8 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "table":
         _print_records(args.records, args.picture)
         return 0
+    if args.kind == "tune":
+        return _run_tune(args)
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"--threads {args.threads}: expected 1 or more")
@@ -188,6 +215,41 @@ def run(args: argparse.Namespace) -> int:
     if args.json == STANDARD_OUTPUT:
         write_json(STANDARD_OUTPUT, record.content)
     return 1 if record.failed else 0
+
+
+def _run_tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from inline_attention.ops.backends import HAS_TRITON, gpu
+
+    check_at_least(args, jobs=1, minutes=0)
+    device = choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not HAS_TRITON or (device.type != "cuda" and not gpu.INTERPRETED):
+        raise ValueError(f"--device {device}: the kernels are Triton's and run on a GPU, so there is nothing to tune")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+        if reason := gpu.why_not(device):
+            raise ValueError(f"--device {device}: {reason}")
+    from inline_attention.bench.tuning import session
+
+    parts = args.parts or session.DEFAULT
+    minutes = float("inf") if args.minutes is None else args.minutes
+    dtype = torch.float16 if gpu.INTERPRETED else torch.bfloat16  # the interpreter's bfloat16 is wrong
+    with redirect_stdout(sys.stderr) if args.json == STANDARD_OUTPUT else nullcontext():
+        try:
+            path, content = session.tune(
+                parts, device=device, dtype=dtype, jobs=args.jobs, minutes=minutes, again=args.again, log=say
+            )
+        except KeyboardInterrupt:
+            say("what was measured is kept; the same command goes on")
+            raise
+        left = sum(map(len, session.missing(content, parts).values()))
+        say(f"{counted(left, 'measurement')} left or failed; the same command goes on" if left else "all is measured")
+        say(f"processes that start from now on compute with {path}")
+    if args.json is not None:
+        write_json(args.json, content)
+    return 0
 
 
 def _chosen(one: bool, other: bool, names: tuple[str, str]) -> list[str]:

@@ -12,10 +12,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    import torch
+
     from inline_attention.environment import describe_environment
+    from inline_attention.ops.backends import HAS_TRITON, tuned
 
     check_writable(json=args.json)
     facts = describe_environment()
+    if HAS_TRITON and torch.cuda.is_available():
+        facts["launch settings"] = tuned.source_of(torch.device("cuda"))
     if args.json:
         write_json(args.json, facts)
     if args.json == STANDARD_OUTPUT:

@@ -16,10 +16,11 @@ fused_local_weight: Any
 fused_mlp: Any
 fused_norm_linear: Any
 gpu: Any
+tuned: Any
 try:
-    from . import fused, fused_local_weight, fused_mlp, fused_norm_linear, gpu
+    from . import fused, fused_local_weight, fused_mlp, fused_norm_linear, gpu, tuned
 except ImportError:  # no Triton
-    fused = fused_local_weight = fused_mlp = fused_norm_linear = gpu = None
+    fused = fused_local_weight = fused_mlp = fused_norm_linear = gpu = tuned = None
 
 HAS_TRITON = fused is not None
 Backend = Literal["auto", "reference", "triton"]

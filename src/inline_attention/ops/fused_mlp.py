@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from . import gpu
+from . import gpu, tuned
 from .gpu import H200, INTERPRETED, Limits, on_device_of
 from .kernels.mlp import mlp_kernel, mlp_sum_kernel
 from .projections import OutputProjection
@@ -361,6 +361,9 @@ def add_mlp(
 @torch.compiler.assume_constant_result  # otherwise every compiled call would check the whole table
 def wins_of(device: torch.device, width: int, hidden: int, use: Use) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """What was measured on such a GPU: the fields of each `Win`, as plain tuples, which torch.compile can keep."""
+    measured = tuned.rows(device, use, width, hidden)
+    if measured is not None:
+        return measured
     wins = WINS[use]
     found = wins.get((gpu.chip_of(device), width, hidden), ()) if wins else ()
     return tuple((win.least_rows, win.most_rows, tuple(win.tile)) for win in found)

@@ -22,6 +22,7 @@ class Config(NamedTuple):
     `summed_parts` for compile time. Other GPUs and widths run with them too, but were not tuned. Only the numbers of
     programs and of parts depend on the GPU: they follow its multiprocessors. Nothing is autotuned at run time. The
     steps decide how sums are rounded, and autotuning could choose other steps in the next process.
+    `inline bench tune` measures other steps for a GPU, and `plan.step_settings` takes them from its file.
     """
 
     tokens: int = 64  # most tokens per step of a loop

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .. import gpu
+from .. import gpu, tuned
 from ..gpu import INTERPRETED
 from ..local import Grid, LocalSource
 from ..registration import refuse_tangents
@@ -85,5 +85,7 @@ def attention(
     if isinstance(local_weight, LocalSource):
         local = local_tensors(make(local_weight))
     weight = local[0] if local else None
-    out, *_ = forward_op(projections, weight, *masks, sequences, shares, offset, *options, save)
+    out, *_ = forward_op(
+        projections, weight, *masks, sequences, shares, offset, *options, save, tuned.digest(projections[0].device)
+    )
     return out

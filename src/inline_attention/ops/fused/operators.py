@@ -32,7 +32,9 @@ def forward_op(
     grids: Sequence[int],
     num_prefix_tokens: int,
     save: bool,
+    settings: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """settings: `tuned.digest`. It changes nothing, and is there for torch.compile's cache."""
     with on_device_of(projections[0]):
         tensors = Tensors(local_weight, token_mask, query_mask, sequences, shares, offset)
         options = Options(normalization, feature_map, anchored, scale, grids, num_prefix_tokens)
@@ -68,7 +70,8 @@ def backward_op(
 
 @forward_op.register_fake
 def _(projections, local_weight, token_mask, query_mask, sequences, shares, offset, *rest):  # type: ignore[no-untyped-def]  # as the operator
-    options, save = Options(*rest[:-1]), rest[-1]
+    *facts, save = rest[:7]
+    options = Options(*facts)
     q, k, v = unstack(projections)
     plan = make_plan(q, k, v, sequences, options.grids, options.num_prefix_tokens)
     left = (q.new_empty(shape, dtype=dtype) for shape, dtype in saved(plan, options, q.dtype, save))
@@ -89,7 +92,7 @@ def _(grad_out, projections, local_weight, token_mask, query_mask, sequences, sh
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     projections, *rest = inputs
-    tensors, options = Tensors(*rest[:6]), Options(*rest[6:-1])
+    tensors, options = Tensors(*rest[:6]), Options(*rest[6:12])
     _, state, means, scores, lse = output
     if options.anchored:
         tensors = tensors._replace(shares=scores)
@@ -101,7 +104,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad_out is None:
-        return ([None] * len(ctx.needs_input_grad[0]), *[None] * 13)
+        return ([None] * len(ctx.needs_input_grad[0]), *[None] * 14)
     refuse_tangents(grad_out)
     *projections, local_weight, token_mask, query_mask, sequences, shares, offset, state, means, lse = ctx.saved_tensors
     grad_of_local = ctx.needs_input_grad[1]
@@ -117,7 +120,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
         None,
         grad_shares if ctx.needs_input_grad[5] else None,
         grad_offset if ctx.needs_input_grad[6] else None,
-        *[None] * 7,
+        *[None] * 8,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import gpu
+from .. import gpu, tuned
 from ..local import Grid
 from . import config
 
@@ -16,7 +16,7 @@ MOST_OFFSET = 2**31
 
 
 class Plan(NamedTuple):
-    """The geometry of a launch. It depends on shapes alone."""
+    """The geometry of a launch. It depends on shapes, and on the GPU's multiprocessors."""
 
     batch: int
     queries: int  # of a sample, or of the longest packed image
@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     fused: bool  # one program per sample and block
     packed: bool
     grids: list[Grid]  # one, or one for each packed image
+    device: torch.device  # of the launch settings; nothing else depends on it
 
     @property
     def programs(self) -> int:
@@ -69,7 +70,7 @@ def make_plan(
     enough = config.CONFIG.fused_programs * gpu.limits_of(q.device).multiprocessors
     fused = tokens <= config.CONFIG.fused_tokens and batch * blocks >= enough
     return Plan(batch, queries, tokens, heads, key_dim, value_dim, heads_per_block, block_keys, block_values, blocks,
-                fused, sequences is not None, pairs)  # fmt: skip
+                fused, sequences is not None, pairs, q.device)  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -152,7 +153,8 @@ def make_tiles(plan: Plan, device: torch.device, *, local: bool) -> Tiles:
 
 
 def step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> dict[str, int]:
-    """Launch settings of a kernel that steps over tokens: as configured for 32 channels, with more warps for 64.
+    """Launch settings of a kernel that steps over tokens: as measured on this GPU by `inline bench tune`, or else as
+    configured for 32 channels, with more warps for 64.
 
     A state of 128² takes the registers of eight warps and most of the shared memory, so steps are short and not
     pipelined there. Float32 products are unrolled over a step, which must be short for registers to hold it, and they
@@ -160,7 +162,8 @@ def step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> d
     """
     if plan.block_channels > 64:
         return dict(BN=16, num_warps=8, num_stages=1)
-    tokens, warps, stages, registers = config.STEPS[effort][kernel]
+    measured = tuned.rows(plan.device, "steps", effort, kernel, max(32, plan.block_channels))
+    tokens, warps, stages, registers = measured[0][0] if measured else config.STEPS[effort][kernel]
     tokens = min(tokens, config.CONFIG.tokens)
     if dtype == torch.float32:
         tokens, warps, registers = min(tokens, 32), max(warps, 2), 0

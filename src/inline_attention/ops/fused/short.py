@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import gpu
+from .. import gpu, tuned
 from ..kernels.short import short_kernel
 from ..local import LocalSource
 from ..projections import unstack
@@ -100,6 +100,9 @@ def choose_tile(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> Tile:
 @torch.compiler.assume_constant_result  # otherwise every compiled call would check the whole table
 def wins_of(device: torch.device, head_dim: int, makes_weight: bool) -> tuple[tuple[Any, ...], ...]:
     """What was measured on such a GPU: the fields of each `Win`, as plain tuples, which torch.compile can keep."""
+    measured = tuned.rows(device, "short", head_dim, "made" if makes_weight else "given")
+    if measured is not None:
+        return measured
     wins = WINS.get((gpu.chip_of(device), head_dim, makes_weight), ())
     return tuple((*win[:-1], tuple(win.tile)) for win in wins)
 

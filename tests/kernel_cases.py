@@ -86,23 +86,27 @@ class Kind(NamedTuple):
     weighted: bool = False  # a token weight, and an offset where the normalization has one
     anchored: bool = False  # tangent attention
     value_channels: int | None = None  # of a head, if fewer than the keys have
+    mapped: bool = False  # queries and keys are features, which no φ has to make non-negative
 
     def __str__(self) -> str:
         if self.anchored:
             return "tangent"
-        facts = [self.normalization, self.feature_map, "weighted" if self.weighted else ""]
-        return " ".join(filter(None, [*facts, f"e={self.value_channels}" if self.value_channels else ""]))
+        facts = [self.normalization, "features" if self.mapped else self.feature_map]
+        facts += ["weighted"] * self.weighted + [f"e={self.value_channels}"] * (self.value_channels is not None)
+        return " ".join(facts)
 
 
 INLINE = Kind()
 TANGENT = Kind(anchored=True)
 FAMILY = [
-    Kind("divide", "relu"),
-    Kind("magnitude", "elu_plus_one"),
+    Kind("divide", "relu"),  # also of enhanced attention
+    Kind("magnitude", "elu_plus_one"),  # MALA
     TANGENT,
     Kind("subtract", "identity", weighted=True, value_channels=16),
     Kind("divide", "exp", weighted=True),
     Kind("magnitude", "relu", weighted=True, value_channels=16),
+    Kind("divide", "elu_plus_one", weighted=True),  # RALA
+    Kind("divide", "identity", value_channels=8, mapped=True),  # PolaFormer, with fewer values; focused attention
 ]
 
 
@@ -131,6 +135,8 @@ def run(
         if kind.normalization == "subtract":
             leaves["doffset"] = qkv.detach()[:, :1, 0].nan_to_num().to(dtype).requires_grad_()
     q, k, v = leaves["qkv"].unbind(2)
+    if kind.mapped:
+        q, k = q.relu(), k.relu()
     common = dict(local_weight=leaves.get("dweight"), backend=backend, **options)
     one_launch = config.CONFIG.one_launch
     with torch.set_grad_enabled(not one_launch):
@@ -212,10 +218,14 @@ class Specialization(NamedTuple):
 
 def _specializations() -> list[Specialization]:
     """Each head size in each dtype, for InLine attention and for the family. Few enough that thousands of cases are not
-    bound by the compiler."""
+    bound by the compiler.
+
+    On a GPU each member of the family has each dtype, and one of them on the fused path.
+    """
     generator = random.Random(0)
     sizes = list(itertools.product((16, 24, 32, 40, 48, 64, 80, 128) if GPU else (16, 32), DTYPES))
     generator.shuffle(sizes)
+    sizes.sort(key=lambda size: DTYPES.index(size[1]))
     paths = itertools.cycle(("fused", "split", "split"))  # most kernels are on the split path
     inline = [Kind(feature_map=name) for name in ("identity", "relu", "leaky_relu", "exp")]
     masks = [(), ("token_mask",), ("query_mask",), ("token_mask", "query_mask")]
@@ -225,7 +235,9 @@ def _specializations() -> list[Specialization]:
             generator.random() < 2 / 3, generator.choice(masks), generator.random() < 1 / 3,
         )
         for kinds in (inline, FAMILY)
-        for (head_dim, dtype), path, kind in zip(sizes, paths, itertools.cycle(kinds), strict=False)
+        for (head_dim, dtype), path, kind in itertools.islice(
+            zip(itertools.cycle(sizes), paths, itertools.cycle(kinds), strict=False), max(len(sizes), len(kinds))
+        )
     ]  # fmt: skip
 
 

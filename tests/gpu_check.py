@@ -6,7 +6,7 @@
     PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py mlp --cases 400 --processes 14 --seconds 540 --out FOLDER
-    PYTHONPATH=src python tests/gpu_check.py norm --processes 10 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py norm --cases 400 --processes 10 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py short --processes 14 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py settings --processes 14 --seconds 200 --out FOLDER
 
@@ -64,7 +64,9 @@ from kernel_cases import (
     ONE_LAUNCH,
     PATHS,
     Kind,
+    NormLinearCase,
     RandomCase,
+    RandomMlp,
     RandomShort,
     Specialization,
     configured,
@@ -73,6 +75,7 @@ from kernel_cases import (
     make_source,
     random_case,
     random_mlp,
+    random_norm_linear,
     random_short,
     run,
     run_made,
@@ -494,7 +497,7 @@ def mlp_work(item: tuple[str, Any]) -> Any:
     """What processes share."""
     what, share = item
     f = {
-        "check": check_mlp,
+        "check": partial(check_seed, random_mlp),
         "tile": compile_tile,
         "reference": compile_reference,
         "training": compile_training,
@@ -502,9 +505,9 @@ def mlp_work(item: tuple[str, Any]) -> Any:
     return f(share)
 
 
-def check_mlp(seed: int) -> dict[str, Any]:
+def check_seed(draw: Callable[[int], RandomMlp | NormLinearCase], seed: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
-    case = random_mlp(seed)
+    case = draw(seed)
     row: dict[str, Any] = dict(seed=seed, case=str(case))
     try:
         found = case.errors()
@@ -514,6 +517,18 @@ def check_mlp(seed: int) -> dict[str, Any]:
     except Exception as error:  # a kernel that does not compile or run is a result too
         row |= dict(ratio=None, passed=False, exception=repr(error)[:500])
     return row
+
+
+def failures(checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `check_seed` that failed; prints how many there are, and the largest error."""
+    failed = [row for row in checked if not row["passed"]]
+    worst = max((row["ratio"] for row in checked if row["ratio"] is not None), default=0.0)
+    print(
+        f"{len(checked)} random cases, {len(failed)} failed; largest error as a share of what is allowed: {worst:.3f}"
+    )
+    for row in failed[:20]:
+        print("FAILED", row)
+    return failed
 
 
 def measured(each: dict[str, list[Callable[[], Any]]]) -> tuple[dict[str, float], dict[str, str]]:
@@ -611,13 +626,8 @@ def mlp(args: argparse.Namespace) -> dict[str, Any]:
     broken = [found for found in done["tile"] if found]
     checked = done["check"]
     print(f"{len(done['tile'])} tiles compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
-    failed = [row for row in checked if not row["passed"]]
-    worst = max((row["ratio"] for row in checked if row["ratio"] is not None), default=0.0)
-    print(
-        f"{len(checked)} random cases, {len(failed)} failed; largest error as a share of what is allowed: {worst:.3f}"
-    )
-    for row in failed[:20]:
-        print("FAILED", row)
+    failed = failures(checked)
+    torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
     timed: dict[str, list[dict[str, Any]]] = {}
     wins: dict[str, list[str]] = {}
     for use, some in sizes.items():
@@ -677,15 +687,25 @@ def normed_work(share: tuple[int, int, int, torch.dtype]) -> tuple[list[str], fl
 
 
 def normed(args: argparse.Namespace) -> dict[str, Any]:
+    until = time.time() + args.seconds
     dtype = DTYPES[-1]
-    work = [(rows, width, outputs, dtype) for width, outputs in NORMED for rows in NORMED_ROWS]
+    checked = list(in_processes(partial(check_seed, random_norm_linear), range(args.cases), args.processes))
+    failed = failures(checked)
+    torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
+    sizes = [(rows, width, outputs, dtype) for width, outputs in NORMED for rows in NORMED_ROWS]
+    work = sizes if time.time() < until else []
     done = list(in_processes(normed_work, work, args.processes))
     broken = [failure for failures, _ in done for failure in failures]
-    worst = max(error for _, error in done)
-    print(f"{len(broken)} tiles failed; largest error {worst:.2f} roundings", *broken[:9])
+    worst = max((error for _, error in done), default=0.0)
+    print(
+        f"{len(broken)} tiles failed; {until - time.time():.0f} s left; largest error {worst:.2f} roundings",
+        *broken[:9],
+    )
     print("| channels | rows | compiled, µs | kernel, µs | tile | ratio | TFLOP/s |\n|---|---|---|---|---|---|---|")
     timed = []
     for share in work:
+        if time.time() > until:
+            break
         torch.compiler.reset()
         calls, compiled = normed_calls(*share)
         each = {"compiled": [partial(compiled, call[0]) for call in calls]}
@@ -698,7 +718,7 @@ def normed(args: argparse.Namespace) -> dict[str, Any]:
     wins = winning_lines(timed)
     print("WINS:", *wins, sep="\n")
     wrong = [] if worst < 2 else [f"{worst} roundings"]
-    return dict(broken=broken, timed=timed, wins=wins, failed=wrong)
+    return dict(checked=checked, broken=broken, timed=timed, wins=wins, failed=failed + wrong)
 
 
 # short
@@ -797,6 +817,11 @@ def main() -> int:
             command.add_argument("--most-rows", type=int, default=fused_mlp.ANY, help="leave out more rows")
             uses = [use for use in fused_mlp.USES if use != "normed"]
             command.add_argument("--modes", nargs="+", default=uses, choices=uses, help="what is timed")
+        if name == "norm":
+            command.add_argument("--cases", type=int, default=400)
+            command.add_argument(
+                "--seconds", type=float, default=1e9, help="nothing is timed after this time; 0: not at all"
+            )
         if name == "short":
             command.add_argument("--cases", type=int, default=240)
             command.add_argument("--seconds", type=float, default=150, help="nothing is timed after this time")

@@ -14,9 +14,11 @@ from inline_attention.ops import (  # needs Triton
     add_mlp,
     fused,
     fused_mlp,
+    fused_norm_linear,
     gpu,
     linear_attention,
     make_local_weight,
+    norm_linear,
     tangent_attention,
 )
 from inline_attention.ops.fused import config, short
@@ -508,7 +510,54 @@ def random_mlp(seed: int) -> RandomMlp:
     hidden = generator.choice((4 * width, 4 * width, 2 * width + 1, generator.randint(1, 3 * width)))
     rows = generator.choice((1, 49, 197, generator.randint(2, 20_000))) if GPU else generator.randint(1, 40)
     inputs = mlp_inputs((rows,), width, hidden, dtype, seed=seed)
-    limits = gpu.limits_of(inputs[0].device)
-    tiles = [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, width, dtype, limits)]
-    tile = generator.choice(tiles)._replace(splits=generator.choice((1, 1, 2, 5)))
+    tile = generator.choice(fitting_tiles(inputs[0]))._replace(splits=generator.choice((1, 1, 2, 5)))
     return RandomMlp(inputs, generator.choice((tile, tile, None)))
+
+
+def fitting_tiles(x: Tensor) -> list[fused_mlp.Tile]:
+    limits = gpu.limits_of(x.device)
+    return [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, x.shape[-1], x.dtype, limits)]
+
+
+# The norm of a block and the linear layer after it
+
+
+class NormLinearCase(NamedTuple):
+    tensors: tuple[Tensor, ...]  # x, norm_weight, norm_bias, weight, bias
+    tile: fused_mlp.Tile | None
+
+    def errors(self) -> list[Error]:
+        """Of the normalised rows and of the output"""
+        x, *norm, weight, bias = self.tensors
+        exact = norm_linear(*(t.double() for t in self.tensors), backend="reference")
+        plain = norm_linear(*self.tensors, backend="reference")
+        fast = fused_norm_linear.norm_linear(x, norm, weight, bias, 1e-5, x.dtype, self.tile)
+        return errors(*(dict(zip(("normed", "out"), y, strict=True)) for y in (exact, plain, fast)))
+
+    def __str__(self) -> str:
+        x, *_, bias = self.tensors
+        return f"rows {tuple(x.shape[:-1])}, {x.shape[-1]} → {len(bias)} channels, {x.dtype}, {self.tile}"
+
+
+def norm_linear_inputs(
+    rows: tuple[int, ...], width: int, outputs: int, dtype: torch.dtype, *, seed: int = 0
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+    norm = 1 + normal(width, scale=0.2), normal(width, scale=0.2)
+    return normal(*rows, width) + 3, *norm, normal(outputs, width, scale=width**-0.5), normal(outputs, scale=0.2)
+
+
+def random_norm_linear(seed: int) -> NormLinearCase:
+    """Widths of models and others, with any tile that fits, split and not."""
+    generator = random.Random(seed)
+    dtype = DTYPES[seed % len(DTYPES)]
+    width = generator.choice((64, 96, 160, 192, 384) if GPU else (16, 32, 48)) - generator.choice((0, 0, 0, 5))
+    rows = generator.choice((1, 197, generator.randint(2, 20_000))) if GPU else generator.randint(1, 40)
+    outputs = generator.choice((3 * width, generator.randint(1, 2 * width)))
+    tensors = norm_linear_inputs((rows,), width, outputs, dtype, seed=seed)
+    tile = generator.choice(fitting_tiles(tensors[0]))
+    return NormLinearCase(tensors, generator.choice((None, tile, tile._replace(splits=generator.randint(1, 5)))))

@@ -7,6 +7,7 @@
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py mlp --cases 400 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py norm --cases 400 --processes 10 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py block --processes 14 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py short --processes 14 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py settings --processes 14 --seconds 200 --out FOLDER
 
@@ -20,10 +21,12 @@ MLP's kernel. It then times every tile of `fused_mlp.TILES` beside what torch.co
 reference, and prints the lines of `fused_mlp.WINS` for the tiles that win. For training it times the forward pass
 of every tile, and then forward and backward with the fastest, compiled, beside those of a block's own modules; that
 gives the wins of "training". `--modes` names what is timed. `norm` does it for the kernel of a norm and the projection
-to q, k and v. `short` does it for the forward pass in one launch: beside today's launches in CUDA graphs, with the
-local weight made inside and with a given one. It prints the lines of `fused.short.WINS`, and stops after 150 seconds
-unless `--seconds` says otherwise. `settings` times each attention kernel with other tokens of a step, warps and stages
-than `fused.config.STEPS` has, and prints the fastest.
+to q, k and v. `block` compares a block that takes all of these kernels with the same block in plain PyTorch: the errors
+of its output and gradients against float64, as multiples of the plain block's. `short` does what `mlp` does for the
+forward pass in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given
+one. It prints the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise.
+`settings` times each attention kernel with other tokens of a step, warps and stages than `fused.config.STEPS` has, and
+prints the fastest.
 
 Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
 """
@@ -57,19 +60,24 @@ if not torch.cuda.is_available():  # to try this script; the interpreter is slow
 import launch_settings
 import short_times
 from kernel_cases import (
+    BLOCK_FACTOR,
+    BLOCK_RUNS,
     DEVICE,
     DTYPES,
     FAMILY,
     INLINE,
     ONE_LAUNCH,
     PATHS,
+    BlockCase,
     Kind,
     NormLinearCase,
     RandomCase,
     RandomMlp,
     RandomShort,
     Specialization,
+    block_cases,
     configured,
+    every_kernel_wins,
     made_results,
     make_inputs,
     make_source,
@@ -721,6 +729,41 @@ def normed(args: argparse.Namespace) -> dict[str, Any]:
     return dict(checked=checked, broken=broken, timed=timed, wins=wins, failed=failed + wrong)
 
 
+# block
+
+
+def block_work(share: tuple[BlockCase, str]) -> dict[str, Any]:
+    """The errors of a block with all kernels, as multiples of those of the plain block."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
+    case, name = share
+    config, training = BLOCK_RUNS[name]
+    row: dict[str, Any] = dict(case=str(case), run=name)
+    try:
+        with every_kernel_wins():
+            found = case.errors(training=training, **config)
+        row["ratio"] = {name: error / (allowed / BLOCK_FACTOR) for name, error, allowed in found}
+        row["passed"] = all(error <= allowed for _, error, allowed in found)
+    except Exception as error:  # a kernel that does not compile or run is a result too
+        row |= dict(ratio={}, passed=False, exception=repr(error)[:500])
+    return row
+
+
+def block(args: argparse.Namespace) -> dict[str, Any]:
+    work = [(case, name) for case in block_cases(args.attentions) for name in BLOCK_RUNS]
+    print("| block | run | output | largest of gradients |\n|---|---|---|---|")
+    rows = []
+    for row in in_processes(block_work, work, args.processes):
+        rows.append(row)
+        ratios = {name: f"{ratio:.2f}" for name, ratio in row["ratio"].items()}
+        out = ratios.pop("out", row.get("exception"))
+        largest = max(ratios, key=lambda name: row["ratio"][name], default=None)
+        print(
+            f"| {row['case']} | {row['run']} | {out} | {f'{ratios[largest]}, {largest}' if largest else ''} |",
+            flush=True,
+        )
+    return dict(results=rows, failed=[row for row in rows if not row["passed"]])
+
+
 # short
 
 
@@ -798,6 +841,7 @@ def main() -> int:
         "random": random,
         "mlp": mlp,
         "norm": normed,
+        "block": block,
         "short": one_launch,
         "settings": settings,
     }
@@ -821,6 +865,11 @@ def main() -> int:
             command.add_argument("--cases", type=int, default=400)
             command.add_argument(
                 "--seconds", type=float, default=1e9, help="nothing is timed after this time; 0: not at all"
+            )
+        if name == "block":
+            names = ("inline", "linear", "mala", "rala", "polaformer", "tangent")
+            command.add_argument(
+                "--attentions", nargs="+", default=["inline", "tangent", "mala", "rala"], choices=names
             )
         if name == "short":
             command.add_argument("--cases", type=int, default=240)

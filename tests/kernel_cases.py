@@ -2,13 +2,15 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from inline_attention.layers.block import Block
+from inline_attention.layers.registry import build_attention
 from inline_attention.ops import (  # needs Triton
     OutputProjection,
     add_mlp,
@@ -20,6 +22,7 @@ from inline_attention.ops import (  # needs Triton
     make_local_weight,
     norm_linear,
     tangent_attention,
+    use_backend,
 )
 from inline_attention.ops.fused import config, short
 from inline_attention.ops.fused.short import Tile
@@ -561,3 +564,121 @@ def random_norm_linear(seed: int) -> NormLinearCase:
     tensors = norm_linear_inputs((rows,), width, outputs, dtype, seed=seed)
     tile = generator.choice(fitting_tiles(tensors[0]))
     return NormLinearCase(tensors, generator.choice((None, tile, tile._replace(splits=generator.randint(1, 5)))))
+
+
+# A whole block
+
+BLOCK_FACTOR = 1.2  # how much larger the errors of a block with kernels may be than those of a plain one
+
+
+class BlockCase(NamedTuple):
+    """A block with everything that `optimize` may choose for it, against the same block in plain PyTorch.
+
+    Its parameters have the digits of `dtype`, so that all of an error comes from the calls.
+    """
+
+    attention: str
+    width: int
+    heads: int
+    batch: int
+    grid: tuple[int, int]
+    dtype: torch.dtype
+    autocast: bool  # a float32 stream and parameters; otherwise all in `dtype`
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attention}, {self.width} channels, {self.heads} heads, batch {self.batch}, grid {self.grid}, "
+            f"{self.dtype}, {'a float32 stream' if self.autocast else 'all in it'}"
+        )
+
+    def draw(self) -> tuple[Block, Tensor, Tensor]:
+        """The block in float64, its input and the gradient of its output"""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        attention = build_attention(self.attention, self.width, self.heads, num_prefix_tokens=1, local_residual=True)
+        block = Block(self.width, attention, mlp_ratio=4, norm_eps=1e-6)
+        with torch.no_grad():
+            for name, parameter in block.named_parameters():
+                if parameter.ndim > 1 and not name.endswith(("b1", "b2")):
+                    parameter.copy_(normal(*parameter.shape) * parameter.shape[-1] ** -0.5)
+                else:
+                    parameter.copy_(normal(*parameter.shape) * 0.2 + ("norm" in name and name.endswith("weight")))
+        rows = (self.batch, 1 + self.grid[0] * self.grid[1], self.width)
+        x, grad = normal(*rows), normal(*rows)
+        return block.to(DEVICE, self.dtype).double(), *(t.to(DEVICE, self.dtype).double() for t in (x, grad))
+
+    def results(self, dtype: torch.dtype, *, fused: bool, training: bool, config: Mapping[str, Any]) -> Results:
+        block, x, grad = self.draw()
+        autocast = self.autocast and dtype != torch.float64
+        stream = torch.float32 if autocast else dtype
+        block.to(stream).train(training)
+        leaves = dict(block.named_parameters()) | dict(x=x.to(stream).requires_grad_())
+        if fused:
+            block.fused = ("inference", "normed", "projected", "training")
+        backend = use_backend("triton" if fused else "reference")
+        autocasting = torch.autocast(DEVICE, self.dtype, enabled=autocast)
+        with backend, configured(**config), autocasting, torch.set_grad_enabled(training):
+            out = block(leaves["x"], self.grid)
+        if not training:
+            return dict(out=out)
+        grads = torch.autograd.grad(out, list(leaves.values()), grad.to(stream))
+        return dict(out=out.detach()) | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+
+    def errors(self, *, training: bool, **config: Any) -> list[Error]:
+        """Allowed is `BLOCK_FACTOR` times the error of the plain block.
+
+        The errors of a few numbers differ by chance. So the gradients of all vectors count as one tensor, in which each
+        is as long as the others, together with those of the local residual's network, which sees one token an image.
+
+        Args:
+            training: the output and all gradients in training mode; otherwise the output of inference.
+            config: changes to `config.CONFIG`, which choose the launches of the attention.
+        """
+        exact, plain, fast = (
+            self.results(dtype, fused=fused, training=training, config=config)
+            for dtype, fused in ((torch.float64, False), (self.dtype, False), (self.dtype, True))
+        )
+        if training:
+            few = [name for name in exact if exact[name].ndim == 1 or "local" in name]
+            sizes = [exact[name].norm() for name in few]
+            for found in (exact, plain, fast):
+                parts = [found.pop(name).flatten() / size for name, size in zip(few, sizes, strict=True)]
+                found["vectors and local residual"] = torch.cat(parts)
+        return errors(exact, plain, fast, factor=BLOCK_FACTOR, roundings=0.0)
+
+
+def block_cases(attentions: Iterable[str] = ("inline", "tangent", "mala", "rala")) -> list[BlockCase]:
+    """Half precision, with a stream of either. The interpreter is slow, so the block is small there."""
+    sizes: Any = (192, 6, 8, (14, 14)) if GPU else (32, 2, 2, (7, 9))
+    return [
+        BlockCase(name, *sizes, dtype, autocast)
+        for name in attentions
+        for dtype in DTYPES[1:]
+        for autocast in (True, False)
+    ]
+
+
+# What the attention launches in a block, and whether the block is trained.
+BLOCK_RUNS: dict[str, tuple[dict[str, Any], bool]] = {
+    "inference, one launch": (ONE_LAUNCH, False),
+    "inference": (PATHS["split"], False),
+    "training, short sequences": (PATHS["fused"], True),
+    "training": (PATHS["split"], True),
+}
+
+
+@contextmanager
+def every_kernel_wins() -> Iterator[None]:
+    """The kernels of the MLP and of the norm run for all sizes, as if each had been measured to be faster."""
+
+    def choose(x: Tensor, hidden: int, dtype: torch.dtype, use: str) -> fused_mlp.Tile:
+        return fused_mlp.choose_tile(x.numel() // x.shape[-1], x.shape[-1], hidden, dtype, gpu.limits_of(x.device))
+
+    before, fused_mlp.winning_tile = fused_mlp.winning_tile, choose
+    try:
+        yield
+    finally:
+        fused_mlp.winning_tile = before

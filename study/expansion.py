@@ -1,8 +1,8 @@
 """Softmax attention replaced by its expansions in a trained model, without any training.
 
 The weights of `softmax_deit_study` are used as they are. Only the attention of every block changes. Two of the rows are
-known from other work and are no attentions of the library: the expansion of second order at zero, and clustered
-attention, which is of order zero at several anchors. They are computed as matrices here.
+there for comparison and are no attentions of the library: the expansion of second order at zero, computed as a matrix,
+and clustered attention, which is of order zero at several anchors.
 """
 
 import hashlib
@@ -46,7 +46,13 @@ ROWS = {  # title: attention, anchors
 EVERY = 5  # one image of so many for the errors of layers
 
 
-class TaylorAttention(SoftmaxAttention):
+class Expansion(SoftmaxAttention):
+    """Another attention in the place of softmax, with the same parameters."""
+
+    anchors: int = 1
+
+
+class TaylorAttention(Expansion):
     """Softmax attention as a function of the query, expanded to second order at the query zero.
 
     With c_ij = s·q_i·(k_j − k̄): out_i = v̄ + (1/N)·Σ_j (c_ij + c_ij²/2)·(v_j − v̄). The first order is InLine attention.
@@ -59,13 +65,11 @@ class TaylorAttention(SoftmaxAttention):
         return (mean + (scores + scores.square() / 2) @ (v - mean) / k.shape[2]).transpose(1, 2)
 
 
-class CentroidAttention(SoftmaxAttention):
+class CentroidAttention(Expansion):
     """Clustered attention (arXiv 2007.04825): each query gets the softmax attention of its nearest anchor.
 
     The anchors are those of `TangentAttention`.
     """
-
-    anchors: int
 
     def global_attention(self, q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, token_mask: Tensor | None) -> Tensor:
         anchors, nearest = find_anchors(q.transpose(1, 2), None, count=self.anchors)
@@ -73,7 +77,7 @@ class CentroidAttention(SoftmaxAttention):
         return take_rows(out.transpose(1, 2), nearest).transpose(1, 2)
 
 
-OF_THE_STUDY: dict[str, type[SoftmaxAttention]] = {"taylor": TaylorAttention, "centroids": CentroidAttention}
+OF_THE_STUDY: dict[str, type[Expansion]] = {"taylor": TaylorAttention, "centroids": CentroidAttention}
 
 
 class Row(NamedTuple):
@@ -99,7 +103,7 @@ def carry_over(teacher: nn.Module, attention: str, anchors: int) -> nn.Module:
         for module in model.modules():
             if isinstance(module, SoftmaxAttention):
                 module.__class__ = OF_THE_STUDY[attention]
-                module.anchors = anchors
+                vars(module)["anchors"] = anchors
     elif attention != "softmax":
         linearize(model, attention=attention, anchors=anchors, local_residual=False)
     return model.eval()

@@ -82,7 +82,7 @@ def test_centroids_have_the_softmax_of_their_anchors() -> None:
 def test_errors_of_layers(teacher: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of the values has the error 1. Two batches count as one, and the model is left as it was."""
 
-    class Mean(SoftmaxAttention):
+    class Mean(expansion.Expansion):
         def global_attention(self, q, k, v, **_):  # type: ignore[no-untyped-def]
             return v.mean(1, keepdim=True).expand_as(v)
 

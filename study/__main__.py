@@ -206,17 +206,28 @@ def run_probes(args: argparse.Namespace) -> int:
 def run_expansion(args: argparse.Namespace) -> int:
     from inline_attention.environment import choose_device, describe_environment
     from inline_attention.printing import write_json
-    from study.expansion import ROWS, TEACHER_SHA256, evaluate_rows, read_rows
+    from study.expansion import ROWS, TEACHER_SHA256, evaluate_layers, evaluate_rows, read_table
 
-    known = read_rows(args.json) if args.json else []
+    known, layers = read_table(args.json) if args.json else ([], [])
     table = {row.title: row for row in known}
-    loading = dict(batch_size=args.batch_size, workers=args.workers)
-    for row in evaluate_rows(args.data, device=choose_device(args.device), known=known, **loading):
+
+    def write() -> None:
+        rows = [table[title]._asdict() for title in ROWS if title in table]
+        content = dict(environment=describe_environment(), teacher=TEACHER_SHA256, rows=rows)
+        write_json(args.json, content | dict(layers=[row._asdict() for row in layers]))
+
+    options = dict(device=choose_device(args.device), batch_size=args.batch_size, workers=args.workers)
+    for row in evaluate_rows(args.data, known=known, **options):
         say(f"{row.title:28} top-1 {row.top1:.2f}%  top-5 {row.top5:.2f}%  {row.images} images")
         if args.json and row.title not in table:
             table[row.title] = row
-            rows = [table[title]._asdict() for title in ROWS if title in table]
-            write_json(args.json, dict(environment=describe_environment(), teacher=TEACHER_SHA256, rows=rows))
+            write()
+    if [row.title for row in layers] != list(ROWS):
+        layers = evaluate_layers(args.data, **options)
+        if args.json:
+            write()
+    for errors in layers:
+        say(f"{errors.title:28} error by layer {', '.join(f'{error:.3f}' for error in errors.errors)}")
     return 0
 
 

@@ -6,7 +6,8 @@
     PYTHONPATH=src python tests/gpu_check.py repeat --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py random --cases 2000 --processes 14 --seconds 540 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py mlp --cases 400 --processes 14 --seconds 540 --out FOLDER
-    PYTHONPATH=src python tests/gpu_check.py norm --processes 10 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py norm --cases 400 --processes 10 --out FOLDER
+    PYTHONPATH=src python tests/gpu_check.py block --processes 14 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py short --processes 14 --out FOLDER
     PYTHONPATH=src python tests/gpu_check.py settings --processes 14 --seconds 200 --out FOLDER
 
@@ -20,10 +21,12 @@ MLP's kernel. It then times every tile of `fused_mlp.TILES` beside what torch.co
 reference, and prints the lines of `fused_mlp.WINS` for the tiles that win. For training it times the forward pass
 of every tile, and then forward and backward with the fastest, compiled, beside those of a block's own modules; that
 gives the wins of "training". `--modes` names what is timed. `norm` does it for the kernel of a norm and the projection
-to q, k and v. `short` does it for the forward pass in one launch: beside today's launches in CUDA graphs, with the
-local weight made inside and with a given one. It prints the lines of `fused.short.WINS`, and stops after 150 seconds
-unless `--seconds` says otherwise. `settings` times each attention kernel with other tokens of a step, warps and stages
-than `fused.config.STEPS` has, and prints the fastest.
+to q, k and v. `block` compares a block that takes all of these kernels with the same block in plain PyTorch: the errors
+of its output and gradients against float64, as multiples of the plain block's. `short` does what `mlp` does for the
+forward pass in one launch: beside today's launches in CUDA graphs, with the local weight made inside and with a given
+one. It prints the lines of `fused.short.WINS`, and stops after 150 seconds unless `--seconds` says otherwise.
+`settings` times each attention kernel with other tokens of a step, warps and stages than `fused.config.STEPS` has, and
+prints the fastest.
 
 Each command prints a table, writes a JSON file to `--out`, and exits with 1 if anything is wrong.
 """
@@ -37,6 +40,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +55,30 @@ if not torch.cuda.is_available():  # to try this script; the interpreter is slow
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from kernel_cases import (
+    BLOCK_FACTOR,
+    BLOCK_RUNS,
     DEVICE,
     DTYPES,
     FAMILY,
     INLINE,
     ONE_LAUNCH,
     PATHS,
+    BlockCase,
     Kind,
+    NormLinearCase,
     RandomCase,
+    RandomMlp,
     RandomShort,
     Specialization,
+    block_cases,
     configured,
+    every_kernel_wins,
     made_results,
     make_inputs,
     make_source,
     random_case,
     random_mlp,
+    random_norm_linear,
     random_short,
     run,
     run_made,
@@ -400,12 +412,12 @@ def winning_lines(wins: Mapping[tuple[Any, ...], Sequence[tuple[Any, ...]]]) -> 
 def mlp_work(item: tuple[str, Any]) -> Any:
     """What processes share."""
     what, share = item
-    return check_mlp(share) if what == "check" else tiles.compile_one(share)
+    return check_seed(random_mlp, share) if what == "check" else tiles.compile_one(share)
 
 
-def check_mlp(seed: int) -> dict[str, Any]:
+def check_seed(draw: Callable[[int], RandomMlp | NormLinearCase], seed: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
-    case = random_mlp(seed)
+    case = draw(seed)
     row: dict[str, Any] = dict(seed=seed, case=str(case))
     try:
         found = case.errors()
@@ -417,6 +429,18 @@ def check_mlp(seed: int) -> dict[str, Any]:
     finally:
         torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
     return row
+
+
+def failures(checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `check_seed` that failed; prints how many there are, and the largest error."""
+    failed = [row for row in checked if not row["passed"]]
+    worst = max((row["ratio"] for row in checked if row["ratio"] is not None), default=0.0)
+    print(
+        f"{len(checked)} random cases, {len(failed)} failed; largest error as a share of what is allowed: {worst:.3f}"
+    )
+    for row in failed[:20]:
+        print("FAILED", row)
+    return failed
 
 
 def mlp(args: argparse.Namespace) -> dict[str, Any]:
@@ -439,13 +463,8 @@ def mlp(args: argparse.Namespace) -> dict[str, Any]:
     broken = [found for found in done[: len(ordered)] if found]
     checked = done[len(ordered) :]
     print(f"{len(ordered)} kernels compiled, {len(broken)} failed; {until - time.time():.0f} s left", *broken[:9])
-    failed = [row for row in checked if not row["passed"]]
-    worst = max((row["ratio"] for row in checked if row["ratio"] is not None), default=0.0)
-    print(
-        f"{len(checked)} random cases, {len(failed)} failed; largest error as a share of what is allowed: {worst:.3f}"
-    )
-    for row in failed[:20]:
-        print("FAILED", row)
+    failed = failures(checked)
+    torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
     timed = {use: time_halves(use, some, until) for use, some in halves.items()}
     wins = {use: winning_lines(tiles.wins_of(rows)) for use, rows in timed.items()}
     print("WINS:", *(line for use in wins for line in (use, *wins[use])), sep="\n")
@@ -485,16 +504,55 @@ def normed_work(half: tiles.Half) -> tuple[list[str], float]:
 
 
 def normed(args: argparse.Namespace) -> dict[str, Any]:
-    halves = tiles.halves_of("normed")
+    until = time.time() + args.seconds
+    checked = list(in_processes(partial(check_seed, random_norm_linear), range(args.cases), args.processes))
+    failed = failures(checked)
+    torch.use_deterministic_algorithms(False)  # or every torch.empty would be filled, and timed
+    halves = tiles.halves_of("normed") if time.time() < until else []
     done = list(in_processes(normed_work, halves, args.processes))
-    broken = [failure for failures, _ in done for failure in failures]
-    worst = max(error for _, error in done)
+    broken = [failure for each, _ in done for failure in each]
+    worst = max((error for _, error in done), default=0.0)
     print(f"{len(broken)} tiles failed; largest error {worst:.2f} roundings", *broken[:9])
-    timed = time_halves("normed", halves)
+    timed = time_halves("normed", halves, until)
     wins = winning_lines(tiles.wins_of(timed))
     print("WINS:", *wins, sep="\n")
     wrong = [] if worst < 2 else [f"{worst} roundings"]
-    return dict(broken=broken, timed=timed, wins=wins, failed=wrong)
+    return dict(checked=checked, broken=broken, timed=timed, wins=wins, failed=failed + wrong)
+
+
+# block
+
+
+def block_work(share: tuple[BlockCase, str]) -> dict[str, Any]:
+    """The errors of a block with all kernels, as multiples of those of the plain block."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what a kernel leaves unwritten shows as NaN
+    case, name = share
+    config, training = BLOCK_RUNS[name]
+    row: dict[str, Any] = dict(case=str(case), run=name)
+    try:
+        with every_kernel_wins():
+            found = case.errors(training=training, **config)
+        row["ratio"] = {name: error / (allowed / BLOCK_FACTOR) for name, error, allowed in found}
+        row["passed"] = all(error <= allowed for _, error, allowed in found)
+    except Exception as error:  # a kernel that does not compile or run is a result too
+        row |= dict(ratio={}, passed=False, exception=repr(error)[:500])
+    return row
+
+
+def block(args: argparse.Namespace) -> dict[str, Any]:
+    work = [(case, name) for case in block_cases(args.attentions) for name in BLOCK_RUNS]
+    print("| block | run | output | largest of gradients |\n|---|---|---|---|")
+    rows = []
+    for row in in_processes(block_work, work, args.processes):
+        rows.append(row)
+        ratios = {name: f"{ratio:.2f}" for name, ratio in row["ratio"].items()}
+        out = ratios.pop("out", row.get("exception"))
+        largest = max(ratios, key=lambda name: row["ratio"][name], default=None)
+        print(
+            f"| {row['case']} | {row['run']} | {out} | {f'{ratios[largest]}, {largest}' if largest else ''} |",
+            flush=True,
+        )
+    return dict(results=rows, failed=[row for row in rows if not row["passed"]])
 
 
 # short
@@ -571,6 +629,7 @@ def main() -> int:
         "random": random,
         "mlp": mlp,
         "norm": normed,
+        "block": block,
         "short": short,
         "settings": settings,
     }
@@ -590,6 +649,16 @@ def main() -> int:
             command.add_argument("--most-rows", type=int, default=fused_mlp.ANY, help="leave out more rows")
             uses = [use for use in fused_mlp.USES if use != "normed"]
             command.add_argument("--modes", nargs="+", default=uses, choices=uses, help="what is timed")
+        if name == "norm":
+            command.add_argument("--cases", type=int, default=400)
+            command.add_argument(
+                "--seconds", type=float, default=1e9, help="nothing is timed after this time; 0: not at all"
+            )
+        if name == "block":
+            names = ("inline", "linear", "mala", "rala", "polaformer", "tangent")
+            command.add_argument(
+                "--attentions", nargs="+", default=["inline", "tangent", "mala", "rala"], choices=names
+            )
         if name == "short":
             command.add_argument("--cases", type=int, default=240)
             command.add_argument("--seconds", type=float, default=150, help="nothing is timed after this time")

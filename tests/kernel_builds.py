@@ -53,6 +53,7 @@ GPUS = {
     "sm_89": GPU(GPUTarget("cuda", 89, 32), Limits(142, 99 * KiB)),  # L40S, RTX 4090
     "sm_90": GPU(GPUTarget("cuda", 90, 32), Limits(132, 227 * KiB)),  # H100, H200
     "sm_100": GPU(GPUTarget("cuda", 100, 32), Limits(148, 227 * KiB)),  # B200
+    "sm_120": GPU(GPUTarget("cuda", 120, 32), Limits(170, 99 * KiB)),  # RTX 5090
     "gfx942": GPU(GPUTarget("hip", "gfx942", 64), Limits(304, 64 * KiB)),  # MI300X
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -189,6 +190,7 @@ CASES: dict[str, Callable[[], None]] = {
     "mala-fp32-64": lambda: attention(torch.float32, 64, "magnitude", "elu_plus_one"),
     "tangent-bf16-32": lambda: attention(torch.bfloat16, 32, anchored=True),
     "tangent-bf16-64": lambda: attention(torch.bfloat16, 64, anchored=True),
+    "tangent-fp32-64": lambda: attention(torch.float32, 64, anchored=True),
     "tangent-fp32-32-masked": lambda: attention(torch.float32, 32, anchored=True, masked=True),
     "one_launch-bf16-32": lambda: one_launch(torch.bfloat16, 32),
     "one_launch-bf16-32-tiles": lambda: one_launch(torch.bfloat16, 32, tiles=short.TILES),

@@ -2,22 +2,27 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from inline_attention.layers.block import Block
+from inline_attention.layers.registry import build_attention
 from inline_attention.ops import (  # needs Triton
     OutputProjection,
     add_mlp,
     fused,
     fused_mlp,
+    fused_norm_linear,
     gpu,
     linear_attention,
     make_local_weight,
+    norm_linear,
     tangent_attention,
+    use_backend,
 )
 from inline_attention.ops.fused import config, short
 from inline_attention.ops.fused.short import Tile
@@ -86,23 +91,27 @@ class Kind(NamedTuple):
     weighted: bool = False  # a token weight, and an offset where the normalization has one
     anchored: bool = False  # tangent attention
     value_channels: int | None = None  # of a head, if fewer than the keys have
+    mapped: bool = False  # queries and keys are features, which no φ has to make non-negative
 
     def __str__(self) -> str:
         if self.anchored:
             return "tangent"
-        facts = [self.normalization, self.feature_map, "weighted" if self.weighted else ""]
-        return " ".join(filter(None, [*facts, f"e={self.value_channels}" if self.value_channels else ""]))
+        facts = [self.normalization, "features" if self.mapped else self.feature_map]
+        facts += ["weighted"] * self.weighted + [f"e={self.value_channels}"] * (self.value_channels is not None)
+        return " ".join(facts)
 
 
 INLINE = Kind()
 TANGENT = Kind(anchored=True)
 FAMILY = [
-    Kind("divide", "relu"),
-    Kind("magnitude", "elu_plus_one"),
+    Kind("divide", "relu"),  # also of enhanced attention
+    Kind("magnitude", "elu_plus_one"),  # MALA
     TANGENT,
     Kind("subtract", "identity", weighted=True, value_channels=16),
     Kind("divide", "exp", weighted=True),
     Kind("magnitude", "relu", weighted=True, value_channels=16),
+    Kind("divide", "elu_plus_one", weighted=True),  # RALA
+    Kind("divide", "identity", value_channels=8, mapped=True),  # PolaFormer, with fewer values; focused attention
 ]
 
 
@@ -131,6 +140,8 @@ def run(
         if kind.normalization == "subtract":
             leaves["doffset"] = qkv.detach()[:, :1, 0].nan_to_num().to(dtype).requires_grad_()
     q, k, v = leaves["qkv"].unbind(2)
+    if kind.mapped:
+        q, k = q.relu(), k.relu()
     common = dict(local_weight=leaves.get("dweight"), backend=backend, **options)
     one_launch = config.CONFIG.one_launch
     with torch.set_grad_enabled(not one_launch):
@@ -212,10 +223,14 @@ class Specialization(NamedTuple):
 
 def _specializations() -> list[Specialization]:
     """Each head size in each dtype, for InLine attention and for the family. Few enough that thousands of cases are not
-    bound by the compiler."""
+    bound by the compiler.
+
+    On a GPU each member of the family has each dtype, and one of them on the fused path.
+    """
     generator = random.Random(0)
     sizes = list(itertools.product((16, 24, 32, 40, 48, 64, 80, 128) if GPU else (16, 32), DTYPES))
     generator.shuffle(sizes)
+    sizes.sort(key=lambda size: DTYPES.index(size[1]))
     paths = itertools.cycle(("fused", "split", "split"))  # most kernels are on the split path
     inline = [Kind(feature_map=name) for name in ("identity", "relu", "leaky_relu", "exp")]
     masks = [(), ("token_mask",), ("query_mask",), ("token_mask", "query_mask")]
@@ -225,7 +240,9 @@ def _specializations() -> list[Specialization]:
             generator.random() < 2 / 3, generator.choice(masks), generator.random() < 1 / 3,
         )
         for kinds in (inline, FAMILY)
-        for (head_dim, dtype), path, kind in zip(sizes, paths, itertools.cycle(kinds), strict=False)
+        for (head_dim, dtype), path, kind in itertools.islice(
+            zip(itertools.cycle(sizes), paths, itertools.cycle(kinds), strict=False), max(len(sizes), len(kinds))
+        )
     ]  # fmt: skip
 
 
@@ -496,7 +513,172 @@ def random_mlp(seed: int) -> RandomMlp:
     hidden = generator.choice((4 * width, 4 * width, 2 * width + 1, generator.randint(1, 3 * width)))
     rows = generator.choice((1, 49, 197, generator.randint(2, 20_000))) if GPU else generator.randint(1, 40)
     inputs = mlp_inputs((rows,), width, hidden, dtype, seed=seed)
-    limits = gpu.limits_of(inputs[0].device)
-    tiles = [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, width, dtype, limits)]
-    tile = generator.choice(tiles)._replace(splits=generator.choice((1, 1, 2, 5)))
+    tile = generator.choice(fitting_tiles(inputs[0]))._replace(splits=generator.choice((1, 1, 2, 5)))
     return RandomMlp(inputs, generator.choice((tile, tile, None)))
+
+
+def fitting_tiles(x: Tensor) -> list[fused_mlp.Tile]:
+    limits = gpu.limits_of(x.device)
+    return [tile for tile in fused_mlp.TILES if fused_mlp.fits(tile, x.shape[-1], x.dtype, limits)]
+
+
+# The norm of a block and the linear layer after it
+
+
+class NormLinearCase(NamedTuple):
+    tensors: tuple[Tensor, ...]  # x, norm_weight, norm_bias, weight, bias
+    tile: fused_mlp.Tile | None
+
+    def errors(self) -> list[Error]:
+        """Of the normalised rows and of the output"""
+        x, *norm, weight, bias = self.tensors
+        exact = norm_linear(*(t.double() for t in self.tensors), backend="reference")
+        plain = norm_linear(*self.tensors, backend="reference")
+        fast = fused_norm_linear.norm_linear(x, norm, weight, bias, 1e-5, x.dtype, self.tile)
+        return errors(*(dict(zip(("normed", "out"), y, strict=True)) for y in (exact, plain, fast)))
+
+    def __str__(self) -> str:
+        x, *_, bias = self.tensors
+        return f"rows {tuple(x.shape[:-1])}, {x.shape[-1]} → {len(bias)} channels, {x.dtype}, {self.tile}"
+
+
+def norm_linear_inputs(
+    rows: tuple[int, ...], width: int, outputs: int, dtype: torch.dtype, *, seed: int = 0
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+    norm = 1 + normal(width, scale=0.2), normal(width, scale=0.2)
+    return normal(*rows, width) + 3, *norm, normal(outputs, width, scale=width**-0.5), normal(outputs, scale=0.2)
+
+
+def random_norm_linear(seed: int) -> NormLinearCase:
+    """Widths of models and others, with any tile that fits, split and not."""
+    generator = random.Random(seed)
+    dtype = DTYPES[seed % len(DTYPES)]
+    width = generator.choice((64, 96, 160, 192, 384) if GPU else (16, 32, 48)) - generator.choice((0, 0, 0, 5))
+    rows = generator.choice((1, 197, generator.randint(2, 20_000))) if GPU else generator.randint(1, 40)
+    outputs = generator.choice((3 * width, generator.randint(1, 2 * width)))
+    tensors = norm_linear_inputs((rows,), width, outputs, dtype, seed=seed)
+    tile = generator.choice(fitting_tiles(tensors[0]))
+    return NormLinearCase(tensors, generator.choice((None, tile, tile._replace(splits=generator.randint(1, 5)))))
+
+
+# A whole block
+
+BLOCK_FACTOR = 1.2  # how much larger the errors of a block with kernels may be than those of a plain one
+
+
+class BlockCase(NamedTuple):
+    """A block with everything that `optimize` may choose for it, against the same block in plain PyTorch.
+
+    Its parameters have the digits of `dtype`, so that all of an error comes from the calls.
+    """
+
+    attention: str
+    width: int
+    heads: int
+    batch: int
+    grid: tuple[int, int]
+    dtype: torch.dtype
+    autocast: bool  # a float32 stream and parameters; otherwise all in `dtype`
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attention}, {self.width} channels, {self.heads} heads, batch {self.batch}, grid {self.grid}, "
+            f"{self.dtype}, {'a float32 stream' if self.autocast else 'all in it'}"
+        )
+
+    def draw(self) -> tuple[Block, Tensor, Tensor]:
+        """The block in float64, its input and the gradient of its output"""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        attention = build_attention(self.attention, self.width, self.heads, num_prefix_tokens=1, local_residual=True)
+        block = Block(self.width, attention, mlp_ratio=4, norm_eps=1e-6)
+        with torch.no_grad():
+            for name, parameter in block.named_parameters():
+                if parameter.ndim > 1 and not name.endswith(("b1", "b2")):
+                    parameter.copy_(normal(*parameter.shape) * parameter.shape[-1] ** -0.5)
+                else:
+                    parameter.copy_(normal(*parameter.shape) * 0.2 + ("norm" in name and name.endswith("weight")))
+        rows = (self.batch, 1 + self.grid[0] * self.grid[1], self.width)
+        x, grad = normal(*rows), normal(*rows)
+        return block.to(DEVICE, self.dtype).double(), *(t.to(DEVICE, self.dtype).double() for t in (x, grad))
+
+    def results(self, dtype: torch.dtype, *, fused: bool, training: bool, config: Mapping[str, Any]) -> Results:
+        block, x, grad = self.draw()
+        autocast = self.autocast and dtype != torch.float64
+        stream = torch.float32 if autocast else dtype
+        block.to(stream).train(training)
+        leaves = dict(block.named_parameters()) | dict(x=x.to(stream).requires_grad_())
+        if fused:
+            block.fused = ("inference", "normed", "projected", "training")
+        backend = use_backend("triton" if fused else "reference")
+        autocasting = torch.autocast(DEVICE, self.dtype, enabled=autocast)
+        with backend, configured(**config), autocasting, torch.set_grad_enabled(training):
+            out = block(leaves["x"], self.grid)
+        if not training:
+            return dict(out=out)
+        grads = torch.autograd.grad(out, list(leaves.values()), grad.to(stream))
+        return dict(out=out.detach()) | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+
+    def errors(self, *, training: bool, **config: Any) -> list[Error]:
+        """Allowed is `BLOCK_FACTOR` times the error of the plain block.
+
+        The errors of a few numbers differ by chance. So the gradients of all vectors count as one tensor, in which each
+        is as long as the others, together with those of the local residual's network, which sees one token an image.
+
+        Args:
+            training: the output and all gradients in training mode; otherwise the output of inference.
+            config: changes to `config.CONFIG`, which choose the launches of the attention.
+        """
+        exact, plain, fast = (
+            self.results(dtype, fused=fused, training=training, config=config)
+            for dtype, fused in ((torch.float64, False), (self.dtype, False), (self.dtype, True))
+        )
+        if training:
+            few = [name for name in exact if exact[name].ndim == 1 or "local" in name]
+            sizes = [exact[name].norm() for name in few]
+            for found in (exact, plain, fast):
+                parts = [found.pop(name).flatten() / size for name, size in zip(few, sizes, strict=True)]
+                found["vectors and local residual"] = torch.cat(parts)
+        return errors(exact, plain, fast, factor=BLOCK_FACTOR, roundings=0.0)
+
+
+def block_cases(attentions: Iterable[str] = ("inline", "tangent", "mala", "rala")) -> list[BlockCase]:
+    """Half precision, with a stream of either. The interpreter is slow, so the block is small there."""
+    sizes: Any = (192, 6, 8, (14, 14)) if GPU else (32, 2, 2, (7, 9))
+    return [
+        BlockCase(name, *sizes, dtype, autocast)
+        for name in attentions
+        for dtype in DTYPES[1:]
+        for autocast in (True, False)
+    ]
+
+
+# What the attention launches in a block, and whether the block is trained.
+BLOCK_RUNS: dict[str, tuple[dict[str, Any], bool]] = {
+    "inference, one launch": (ONE_LAUNCH, False),
+    "inference": (PATHS["split"], False),
+    "training, short sequences": (PATHS["fused"], True),
+    "training": (PATHS["split"], True),
+}
+
+
+@contextmanager
+def every_kernel_wins() -> Iterator[None]:
+    """The kernels of the MLP and of the norm run for all sizes, as if each had been measured to be faster."""
+
+    def choose(x: Tensor, hidden: int, dtype: torch.dtype, use: str) -> fused_mlp.Tile:
+        return fused_mlp.choose_tile(x.numel() // x.shape[-1], x.shape[-1], hidden, dtype, gpu.limits_of(x.device))
+
+    before, fused_mlp.winning_tile = fused_mlp.winning_tile, choose
+    try:
+        yield
+    finally:
+        fused_mlp.winning_tile = before

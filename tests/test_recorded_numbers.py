@@ -428,3 +428,33 @@ def test_linearised_without_training() -> None:
         assert cells[0] == top1.get(titles.get(title, title), "–")
         if title != "softmax":
             assert cells[1:] == [cosines[title, size] for size in (224, 518, 1036)]
+
+
+def test_expansions_by_layer() -> None:
+    found = table("linearize.md", " | top-1 % | error of a layer: smallest")
+    titles = {
+        "InLine: first order at zero": "InLine, the tangent at zero",
+        "tangent, 1 anchor": "tangent at the mean query",
+    }
+    titles |= {f"tangent, {count} anchors": f"tangent at {count} anchors" for count in (4, 16)}
+    top1 = {row["title"]: row["top1"] for row in record("expansion")["rows"]}
+    layers = {row["title"]: row for row in record("expansion")["layers"]}
+    assert [titles.get(title, title) for title in found] == list(top1) == list(layers)
+    for title, cells in found.items():
+        name = titles.get(title, title)
+        errors = layers[name]["errors"]
+        assert len(errors) == 7
+        assert cells == [f"{top1[name]:.1f}", *(f"{f(errors):.2f}" for f in (min, statistics.median, max))]
+    assert {row["images"] for row in layers.values()} == {1016}
+    assert "compared on 1,016 of the images" in (DOCS / "linearize.md").read_text(encoding="utf-8")
+    tangent, centroids, second, first = (
+        layers[name]["errors"]
+        for name in (
+            "tangent at 16 anchors",
+            "16 centroids, order zero",
+            "second order at zero",
+            "InLine, the tangent at zero",
+        )
+    )
+    assert all(10 * x < y for x, y in zip(tangent, centroids, strict=True))
+    assert sum(x > y for x, y in zip(second, first, strict=True)) == 6

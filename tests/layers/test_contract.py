@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import gradcheck
 from variants import VARIANTS, build_variant
 
 from inline_attention.layers import Attention, PatchEmbed
@@ -62,6 +63,22 @@ def test_absent_tokens_may_hold_anything(kind: str) -> None:
         for name, grad in grads.items():
             assert grad.isfinite().all(), name
             assert torch.equal(grad, clean[1][name]), name
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in VARIANTS if not kind.endswith("residual")])
+def test_gradients(kind: str, residual: bool) -> None:
+    """Those of the input and of all parameters: of gates, powers, positions, and through the mean query."""
+    module = build(kind, local_residual=residual)
+    parameters = dict(module.named_parameters())
+    mask = some_mask()[:2] if residual else None
+
+    def call(x: Tensor, *values: Tensor) -> Tensor:
+        named = dict(zip(parameters, values, strict=True))
+        return torch.func.functional_call(module, named, (x, GRID), dict(token_mask=mask))
+
+    inputs = (tokens(batch=2), *(p.detach().clone() for p in parameters.values()))
+    assert gradcheck(call, [x.requires_grad_() for x in inputs], fast_mode=True)
 
 
 @every_attention

@@ -139,6 +139,41 @@ def test_local_residual(family: str) -> None:
     check_training(linear)
 
 
+@every_family
+@pytest.mark.parametrize("kind", ["inline", "linear", "mala", "tangent"])
+def test_rotary_positions(family: str, kind: str) -> None:
+    """In windows, too. A stage of softmax stays as it is."""
+    spec: Any = kind if family == "deit" else (kind, kind, kind, "softmax")
+    plain, rotary = (create_small(f"inline_{family}_tiny", attention=spec, rope=rope) for rope in (False, True))
+    assert {attn.kind for attn in attentions(rotary) if attn.rope} == {kind}
+    with torch.no_grad():
+        assert not torch.allclose(plain(image()), rotary(image()))
+    check_training(rotary)
+
+
+@every_family
+def test_anchors(family: str, tmp_path: Path) -> None:
+    """The number is that of the attention, and a file of weights has it."""
+    model = create_small(f"inline_{family}_tiny", attention="tangent", anchors=3)
+    assert all(attn.anchors == 3 for attn in attentions(model))
+    again = load_model(save_weights(model, tmp_path / "tangent.safetensors")).eval()
+    assert all(attn.anchors == 3 for attn in attentions(again))
+    with torch.no_grad():
+        assert torch.equal(model(image()), again(image()))
+    check_training(model)
+
+
+@every_family
+def test_a_choice_that_no_attention_follows_is_an_error(family: str) -> None:
+    name = f"inline_{family}_tiny"
+    with pytest.raises(ValueError, match=r"anchors=4 has no effect with attention inline(, softmax)?; .* of tangent"):
+        create_small(name, anchors=4)
+    with pytest.raises(ValueError, match=r"rope=True .* rala; expected one of inline, linear, mala, tangent"):
+        create_small(name, attention="rala", rope=True)
+    with pytest.raises(ValueError, match="anchors=0; expected 1 or more"):
+        create_small(name, attention="tangent", anchors=0)
+
+
 # Windows
 
 

@@ -11,11 +11,13 @@ import pytest
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
-GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-EVERY_KERNEL = {
+GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+OF_ATTENTION = {
     "forward_kernel", "state_kernel", "finish_kernel", "output_kernel", "backward_kernel", "grad_state_kernel",
-    "grad_finish_kernel", "grad_kernel", "anchor_grad_kernel",
-    "short_kernel", "local_weight_kernel", "local_weight_backward_kernel",
+    "grad_finish_kernel", "grad_kernel",
+}  # fmt: skip
+EVERY_KERNEL = OF_ATTENTION | {
+    "anchor_grad_kernel", "short_kernel", "local_weight_kernel", "local_weight_backward_kernel",
     "weight_gradient_kernel", "mlp_kernel", "mlp_sum_kernel", "norm_linear_kernel",
 }  # fmt: skip
 
@@ -63,3 +65,15 @@ def test_every_kernel(gpu, tmp_path):
     assert {one["kernel"] for one in builds} == EVERY_KERNEL
     wide = {one["case"] for one in builds if "128" in one["case"]}
     assert ("inline-bf16-128" in wide) == (gpu in ("sm_80", "sm_90", "sm_100"))  # elsewhere the reference runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["sm_86", "sm_120", "gfx942"])
+def test_heads_of_64_channels(gpu, tmp_path):
+    """The widest that run on these GPUs, in float32, which takes the most shared memory."""
+    cases = {"inline-fp32-64", "tangent-fp32-64", "mala-fp32-64"}
+    builds = build(tmp_path, "--gpus", gpu, "--cases", *cases)
+    assert {one["case"] for one in builds} == cases
+    for case in cases:
+        of_anchors = {"anchor_grad_kernel"} if case.startswith("tangent") else set()
+        assert {one["kernel"] for one in builds if one["case"] == case} == OF_ATTENTION | of_anchors

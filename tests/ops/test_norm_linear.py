@@ -1,7 +1,5 @@
 """The kernel of a norm and a linear layer against the reference in float64. Without a GPU: in the interpreter."""
 
-import random
-
 import pytest
 import torch
 from torch import nn
@@ -9,9 +7,10 @@ from torch.library import opcheck
 
 pytest.importorskip("triton")
 
-from kernel_cases import DEVICE, DTYPES, GPU, errors
+from kernel_cases import DEVICE, DTYPES, GPU, NormLinearCase, random_norm_linear
+from kernel_cases import norm_linear_inputs as draw
 
-from inline_attention.ops import fused_mlp, gpu, norm_linear, use_backend
+from inline_attention.ops import fused_mlp, norm_linear, use_backend
 from inline_attention.ops import fused_norm_linear as fused
 from inline_attention.ops.fused_mlp import TILES, Tile, Win
 
@@ -28,43 +27,23 @@ SHAPES = {  # rows, channels, outputs, tile
 }
 
 
-def draw(rows, width, outputs, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape, scale=1.0):
-        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
-
-    norm = 1 + normal(width, scale=0.2), normal(width, scale=0.2)
-    return normal(*rows, width) + 3, *norm, normal(outputs, width, scale=width**-0.5), normal(outputs, scale=0.2)
-
-
-def check(tile, *tensors):
+def assert_accurate(case):
     """At most twice the error of the reference, and one rounding."""
-    x, *norm, weight, bias = tensors
-    exact = norm_linear(*(t.double() for t in tensors), backend="reference")
-    plain = norm_linear(*tensors, backend="reference")
-    fast = fused.norm_linear(x, norm, weight, bias, 1e-5, x.dtype, tile)
-    for name, error, allowed in errors(*(dict(zip(("normed", "out"), y, strict=True)) for y in (exact, plain, fast))):
-        assert error <= allowed, name
+    for name, error, allowed in case.errors():
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e} for {case}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_against_float64(shape, dtype):
     rows, width, outputs, tile = SHAPES[shape]
-    check(tile, *draw(rows, width, outputs, dtype))
+    assert_accurate(NormLinearCase(draw(rows, width, outputs, dtype), tile))
 
 
 @pytest.mark.parametrize("seed", range(210 if GPU else 6))
 def test_random_shapes(seed):
-    generator = random.Random(seed)
-    dtype = DTYPES[seed % len(DTYPES)]
-    width = generator.choice((64, 96, 160, 192, 384) if GPU else (16, 32, 48)) - generator.choice((0, 0, 0, 5))
-    rows = generator.choice((1, 197, generator.randint(2, 20_000))) if GPU else generator.randint(1, 40)
-    tensors = draw((rows,), width, generator.choice((3 * width, generator.randint(1, 2 * width))), dtype, seed)
-    limits = gpu.limits_of(tensors[0].device)
-    tile = generator.choice([tile for tile in TILES if fused_mlp.fits(tile, width, dtype, limits)])
-    check(generator.choice((None, tile, tile._replace(splits=generator.randint(1, 5)))), *tensors)
+    """`gpu_check.py norm` runs more of them."""
+    assert_accurate(random_norm_linear(seed))
 
 
 @pytest.mark.parametrize("few", [15, 14])

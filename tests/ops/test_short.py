@@ -9,8 +9,10 @@ from kernel_cases import (
     DEVICE,
     DTYPES,
     FAMILY,
+    GPU,
     INLINE,
     ONE_LAUNCH,
+    SPECIALIZATIONS,
     Kind,
     compare,
     configured,
@@ -156,8 +158,9 @@ def test_compiles_without_a_break():
         assert torch.equal(compiled(q, k, v), attend(q, k, v))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(210 if GPU else len(SPECIALIZATIONS)))
 def test_random_cases(seed):
+    """`gpu_check.py short` runs more of them."""
     case = random_short(seed)
     assert_accurate(case.errors(), case)
 

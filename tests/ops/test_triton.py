@@ -22,6 +22,7 @@ from kernel_cases import (
     GPU,
     INLINE,
     PATHS,
+    SPECIALIZATIONS,
     TANGENT,
     Kind,
     NoGradient,
@@ -835,7 +836,7 @@ def test_says_why_not():
         inline_attention(q, q, q, backend="triton")
 
 
-@pytest.mark.parametrize("seed", range(210 if GPU else 8))
+@pytest.mark.parametrize("seed", range(210 if GPU else len(SPECIALIZATIONS)))
 def test_random_shapes(seed):
     """`gpu_check.py random` runs more of them."""
     case = random_case(seed)

@@ -60,7 +60,7 @@ class OneCallAttention(Attention):
 
     normalization: ClassVar[Normalization]
     matrix_kind: ClassVar[Literal["inline", "linear", "mala"]]  # of `attention_matrix`
-    follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual", "gain")
+    follows: ClassVar[tuple[str, ...]] = ("feature_map", "local_residual", "gain", "rope")
     # Whether `attend` is the one below, and `local_weight` that of `Attention`: the operation may then do both.
     has_plain_attend: ClassVar[bool] = True
 
@@ -238,7 +238,7 @@ class LinearAttention(OneCallAttention):
     """
 
     kind = "linear"
-    follows = ("feature_map", "local_residual")
+    follows = ("feature_map", "local_residual", "rope")
     normalization = "divide"
     matrix_kind = "linear"
 

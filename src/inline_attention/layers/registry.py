@@ -31,6 +31,8 @@ def build_attention(
     feature_map: str | None = None,
     local_residual: bool | None = None,
     gain: bool | float = False,
+    rope: bool = False,
+    anchors: int | None = None,
     own: Mapping[str, type[Attention]] | None = None,
     **kwargs: Any,
 ) -> Attention:
@@ -39,7 +41,9 @@ def build_attention(
     `own` are classes of a family, by name. They take the place of registered ones.
     """
     cls = {**ATTENTIONS, **(own or {})}[name]
-    choices: dict[str, Any] = dict(feature_map=feature_map, local_residual=local_residual, gain=gain)
+    choices: dict[str, Any] = dict(
+        feature_map=feature_map, local_residual=local_residual, gain=gain, rope=rope, anchors=anchors
+    )
     chosen = {key: value for key, value in choices.items() if value is not None and key in cls.follows}
     return cls(dim, num_heads, **chosen, **kwargs)
 
@@ -63,6 +67,21 @@ def parse_attention(spec: AttentionSpec, depths: Sequence[int]) -> list[list[str
             f"expected a letter ({', '.join(LETTERS)}) or a name ({', '.join(ATTENTIONS)}) for each"
         )
     return [_parse_stage(stage, depth, spec) for stage, depth in zip(stages, depths, strict=True)]
+
+
+def check_choices(stages: Sequence[Sequence[str]], **choices: Any) -> None:
+    """Raise ValueError for a choice that none of a model's attentions follows.
+
+    Args:
+        stages: the attention of every block, from `parse_attention`.
+        choices: arguments of `build_attention`. None and False choose nothing.
+    """
+    used = dict.fromkeys(name for stage in stages for name in stage)
+    for choice, value in choices.items():
+        if value in (None, False) or any(choice in ATTENTIONS[name].follows for name in used):
+            continue
+        follow = ", ".join(name for name, cls in ATTENTIONS.items() if choice in cls.follows)
+        raise ValueError(f"{choice}={value!r} has no effect with attention {', '.join(used)}; expected one of {follow}")
 
 
 def _parse_stage(stage: str, depth: int, spec: AttentionSpec) -> list[str]:

@@ -45,7 +45,7 @@ class TangentAttention(OneCallAttention):
     kind = "tangent"
     normalization = "subtract"
     matrix_kind = "inline"
-    follows = ("local_residual", "gain")
+    follows = ("local_residual", "gain", "rope", "anchors")
 
     def __init__(self, dim: int, num_heads: int, *, anchors: int = 1, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)

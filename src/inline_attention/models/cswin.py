@@ -19,7 +19,7 @@ from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, So
 from inline_attention.layers.embed import pad_image
 from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.padding import Padding
-from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.registry import AttentionSpec, build_attention, check_choices, parse_attention
 from inline_attention.layers.windows import WindowPlan, keys_to_attend, to_windows
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid
@@ -169,6 +169,8 @@ class CSwin(PyramidModel):
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
             models have none.
+        rope: rotary positions of queries and keys, in the attentions that have them; see `OneCallAttention`.
+        anchors: of tangent attention; None for one.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
         drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
@@ -192,6 +194,8 @@ class CSwin(PyramidModel):
         feature_map: str | None = None,
         local_residual: bool | None = None,
         gain: bool | float = False,
+        rope: bool = False,
+        anchors: int | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -201,7 +205,13 @@ class CSwin(PyramidModel):
         dims = [embed_dim * 2**i for i in range(len(depths))]
         super().__init__(dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         choices: dict[str, Any] = dict(
-            feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX
+            feature_map=feature_map,
+            local_residual=local_residual,
+            gain=gain,
+            rope=rope,
+            anchors=anchors,
+            proj_drop=proj_drop_rate,
+            own=SOFTMAX,
         )
 
         def attn(name: str, stage: int) -> Attention:
@@ -212,6 +222,7 @@ class CSwin(PyramidModel):
 
         self.patch_embed = ConvEmbed(in_chans, embed_dim)
         self.attention = parse_attention(attention, depths)
+        check_choices(self.attention, rope=rope, anchors=anchors)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         options = dict(mlp_ratio=mlp_ratio, norm_eps=self.norm_eps, proj_drop=proj_drop_rate)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from inline_attention.layers import Block, PatchEmbed
 from inline_attention.layers.embed import resize_map, with_value
 from inline_attention.layers.padding import own_tokens, resize_map_for_each, sizes_on_map
-from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.registry import AttentionSpec, build_attention, check_choices, parse_attention
 from inline_attention.ops import Grid
 
 from .base import (
@@ -54,6 +54,8 @@ class DeiT(VisionModel):
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
             models have none.
+        rope: rotary positions of queries and keys, in the attentions that have them; see `OneCallAttention`.
+        anchors: of tangent attention; None for one.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
         drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
@@ -81,6 +83,8 @@ class DeiT(VisionModel):
         feature_map: str | None = None,
         local_residual: bool | None = None,
         gain: bool | float = False,
+        rope: bool = False,
+        anchors: int | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -98,6 +102,7 @@ class DeiT(VisionModel):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.grid[0] * self.grid[1], embed_dim))
         self.attention = parse_attention(attention, [depth])
+        check_choices(self.attention, rope=rope, anchors=anchors)
         rates = drop_path_rates(drop_path_rate, [depth])[0]
         self.blocks = nn.ModuleList()
         for name, rate in zip(self.attention[0], rates, strict=True):
@@ -108,6 +113,8 @@ class DeiT(VisionModel):
                 feature_map=feature_map,
                 local_residual=local_residual,
                 gain=gain,
+                rope=rope,
+                anchors=anchors,
                 num_prefix_tokens=self.num_prefix_tokens,
                 grid=self.grid,
                 proj_drop=proj_drop_rate,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.embed import resize_map, with_value
 from inline_attention.layers.padding import resize_map_for_each
-from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.registry import AttentionSpec, build_attention, check_choices, parse_attention
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import Grid
 
@@ -136,6 +136,8 @@ class PVT(PyramidModel):
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
             models have none.
+        rope: rotary positions of queries and keys, in the attentions that have them; see `OneCallAttention`.
+        anchors: of tangent attention; None for one.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after projections.
         drop_path_rate: stochastic depth of the last block. It grows linearly from 0 in the first.
@@ -159,6 +161,8 @@ class PVT(PyramidModel):
         feature_map: str | None = None,
         local_residual: bool | None = None,
         gain: bool | float = False,
+        rope: bool = False,
+        anchors: int | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -167,7 +171,13 @@ class PVT(PyramidModel):
         embed_dims = embed_dims[: len(depths)]
         super().__init__(embed_dims, img_size=img_size, in_chans=in_chans, global_pool=global_pool)
         choices: dict[str, Any] = dict(
-            feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX
+            feature_map=feature_map,
+            local_residual=local_residual,
+            gain=gain,
+            rope=rope,
+            anchors=anchors,
+            proj_drop=proj_drop_rate,
+            own=SOFTMAX,
         )
 
         def attn(name: str, stage: int) -> Attention:
@@ -178,6 +188,7 @@ class PVT(PyramidModel):
 
         self.patch_embed = PatchEmbed(4, in_chans, embed_dims[0], norm=nn.LayerNorm(embed_dims[0], eps=1e-5))
         self.attention = parse_attention(attention, depths)
+        check_choices(self.attention, rope=rope, anchors=anchors)
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()
         for i, dim in enumerate(embed_dims):

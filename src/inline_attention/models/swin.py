@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inline_attention.layers import Attention, Block, MappedSoftmaxAttention, PatchEmbed, SoftmaxAttention
 from inline_attention.layers.embed import resize_map, with_value
 from inline_attention.layers.padding import Padding
-from inline_attention.layers.registry import AttentionSpec, build_attention, parse_attention
+from inline_attention.layers.registry import AttentionSpec, build_attention, check_choices, parse_attention
 from inline_attention.layers.windows import (
     WindowPlan,
     ceil_div,
@@ -194,6 +194,8 @@ class Swin(PyramidModel):
         local_residual: the 3×3 residual of InLine and linear attention; None for the default of each.
         gain: a learned factor of the queries of each head, from 1 or from this number; see `Attention`. The published
             models have none.
+        rope: rotary positions of queries and keys, in the attentions that have them; see `OneCallAttention`.
+        anchors: of tangent attention; None for one.
         window_size: the window of all attentions but softmax; None for the whole map at every input size.
         softmax_window_size: the window of softmax attention. Default: max(7, window_size // 8), or 7 without one.
         drop_rate: dropout before the head.
@@ -218,6 +220,8 @@ class Swin(PyramidModel):
         feature_map: str | None = None,
         local_residual: bool | None = None,
         gain: bool | float = False,
+        rope: bool = False,
+        anchors: int | None = None,
         window_size: int | Sequence[int] | None = None,
         softmax_window_size: int | Sequence[int] | None = None,
         drop_rate: float = 0.0,
@@ -238,6 +242,7 @@ class Swin(PyramidModel):
         norm = nn.LayerNorm(embed_dim, eps=self.norm_eps)
         self.patch_embed = PatchEmbed(4, in_chans, embed_dim, norm=norm)
         self.attention = parse_attention(attention, depths)
+        check_choices(self.attention, rope=rope, anchors=anchors)
         is_all_softmax = all(name in SOFTMAX for stage in self.attention for name in stage)
         if is_all_softmax and window and softmax_window_size is None and min(window) // 8 < PUBLISHED_WINDOW:
             raise ValueError(
@@ -245,7 +250,13 @@ class Swin(PyramidModel):
                 f"set softmax_window_size={window_size} instead"
             )
         choices: dict[str, Any] = dict(
-            feature_map=feature_map, local_residual=local_residual, gain=gain, proj_drop=proj_drop_rate, own=SOFTMAX
+            feature_map=feature_map,
+            local_residual=local_residual,
+            gain=gain,
+            rope=rope,
+            anchors=anchors,
+            proj_drop=proj_drop_rate,
+            own=SOFTMAX,
         )
         rates = drop_path_rates(drop_path_rate, depths)
         self.stages = nn.ModuleList()

@@ -192,7 +192,7 @@ def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
     launched, launch = [], gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda kernel, grid: launched.append(kernel.__name__) or launch(kernel, grid))
     arguments = ([qkv], None, mask, None, None, None, anchor, "subtract", "identity", True, 0.25)
-    _, *left = forward_op(*arguments, [3, 7], 0, save)
+    _, *left = forward_op(*arguments, [3, 7], 0, save, "")
     scores = (0.25 * (anchor * k).sum(-1)).masked_fill(~mask[..., None], -torch.inf).transpose(1, 2)
     shares = scores.softmax(-1)
     _, means, stored, lse = left
@@ -207,7 +207,7 @@ def test_what_tangents_leave_for_the_backward(heads, save, path, monkeypatch):
         torch.testing.assert_close((stored - lse[..., None]).exp().float(), shares)
         mean = torch.einsum("bhn,bnhe->bhe", shares, v)
         torch.testing.assert_close(means[:, heads * 16 :].view_as(mean), mean)
-    opcheck(torch.ops.inline_attention.forward.default, (*arguments, [3, 7], 0, save), test_utils=FACTS)
+    opcheck(torch.ops.inline_attention.forward.default, (*arguments, [3, 7], 0, save, ""), test_utils=FACTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

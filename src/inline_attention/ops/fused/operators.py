@@ -32,7 +32,7 @@ def forward_op(
     grids: Sequence[int],
     num_prefix_tokens: int,
     save: bool,
-    settings: str = "",
+    settings: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """settings: `tuned.digest`. It changes nothing, and is there for torch.compile's cache."""
     with on_device_of(projections[0]):

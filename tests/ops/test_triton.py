@@ -138,6 +138,11 @@ def test_edges_of_tiles_in_the_family(kind, path):
         check(*make_inputs(1, grid, 1, 1, 16, torch.float16, masked=True), kind=kind)
 
 
+def test_few_tokens_far_from_zero(path):
+    """Keys less their mean have a sum of zero, which the gradient of values needs."""
+    check(*make_inputs(1, (2, 8), 0, 1, 64, torch.float32, masked=True, mean=4.0, seed=2), mean=4.0)
+
+
 @on_both_paths(("feature_map", "masked"), [("relu", True), ("leaky_relu", False), ("exp", True)])
 def test_feature_maps_and_masks(feature_map, masked, path):
     check(*make_inputs(2, (3, 4), 1, 2, 16, torch.float32, masked=masked), kind=Kind(feature_map=feature_map))

@@ -56,13 +56,13 @@ def run_backward(
     strides = strides_of(plan.packed, q, k, v, g, *(grad for grad in grads for _ in range(grad.shape[2])))
     grad_mean = room(plan.batch, plan.heads, 1, plan.value_dim)
     if plan.fused:
+        steps = step_settings("backward", effort, plan, q.dtype)
         gpu.launch(backward.backward_kernel, (plan.programs,))(
             q, k, v, local_weight, g, *masks, count, sequences, shares, lse, offset, state, means,
             *grad_tensors, grad_local, grad_shares, grad_mean,
             plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads, *strides,
             **common, **weighted, **shifted, **products, LOCAL=local, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q,
-            ANCHORED=options.anchored, LAYOUT=layout, **row_settings(width),
-            **step_settings("backward", effort, plan, q.dtype),
+            ANCHORED=options.anchored, LAYOUT=layout, **row_settings(width), **steps, WARPS=steps["num_warps"],
         )  # fmt: skip
         grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
         return [*grads, grad_local, grad_shares, grad_offset]
@@ -72,12 +72,13 @@ def run_backward(
     grad_state = room(*state.shape)
     grad_k_mean = room(plan.batch, plan.heads, 1, plan.key_dim)
     few_strides = strides_of(plan.packed, q, v, g, grads[0])
+    steps = step_settings("grad_state", effort, plan, q.dtype)
     gpu.launch(backward.grad_state_kernel, (plan.programs, parts.number))(
         q, v, g, *masks, count, sequences, offset, state, means, grads[0], sums,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, plan.heads,
         *few_strides,
         **common, **shifted, **products, GRAD_LOCAL=grad_of_local, MASK_Q=mask_q, BW=tile_columns(width),
-        WIDE=plan.wide(few_strides), **step_settings("grad_state", effort, plan, q.dtype),
+        WIDE=plan.wide(few_strides), **steps, WARPS=steps["num_warps"],
     )  # fmt: skip
     block = sum_settings(plan, parts)
     gpu.launch(backward.grad_finish_kernel, (plan.programs, plan.block_channels // block["BR"]))(

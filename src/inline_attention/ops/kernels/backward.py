@@ -43,6 +43,7 @@ def backward_kernel(
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     LOCAL: tl.constexpr, GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr,
     WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ANCHORED: tl.constexpr, LAYOUT: tl.constexpr, HALO: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """All gradients for short sequences. Grid (B·blocks,)"""
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -85,7 +86,7 @@ def backward_kernel(
     b_ds, b_q_sum, b_g_sum = sum_queries(
         p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, 0, Nq, o_k, m_k, o_v, m_v,
         b_st, b_k_full, b_v_mean, b_offset, eps,
-        MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
+        MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET, WARPS,
     )  # fmt: skip
     b_ds = add_map_to_state_grad(b_ds, b_g_sum[None, :], MAP, NORM)
     inverse_count = tl.div_rn(1.0, count)
@@ -137,7 +138,7 @@ def grad_state_kernel(
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_LOCAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_Q: tl.constexpr, PACKED: tl.constexpr, OFFSET: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Sums over one part of the tokens. Grid (B·blocks, parts)
 
@@ -181,7 +182,7 @@ def grad_state_kernel(
     b_ds, b_q_sum, b_g_sum = sum_queries(
         p_q, p_g, p_dq, p_mask_q, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,
         b_st, b_k_full, b_v_mean, b_offset, eps,
-        MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET,
+        MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, OFFSET, WARPS,
     )  # fmt: skip
     tl.store(p_part + o_k[:, None] * BV + o_v[None, :], b_ds)
     p_part += BK * BV

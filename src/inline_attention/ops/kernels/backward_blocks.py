@@ -31,6 +31,7 @@ def accumulate_normalised(
     b_st, b_k_mean, b_v_mean, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """Sums over queries where NORM scales the outputs: dS = Σ (g(z)·φ(q))ᵀg (BK, BV), Σ dz·φ(q), Σ f(z)·g
 
@@ -47,9 +48,13 @@ def accumulate_normalised(
         m_here = present(p_mask, t, o_t, m_t, MASK_Q)
         b_q = as_float32(load_rows(p_q, stride_q, t, o_t, m_here, o_k, m_k))
         b_phi = feature_map(b_q, MAP)
-        b_z = normalizers(b_phi, b_k_mean, o_k, o_k, MAP, DK, DK, HEADS, DOT, PRECISION)
+        b_full = add_map_at_zero(b_phi, (m_here[:, None] & m_k[None, :]).to(tl.float32), MAP)
+        if NORM == "magnitude" and WARPS > 1:  # for a product every warp would compute φ, which has exponentials
+            b_z = head_sums(b_full * b_k_mean[None, :], o_k, o_k, DK, DK, HEADS)
+        else:
+            b_z = normalizers(b_phi, b_k_mean, o_k, o_k, MAP, DK, DK, HEADS, DOT, PRECISION)
+        b_phi = b_full
         b_scale, _, b_slope = factors(b_z, eps, NORM, PRECISION)
-        b_phi = add_map_at_zero(b_phi, (m_here[:, None] & m_k[None, :]).to(tl.float32), MAP)
         b_g = load_rows(p_g, stride_g, t, o_t, m_here, o_v, m_v)
         b_left = operand(b_g, DOT, PRECISION)
         b_u = tl.dot(b_left, b_st, input_precision=PRECISION)
@@ -265,7 +270,7 @@ def sum_queries(
     b_st, b_k_full, b_v_mean, b_offset, eps,
     MAP: tl.constexpr, NORM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASK_Q: tl.constexpr,
-    OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """dS, dk̄ and dv̄, without their factors: (BK, BV), (BK,), (BV,). dk̄ has no meaning for "subtract"."""
     if NORM == "subtract":
@@ -279,7 +284,7 @@ def sum_queries(
         b_ds, b_q_sum, b_g_sum = accumulate_normalised(
             p_q, p_g, p_dq, p_mask, stride_q, stride_g, stride_dq, t_begin, t_end, o_k, m_k, o_v, m_v,
             b_st, b_k_full, b_v_mean, eps,
-            MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q,
+            MAP, NORM, DK, DV, HEADS, BN, BK, BV, DOT, PRECISION, MASK_Q, WARPS,
         )  # fmt: skip
     return b_ds, b_q_sum, b_g_sum
 

@@ -107,6 +107,9 @@ def sum_state(
     if WEIGHTED and PRECISION != "ieee":  # they are pivots
         b_k_mean = b_k_sum + b_dk_sum
         b_v_mean = b_v_sum + b_dv_sum
+    elif PRECISION == "ieee":  # exact, as the tokens less their mean should have a sum of zero
+        b_k_mean = tl.div_rn(b_k_sum, count)
+        b_v_mean = tl.div_rn(b_v_sum, count)
     else:
         inverse_count = tl.div_rn(1.0, count)
         b_k_mean = b_k_sum * inverse_count

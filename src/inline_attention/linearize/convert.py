@@ -84,6 +84,8 @@ class Report:
                 f"Fewer products are not always faster: with few tokens, softmax is.{fewest} To measure from how many "
                 f"on the linear form is faster on a device: inline bench break-even --heads {sizes}"
             )
+            if any(layer.has_bias for layer in others):
+                lines.append("It times attention without a position bias. With one, the linear form needs more tokens.")
         return "\n".join(lines)
 
 

@@ -84,12 +84,14 @@ def test_the_report(finished: Path, teacher: Path) -> None:
     assert all(row["images"] == 41 and row["top1"] is not None for row in quality.values())
     assert quality["matched"]["cosine"] > quality["carried over"]["cosine"]
     sizes = [(row["model"], row["img_size"]) for row in report["speed"]]
-    assert sizes == [(name, [side, side]) for side in (8, 16, 24, 32) for name in ("teacher", "student")]
+    assert sizes == [(name, [side, side]) for side in (8, 8, 16, 24, 32) for name in ("teacher", "student")]
+    assert [row["batch"] for row in report["speed"][::2]] == [1, 4, 1, 1, 1]
     weights = sum(tensor.nbytes for tensor in load_model(teacher).state_dict().values())
     assert all(row["images_per_second"] > 0 and row["peak_bytes"] > weights for row in report["speed"])
-    (even,) = report["break_even"]
-    assert (even["heads"], even["head_dim"]) == (2, 8)
-    assert bool(even["below"]) == (even["tokens"] is None or even["tokens"] > 17)  # 4 × 4 patches, a class token
+    attentions = [(row["layers"], row["keys"], row["batch"]) for row in report["attention"]]
+    both = ["blocks.0.attn", "blocks.1.attn"]
+    assert attentions == [(both, 17, 1), (both, 17, 4)]  # 4 × 4 patches, a class token
+    assert all(row["softmax"] > 0 and row["linear"] > 0 for row in report["attention"])
     assert [len(records) > 1 for records in report["curves"].values()] == [True, True]
     assert "| carried over" in (finished / "report.md").read_text()
     assert (finished / "report.png").stat().st_size > 10_000

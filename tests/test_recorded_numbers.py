@@ -365,6 +365,11 @@ def test_students() -> None:
         assert found[title][1:] == [f"{of[row, n][0]:.1f}" if (row, n) in of else "–" for n in (5, 20)]
         if (row, -1) in of:
             assert found[title][0] == f"{of[row, -1][0]:.1f}"
+    assert content["teacher"] == record("expansion")["teacher"]
+    untrained = {row["title"]: row["top1"] for row in record("expansion")["rows"]}
+    same = {"linear": "linear (ReLU)", "inline": "InLine, the tangent at zero", "tangent": "tangent at the mean query"}
+    same |= {f"tangent_{count}": f"tangent at {count} anchors" for count in (4, 16)}
+    assert all(of[row, -1] == [untrained[title]] for row, title in same.items())
     carried = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
     before = {"tangent": "tangent at the mean query", "InLine": "InLine, the tangent at zero"}
     before["linear (ReLU)"] = "linear (ReLU)"

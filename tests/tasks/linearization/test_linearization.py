@@ -371,9 +371,13 @@ def test_two_ranks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
         (["--anchors", "0"], "anchors=0; expected 1 or more"),
         (["--keep-softmax", "auto:9"], "the model has 2 attentions to convert"),
         (["--keep-softmax", "auto:1,blocks.0.attn"], "expected names, or auto:K alone"),
-        (["--keep-softmax", "*"], "model.keep_softmax=['*'] keeps all attentions: keep fewer"),
+        (["--keep-softmax", "*"], "model.keep_softmax=['*'] keeps all attentions, which leaves none to convert: "),
         (["--keep-softmax", "stem"], "matches none of blocks.0.attn, blocks.1.attn"),
-        (["--keep-softmax", "0,1"], "model.keep_softmax=['0', '1'] keeps all attentions: keep fewer"),
+        (
+            ["--keep-softmax", "0,1"],
+            "model.keep_softmax=['0', '1'] keeps all attentions, which leaves none to convert: ",
+        ),
+        (["--keep-softmax", "*", "match.steps=0", "--epochs", "0"], "or train the teacher further as a control"),
         (["--keep-softmax", "2"], "keep_softmax has 2, but the model has 2 attentions"),
         (["--keep-softmax", "auto"], "expected the number of layers to keep, such as 'auto:2'"),
         (["--epochs", "-1"], "--epochs -1: expected 0 or more"),
@@ -446,6 +450,22 @@ def test_the_plan_of_a_timm_model_names_its_arguments(tmp_path: Path) -> None:
     plan = prepare(plan_linearization(flags=flags, overrides=overrides), device=torch.device("cpu"), log=said.append)
     assert [name for name, _ in plan.stages] == ["match", "distill"]
     assert "blocks.1.attn" in said[-1]
+
+
+def test_a_control_trains_the_softmax_teacher_further(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = tmp_path / "control"
+    assert run(words(teacher, control, "--keep-softmax", "*", "match.steps=0", "schedule.epochs=1")) == 0
+    assert "this run is a control, which trains the teacher further" in capsys.readouterr().out
+    report = json.loads((control / "report.json").read_text())
+    quality = {row["model"]: row for row in report["quality"]}
+    assert quality["carried over"]["agreement"] == 100
+    assert quality["distilled"]["cosine"] < 100
+    assert report["attention"] == []
+    before, after = load_model(teacher), load_model(control / "student.safetensors")
+    assert before.state_dict().keys() == after.state_dict().keys()
+    assert [type(m) for m in before.modules()] == [type(m) for m in after.modules()]
 
 
 @pytest.mark.parametrize(("rate", "warned"), [("8e-3", True), ("5e-4", False)])

@@ -22,6 +22,7 @@ from inline_attention.bench.linearization import (
 )
 from inline_attention.linearize import linearize
 from inline_attention.linearize.calibration import observed
+from inline_attention.linearize.convert import linearized_modules
 
 CPU = torch.device("cpu")
 
@@ -100,7 +101,7 @@ def test_the_modules_that_are_timed_are_the_teachers_and_the_students(timed: lis
         timed.clear()
         teacher, student = pair(create_small(name))
         results = time_attentions(teacher, student, (64, 64), device=CPU, dtype=torch.float32)
-        assert sum(len(one.layers) for one in results if one.batch == 1) == len(student.linearization.report.linear())
+        assert sum(len(one.layers) for one in results if one.batch == 1) == len(linearized_modules(student))
         for one, result in zip(timed, results, strict=True):
             call = one["call"]
             softmax = {result.layers[0]: lambda module, call: module.softmax_form(call)}

@@ -20,6 +20,7 @@ from inline_attention.bench.linearization import (
     time_attentions,
     write_report,
 )
+from inline_attention.bench.timing import Timing
 from inline_attention.linearize import linearize
 from inline_attention.linearize.calibration import observed
 from inline_attention.linearize.convert import linearized_modules
@@ -36,7 +37,7 @@ def report_on(*attention: AttentionSpeed) -> LinearizationReport:
 def test_a_report_of_a_model_whose_softmax_is_always_faster(tmp_path: Any) -> None:
     """No number of tokens makes the linear form faster, and the report is written all the same."""
     names = ["blocks.0.attn", "blocks.1.attn"]
-    report = report_on(*(AttentionSpeed(names, "Attention", 17, batch, 1e-3, 2e-3) for batch in (1, 4)))
+    report = report_on(*(AttentionSpeed(names, "Attention", 17, batch, 1e-3, 2e-3, is_slower=True) for batch in (1, 4)))
     files = write_report(report, tmp_path)
     assert {path.name for path in files} == {"report.json", "report.md", "report.png"}
     text = (tmp_path / "report.md").read_text()
@@ -46,13 +47,22 @@ def test_a_report_of_a_model_whose_softmax_is_always_faster(tmp_path: Any) -> No
 
 
 def test_the_batch_decides() -> None:
-    of_one = AttentionSpeed(["a"], "Attention", 17, 1, 1e-3, 2e-3)
+    of_one = AttentionSpeed(["a"], "Attention", 17, 1, 1e-3, 2e-3, is_slower=True)
     of_four = AttentionSpeed(["a"], "Attention", 17, 4, 2e-3, 1e-3)
-    failed = AttentionSpeed(["b"], "Attention", 17, 4, 2e-3, None, "out of memory")
+    failed = AttentionSpeed(["b"], "Attention", 17, 4, error="out of memory")
     text = report_on(of_one, of_four, failed).as_text()
     assert "With 1 image, the linear form is slower than softmax here in: a." in text
     assert "With 4 images, the linear form is slower than softmax in none of the layers that were timed." in text
     assert "out of memory" in text
+
+
+@pytest.mark.parametrize(("softmax", "linear", "slower"), [((2, 1, 3), (5, 4, 6), True), ((2, 1, 5), (5, 4, 6), False)])
+def test_slower_is_more_than_the_spread(softmax: Any, linear: Any, slower: bool) -> None:
+    call = linearization._Call(["a"], (), {}, 17)
+    outcome: dict[str, Timing | str] = {"softmax": Timing(*softmax, 5), "linear": Timing(*linear, 5)}
+    found = AttentionSpeed.of(call, "Attention", 1, outcome)
+    assert (found.softmax, found.linear, found.is_slower) == (2, 5, slower)
+    assert AttentionSpeed.of(call, "Attention", 1, outcome | {"linear": "out of memory"}).error == "out of memory"
 
 
 def test_without_linear_layers_nothing_is_said_about_them() -> None:
@@ -64,7 +74,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The calls that would be timed are made once, and their outputs recorded."""
     made: list[dict[str, Any]] = []
 
-    def measure(steps: dict[str, Any], **options: Any) -> dict[str, str]:
+    def measure(steps: dict[str, Any], **options: Any) -> dict[str, Timing | str]:
         made.append({})
         for form, step in steps.items():
             module, call, _ = step.args

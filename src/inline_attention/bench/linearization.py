@@ -79,12 +79,17 @@ class AttentionSpeed:
     batch: int  # images
     softmax: float | None = None
     linear: float | None = None
+    is_slower: bool = False  # the linear form takes longer, by more than the samples vary
     error: str | None = None
 
-    @property
-    def is_slower(self) -> bool:
-        """Whether the linear form takes longer than the softmax that it replaced."""
-        return self.softmax is not None and self.linear is not None and self.linear > self.softmax
+    @classmethod
+    def of(cls, call: "_Call", kind: str, batch: int, outcome: dict[str, Timing | str]) -> "AttentionSpeed":
+        softmax, linear = outcome["softmax"], outcome["linear"]
+        if isinstance(softmax, str) or isinstance(linear, str):
+            error = next(one for one in (softmax, linear) if isinstance(one, str))
+            return cls(call.layers, kind, call.keys, batch, error=error)
+        is_slower = linear.low > softmax.high  # their quartiles
+        return cls(call.layers, kind, call.keys, batch, softmax.median, linear.median, is_slower)
 
 
 @dataclass(frozen=True)
@@ -290,11 +295,7 @@ def time_attentions(
             steps = {form: partial(_call_module, module, call, autocast) for form, module in modules.items()}
             with evaluation_mode(teacher), evaluation_mode(student):
                 outcome = measure(steps, device=device, effort=Effort.choose(quick=True))
-            seconds = {form: one.median for form, one in outcome.items() if isinstance(one, Timing)}
-            error = next((one for one in outcome.values() if isinstance(one, str)), None)
-            kind = type(modules["softmax"]).__name__
-            times = (seconds.get("softmax"), seconds.get("linear"))
-            results.append(AttentionSpeed(call.layers, kind, call.keys, batch, *times, error))
+            results.append(AttentionSpeed.of(call, type(modules["softmax"]).__name__, batch, outcome))
     return results
 
 

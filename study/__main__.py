@@ -98,6 +98,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_device(expansion)
     expansion.set_defaults(run=run_expansion)
 
+    calibration = parts.add_parser("calibration", help="gains, softmax layers and their costs, without training")
+    calibration.add_argument("--data", required=True, metavar="FOLDER", help="Tiny-ImageNet-100")
+    calibration.add_argument("--max-images", type=int, metavar="N", help="validation images, evenly spaced (1000)")
+    calibration.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the table to a file; its rows are kept"
+    )
+    calibration.add_argument("--picture", type=Path, metavar="FILE", help="draw the cost of each layer")
+    add_loading(calibration, batch_size=128)
+    add_device(calibration)
+    calibration.set_defaults(run=run_calibration)
+
     ablation = parts.add_parser("ablation", help="take the residual or the attention away from a trained model")
     ablation.add_argument("--data", required=True, metavar="FOLDER", help="Tiny-ImageNet-100")
     ablation.add_argument(
@@ -228,6 +239,43 @@ def run_expansion(args: argparse.Namespace) -> int:
             write()
     for errors in layers:
         say(f"{errors.title:28} error by layer {', '.join(f'{error:.3f}' for error in errors.errors)}")
+    return 0
+
+
+def run_calibration(args: argparse.Namespace) -> int:
+    from inline_attention.environment import choose_device, describe_environment
+    from inline_attention.printing import write_json
+    from study import calibration
+    from study.ablation import IMAGES
+    from study.expansion import TEACHER_SHA256
+
+    max_images = IMAGES if args.max_images is None else args.max_images
+    _check_least("--max-images", max_images, 1)
+    costs, known = calibration.read_record(args.json, images=max_images) if args.json else (None, [])
+    device = choose_device(args.device)
+    classifier, images = calibration.open_teacher(args.data, batch_size=args.batch_size, workers=args.workers)
+    if costs is None:
+        costs = calibration.measure_costs(classifier, images, device=device)
+    say_text(str(costs))
+    if args.picture:
+        costs.draw(args.picture)
+    rows = {row.case: row for row in known}
+
+    def save() -> None:
+        record: dict[str, Any] = dict(environment=describe_environment(), teacher=TEACHER_SHA256)
+        record |= dict(calibration_images=costs.images, costs=[vars(cost) for cost in costs.layers])
+        record["together"] = {name: value for name, value in vars(costs.together).items() if name != "error"}
+        record["rows"] = [rows[case]._asdict() for case in calibration.CASES if case in rows]
+        if args.json:
+            write_json(args.json, record)
+
+    save()
+    how: dict[str, Any] = dict(device=device, max_images=max_images, known=known)
+    for row in calibration.evaluate_cases(classifier, images, costs, **how):
+        gains = "with gains" if row.gains else ""
+        say(f"{row.attention:8} {row.softmax_layers} softmax  {gains:10} top-1 {row.top1:.2f}%  {row.images} images")
+        rows[row.case] = row
+        save()
     return 0
 
 

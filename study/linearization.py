@@ -28,7 +28,7 @@ from inline_attention.training.files import write_atomically
 from inline_attention.training.report import METRICS, SUMMARY
 from study import grid
 from study.compiling import CompileCache
-from study.expansion import TEACHER
+from study.expansion import TEACHER, TEACHER_SHA256
 from study.grid import SEEDS, command_line
 from study.measures import weights_file
 
@@ -59,6 +59,7 @@ class Student:
     transfer: str = "tiny_imagenet"  # the images that it learns from; it is always judged on Tiny ImageNet
     img_size: int = 64
     teacher: str = TEACHER  # of the package, or one of TEACHERS
+    same: tuple[tuple[int, str], ...] = ()  # at these epochs it is the student of another row
 
 
 # Trained here: rows of the grid.
@@ -69,6 +70,8 @@ MANY, UNCOMPILED = "model.anchors={}", "run.compile=false"
 UNMATCHED, MATCHED, HALF_RATE = "match.steps=0", "match.steps=240", "optim.lr=4e-3"
 RECIPES = ("matched", "half_rate")
 MAIN = ("tangent", "inline")
+# The residual starts at zero, and labels and images matter only to distillation. Layers are matched without labels.
+AS_TANGENT, AS_INLINE, AS_LINEAR = (((CARRIED, row),) for row in ("tangent", "inline", "linear"))
 STUDENTS = {
     "tangent": Student("tangent with residual", epochs=EPOCHS, seeds=SEEDS),
     "inline": Student("InLine with residual", (INLINE,), epochs=EPOCHS, seeds=SEEDS),
@@ -76,17 +79,21 @@ STUDENTS = {
     "half_rate": Student("tangent, half the rate", (HALF_RATE,), FIRST_EPOCHS, SEEDS),
     "tangent_4": Student("tangent, 4 anchors, with residual", (MANY.format(4), UNCOMPILED)),
     "tangent_16": Student("tangent, 16 anchors, with residual", (MANY.format(16), UNCOMPILED)),
-    "tangent_plain": Student("tangent without residual", (PLAIN,)),
-    "inline_plain": Student("InLine without residual", (INLINE, PLAIN)),
+    "tangent_plain": Student("tangent without residual", (PLAIN,), same=AS_TANGENT),
+    "inline_plain": Student("InLine without residual", (INLINE, PLAIN), same=AS_INLINE),
     "inline_relu": Student("InLine with residual, φ = ReLU", (INLINE, "model.feature_map=relu")),
     "linear": Student("linear (ReLU) with residual", (LINEAR,)),
-    "linear_plain": Student("linear (ReLU) without residual", (LINEAR, PLAIN)),
+    "linear_plain": Student("linear (ReLU) without residual", (LINEAR, PLAIN), same=AS_LINEAR),
     **{
         f"hybrid_{count}": Student(f"tangent, {count} of 7 layers softmax", (f"model.keep_softmax=[auto:{count}]",))
         for count in (1, 2, 3)
     },
-    "no_labels": Student("tangent, without labels", ("distill.labels=0",)),
-    "imagenette": Student("tangent, other images without labels", ("data.labels=false",), transfer="imagenette"),
+    # The control: the teacher itself, trained further by the same recipe.
+    "softmax": Student("softmax, trained further", ("model.keep_softmax=[blocks.*]", PLAIN), (20,), SEEDS),
+    "no_labels": Student("tangent, without labels", ("distill.labels=0",), same=((CARRIED, "tangent"), (0, "tangent"))),
+    "imagenette": Student(
+        "tangent, other images without labels", ("data.labels=false",), transfer="imagenette", same=AS_TANGENT
+    ),
     "larger": Student("tangent, at 128 px", ("data.img_size=128",), img_size=128),
     "swin_tangent": Student("Swin-T: tangent with residual", teacher="swin"),
     "swin_inline": Student("Swin-T: InLine with residual", (INLINE,), teacher="swin"),
@@ -168,13 +175,20 @@ def build_runs(rows: Sequence[str] | None = None, *, recorded: Collection[str] =
     if unknown := sorted(set(rows or ()) - set(STUDENTS)):
         raise ValueError(f"there is no student {', '.join(unknown)}; expected some of {', '.join(STUDENTS)}")
     chosen = {name: student for name, student in STUDENTS.items() if rows is None or name in rows}
-    runs = [Run(name, n, seed) for name, student in chosen.items() for seed in student.seeds for n in student.epochs]
+    runs = [run for name in chosen for run in runs_of(name)]
     ordered: list[Run | TeacherRun] = []
     for run in sorted((run for run in runs if run.name not in recorded), key=_urgency):
         if run.teacher is not None and run.teacher not in ordered:
             ordered.append(run.teacher)
         ordered.append(run)
     return ordered
+
+
+def runs_of(row: str) -> list[Run]:
+    """The runs of a row that are no other's. Without training all seeds are the same: the residual starts at zero."""
+    student = STUDENTS[row]
+    own = [epochs for epochs in student.epochs if epochs not in dict(student.same)]
+    return [Run(row, n, seed) for seed in student.seeds for n in own if n != CARRIED or seed == student.seeds[0]]
 
 
 def _urgency(run: Run) -> tuple[int, ...]:
@@ -297,8 +311,8 @@ def collect(out: Path, onto: Path | None = None) -> list[Result]:
     """The finished runs in a folder and, where it has none, those of a record. They are in the order of the table."""
     recorded = [] if onto is None else [Result(**entry) for entry in json.loads(onto.read_text())["students"]]
     known = {result.name: result for result in recorded}
-    for row, student in STUDENTS.items():
-        for run in (Run(row, epochs, seed) for epochs in student.epochs for seed in student.seeds):
+    for row in STUDENTS:
+        for run in runs_of(row):
             if (path := out / run.name / ACCURACY).exists():
                 found = json.loads(path.read_text())
                 seconds = found.pop("training_seconds")
@@ -308,10 +322,15 @@ def collect(out: Path, onto: Path | None = None) -> list[Result]:
 
 
 def cells_of(results: Sequence[Result]) -> dict[tuple[str, int], list[float]]:
-    """Top-1 of each seed, by row and epochs"""
+    """Top-1 of each seed, by row and epochs. Rows that are the same student at some epochs share the cell."""
     cells: dict[tuple[str, int], list[float]] = {}
     for result in results:
         cells.setdefault((result.row, result.epochs), []).append(result.top1)
+    begun = {row for row, _ in cells}
+    for row, student in STUDENTS.items():
+        for epochs, other in student.same if row in begun else ():
+            if (other, epochs) in cells:
+                cells[row, epochs] = cells[other, epochs]
     return cells
 
 
@@ -333,12 +352,13 @@ def write_results(out: Path, *, scratch: Mapping[str, float], onto: Path | None 
     before = {} if onto is None else json.loads(onto.read_text())
     teachers_of = {**before.get("teachers", {}), **trained}
     record = before | {"environment": describe_environment(), "teachers": teachers_of, "scratch": dict(scratch)}
+    record["teacher"] = TEACHER_SHA256
     record["students"] = [vars(result) for result in results]
     write_atomically(out / RESULTS, json.dumps(record, indent=1).encode())
     cells = cells_of(results)
     draw(cells, scratch, out / PICTURE)
     rows = []
-    for row in dict.fromkeys(row for row, _ in cells):
+    for row in (row for row in STUDENTS if any((row, epochs) in cells for epochs in EPOCHS)):
         of_epochs = [spread(cells[row, epochs]) if (row, epochs) in cells else "" for epochs in EPOCHS]
         rows.append([STUDENTS[row].title, *of_epochs])
     text = table(["top-1 %, after epochs of distillation", *map(column, EPOCHS)], rows)
@@ -359,7 +379,7 @@ def draw(cells: Mapping[tuple[str, int], Sequence[float]], scratch: Mapping[str,
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
     for row in dict.fromkeys(row for row, _ in cells if STUDENTS[row].teacher == TEACHER):
-        shown = [(epochs, statistics.mean(top1)) for (of, epochs), top1 in cells.items() if of == row]
+        shown = [(epochs, statistics.mean(cells[row, epochs])) for epochs in EPOCHS if (row, epochs) in cells]
         axes.plot(*zip(*shown, strict=True), marker="o", label=STUDENTS[row].title)
     for number, (name, top1) in enumerate(scratch.items()):
         axes.axhline(top1, color="0.4", linestyle=("-", "--", ":")[number % 3], label=f"{name}, from scratch")

@@ -365,6 +365,11 @@ def test_students() -> None:
         assert found[title][1:] == [f"{of[row, n][0]:.1f}" if (row, n) in of else "–" for n in (5, 20)]
         if (row, -1) in of:
             assert found[title][0] == f"{of[row, -1][0]:.1f}"
+    assert content["teacher"] == record("expansion")["teacher"]
+    untrained = {row["title"]: row["top1"] for row in record("expansion")["rows"]}
+    same = {"linear": "linear (ReLU)", "inline": "InLine, the tangent at zero", "tangent": "tangent at the mean query"}
+    same |= {f"tangent_{count}": f"tangent at {count} anchors" for count in (4, 16)}
+    assert all(of[row, -1] == [untrained[title]] for row, title in same.items())
     carried = {row["title"]: f"{row['top1']:.1f}" for row in record("expansion")["rows"]}
     before = {"tangent": "tangent at the mean query", "InLine": "InLine, the tangent at zero"}
     before["linear (ReLU)"] = "linear (ReLU)"
@@ -380,12 +385,48 @@ def test_students() -> None:
     assert f"`inline_deit_study` has {content['scratch']['inline_deit_study']:.1f} %" in text
 
 
+def test_calibration() -> None:
+    found = table("linearize.md", " | carried over | with gains")
+    content = record("calibration")
+    assert content["teacher"] == record("expansion")["teacher"]
+    top1 = {(row["attention"], row["softmax_layers"], row["gains"]): row["top1"] for row in content["rows"]}
+    kept = {row["softmax_layers"]: sorted(row["kept"]) for row in content["rows"]}
+    assert len(found) == 7
+    for title, cells in found.items():
+        attention = title.split(",")[0].strip('`"')
+        layers = int((re.findall(r"auto:(\d)", title) or [0])[0])
+        values = [top1.get((attention, layers, gains)) for gains in (False, True)]
+        assert cells == ["" if value is None else f"{value:.1f}" for value in values], title
+        if layers:
+            assert kept[layers] == [f"blocks.{block}.attn" for block in re.findall(r"\d", title.partition("layer")[2])]
+    text = " ".join((DOCS / "linearize.md").read_text(encoding="utf-8").split())
+    assert f"{content['rows'][0]['images']:,} validation images" in text
+    assert f"{content['calibration_images']} training images" in text
+
+
+def test_linearised_in_short() -> None:
+    """The first table of the page repeats numbers of the others."""
+    found = table("linearize.md", "in short")
+    top1 = {row["title"]: f"{row['top1']:.1f} %" for row in record("expansion")["rows"]}
+    names = ("tangent at the mean query", "tangent at 16 anchors", "softmax")
+    (untrained,) = (cells[0] for title, cells in found.items() if "without training" in title)
+    assert re.findall(r"[\d.]+ %", untrained) == [top1[name] for name in names]
+    speed, students = table("linearize.md", " | ViT-S/16, 1024 × 32"), table("linearize.md", " | before training")
+    ratios = [re.findall(r"\(([\d.]+)\)", cell)[0] for cell in speed["tangent, with residual"][:2]]
+    (shown,) = (cells[0] for title, cells in found.items() if "speed" in title)
+    assert re.findall(r"\d\.\d\d", shown) == ratios
+    (trained,) = (cells[0] for title, cells in found.items() if "after 20 epochs" in title)
+    assert trained.startswith(f"{students['tangent, with residual'][2]} %")
+
+
 def test_break_even() -> None:
     found = table("linearize.md", "tokens | 16 | 49")
-    for anchors in (1, 4, 16):
-        rows = results(f"break-even-{anchors}-cpu")
-        ratios = [f"{row['softmax'] / row['linear']:.2f}" for row in rows]
-        assert found[f"{anchors} anchor{'s' if anchors > 1 else ''}"] == ratios
+    records = {f"{anchors} anchor{'s' if anchors > 1 else ''}": f"break-even-{anchors}-cpu" for anchors in (1, 4, 16)}
+    records["1 anchor, one image"] = "break-even-one-image-cpu"
+    assert found.keys() == records.keys()
+    for title, name in records.items():
+        assert found[title] == [f"{row['softmax'] / row['linear']:.2f}" for row in results(name)]
+    assert {row["batch"] for row in results("break-even-one-image-cpu")} == {1}
 
 
 def test_one_launch() -> None:

@@ -137,13 +137,63 @@ def test_the_output_can_be_replaced(name: str) -> None:
     assert all(module.observer is None for module in model.modules() if isinstance(module, LinearizedAttention))
 
 
-REFUSED = ["swin_tiny_patch4_window7_224", "pvt_v2_b0", "davit_tiny", "tnt_s_patch16_224", "SHViT"]
+def fitting_images(name: str) -> Tensor:
+    """Images of a size that needs no padding of timm's windows, and of another shape elsewhere."""
+    return OF_NAME[name].images(0 if name.startswith("swin_") else 1)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "softmax_swin_tiny", "softmax_pvt_tiny", "softmax_cswin_tiny"])
+PYRAMIDS = ["swin_tiny_patch4_window7_224", "pvt_v2_b0", "softmax_swin_tiny", "softmax_pvt_tiny"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "anchors", "gains"),
+    [("tangent", 1, True), ("tangent", 3, True), ("inline", 1, False), ("linear", 1, False)],
+)
+@pytest.mark.parametrize("name", PYRAMIDS)
+def test_windows_biases_and_reduced_keys(name: str, attention: str, anchors: int, gains: bool) -> None:
+    """Shifted windows too: their regions attend separately, and so do the residuals."""
+    model, images = student(name, attention=attention, anchors=anchors, gains=gains), fitting_images(name)
+    check(model, images, kind=attention)
+    records = capture(model, images)
+    if "swin" in name:
+        assert any(record.windows is not None for record in records)
+        assert any(term.sample_regions is not None for record in records for term in record.local)
+    else:
+        assert any(record.key_grid is not None for record in records)
+    for record in records:
+        row = record.row(1, (0, 1))
+        assert row.shape[1:] == (record.key_grid or record.map_grid)
+        if attention != "linear":  # a query whose φ is zero has no weights
+            torch.testing.assert_close(row.nansum((1, 2)), torch.ones_like(row[:, 0, 0]))
+
+
+@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "softmax_swin_tiny"])
+def test_windows_with_gains_and_no_residual(name: str, attention: str) -> None:
+    check(student(name, attention=attention, local_residual=False), fitting_images(name), kind=attention)
+
+
+@pytest.mark.parametrize("name", ["pvt_v2_b0", "softmax_pvt_tiny"])
+def test_gains_with_reduced_keys(name: str) -> None:
+    check(student(name, attention="inline"), OF_NAME[name].images(1), kind="inline")
+
+
+REFUSED = ["davit_tiny", "tnt_s_patch16_224", "SHViT", "levit_128", "swinv2_tiny_window8_256", "softmax_cswin_tiny"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"attn.*: a linearised attention with a position bias, windows, stripes"):
+    """Windows that are cut inside a module, stripes, maps (B, C, height, width), and tokens of unknown places."""
+    with pytest.raises(ValueError, match=r"attn.*: a linearised \w+ is not written out in this case; analyse"):
         capture(student(name, gains=False), OF_NAME[name].images())
+
+
+def test_gains_of_a_residual_in_regions_are_refused() -> None:
+    """Each region would have a mean of its own, whose residual the gain removes."""
+    with pytest.raises(ValueError, match=r"layers.0.blocks.1.attn: a linearised WindowAttention is not written"):
+        capture(
+            student("swin_tiny_patch4_window7_224", attention="inline"), fitting_images("swin_tiny_patch4_window7_224")
+        )
 
 
 def test_a_map_that_nobody_knows() -> None:

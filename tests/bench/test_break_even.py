@@ -77,5 +77,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| 2×4     | 9 " in capsys.readouterr().out
     assert main(["bench", "break-even", "--anchors", "0"]) == 2
     assert "--anchors 0: expected 1 or more" in capsys.readouterr().err
+    assert main(["bench", "break-even", "--batch-size", "0"]) == 2
+    assert "--batch-size 0: expected 1 or more" in capsys.readouterr().err
+    assert main(["bench", "break-even", "--heads", "1x8", "--sides", "2", "3", "--batch-size", "1", *options]) == 0
+    assert [r["batch"] for r in json.loads(path.read_text())["results"]] == [1, 1]
     assert main(["bench", "break-even", "--heads", "6"]) == 2
     assert "--heads 6: expected heads and their size, such as 6x64" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from small import FAMILIES, create_shallow, create_small, image, shrunk
 
@@ -15,6 +16,7 @@ from inline_attention.cli import export as cli_export
 from inline_attention.export import FORMATS, Check, Format, export_model
 from inline_attention.export.model import ROUTES
 from inline_attention.export.onnx_files import ONNX
+from inline_attention.linearize import linearize
 from inline_attention.models import DeiT
 
 ALL = [f"{kind}_{family}_tiny" for kind in ("inline", "softmax") for family in FAMILIES]
@@ -57,6 +59,23 @@ def test_fixed_size(format: Format, tmp_path: Path) -> None:
     assert exported.checks[0].passed
     if format != "hf":  # the folder holds a model of any size
         assert json.loads(exported.about["input_size"]) == [3, 48, 65]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep_softmax", [None, [0]])
+def test_onnx_of_a_linearised_model_of_timm(keep_softmax: list[int] | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    small: dict[str, Any] = dict(img_size=48, depth=2, embed_dim=24, num_heads=2, num_classes=5)
+    model = timm.create_model("vit_small_patch14_reg4_dinov2", patch_size=16, **small).eval()
+    linearize(model, keep_softmax=keep_softmax)
+    for name, parameter in model.named_parameters():
+        if "local.fc2" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    exported = export_model(model, tmp_path / "m.onnx", format="onnx", dynamic_batch=True)
+    assert all(check.passed for check in exported.checks)
+    x = torch.randn(3, 3, 48, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(ONNX.load(exported.path, request=None)(x), model(x), atol=1e-4, rtol=0)
 
 
 def test_several_labels_without_names(tmp_path: Path) -> None:

@@ -306,7 +306,11 @@ def test_the_report_counts_tokens_that_no_module_knows(model: Callable[[], nn.Mo
 def test_the_report_says_how_to_find_where_the_linear_form_is_slower() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=1)  # 197 tokens: fewer products, which may still be slower
     assert "The fewest tokens of a layer are 197." in str(linearize(model))
-    assert "inline bench break-even --heads 3x64" in str(model.linearization.report)
+    report = str(model.linearization.report)
+    assert "inline bench break-even --heads 3x64" in report
+    assert "position bias" not in report
+    windows = timm.create_model("swin_tiny_patch4_window7_224", img_size=112, window_size=14, depths=(1,), embed_dim=24)
+    assert "It times attention without a position bias." in str(linearize(windows))
 
 
 def test_restoring_is_at_the_top_of_the_package() -> None:

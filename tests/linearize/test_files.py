@@ -17,11 +17,12 @@ from inline_attention.linearize import calibrate, linearize
 from inline_attention.models.weights import WeightsError
 
 OF_NAME = {case.name: case for case in CASES}
+OWN = ("deit", "pvt", "swin", "cswin")
 
 
 @pytest.mark.parametrize(
     "case",
-    [*TIMM, *(c for c in MORE if c.arguments), OF_NAME["softmax_deit_tiny"], OF_NAME["softmax_swin_tiny"]],
+    [*TIMM, *(c for c in MORE if c.arguments), *(OF_NAME[f"softmax_{name}_tiny"] for name in OWN)],
     ids=lambda c: c.name,
 )
 def test_load_model_builds_what_was_saved(case: Case, tmp_path: Path) -> None:
@@ -38,6 +39,25 @@ def test_load_model_builds_what_was_saved(case: Case, tmp_path: Path) -> None:
         for size in range(len(case.sizes)):
             images = case.images(size).float()
             assert torch.equal(loaded(images), model(images))
+
+
+@pytest.mark.filterwarnings("ignore:the file will not say")
+def test_a_model_of_torchvision_is_saved_and_loaded_into_another(tmp_path: Path) -> None:
+    """Nothing in the file can build it, so the model is given."""
+    case = OF_NAME["torchvision vit"]
+    model, twin = case.model.float(), case.model.float()
+    for built in (model, twin):
+        linearize(built, anchors=2, keep_softmax=[0])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    images = case.images().float()
+    path = inline_attention.save_weights(model, tmp_path / "linear.safetensors")
+    with torch.no_grad():
+        expected = model(images)
+        assert not torch.equal(twin(images), expected)
+        assert torch.equal(inline_attention.load_model(path, model=twin)(images), expected)
+    with pytest.raises(WeightsError, match="does not say how to build it"):
+        inline_attention.load_model(path)
 
 
 def test_a_model_whose_arguments_are_not_known_is_saved_with_a_warning(tmp_path: Path) -> None:

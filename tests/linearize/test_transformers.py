@@ -93,12 +93,15 @@ def test_a_model_is_exported_whole(name: str, keep_softmax: list[int] | None) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_compiled(name: str) -> None:
+def test_a_model_is_compiled_to_one_graph(name: str) -> None:
     model = build(name)
     linearize(model, keep_softmax=[0])
-    expected = run(model, images())
-    model.compile(backend="aot_eager")
-    torch.testing.assert_close(run(model, images()), expected)
+    sizes = (images(), images(32, 80))
+    expected = [run(model, pixels) for pixels in sizes]
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    for pixels, out in zip(sizes, expected, strict=True):
+        torch.testing.assert_close(run(model, pixels), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

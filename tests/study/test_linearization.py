@@ -9,8 +9,11 @@ from PIL import Image
 from inline_attention.cli import build_parser, parse
 from inline_attention.cli._training import split_settings
 from inline_attention.cli.linearize import _flags
+from inline_attention.models import create_model
 from inline_attention.tasks.linearization import plan_linearization
+from inline_attention.tasks.linearization.task import load_teacher, make_student
 from study.__main__ import main
+from study.expansion import TEACHER_SHA256
 from study.grid import RECIPE, SEEDS
 from study.linearization import (
     ACCURACY,
@@ -20,9 +23,12 @@ from study.linearization import (
     MAIN,
     RECIPES,
     STUDENTS,
+    Result,
     Run,
     TeacherRun,
     build_runs,
+    cells_of,
+    collect,
     write_results,
 )
 
@@ -57,8 +63,45 @@ def test_the_runs() -> None:
     teacher = made.index(TeacherRun("swin"))
     assert made[teacher + 1].row.startswith("swin_")
     assert not any(run.row.startswith("swin_") for run in made[:teacher])
-    with pytest.raises(ValueError, match="there is no student softmax; expected some of tangent, inline"):
-        build_runs(["softmax"])
+    with pytest.raises(ValueError, match="there is no student mala; expected some of tangent, inline"):
+        build_runs(["mala"])
+
+
+def test_no_run_is_made_twice() -> None:
+    """Without training the seeds are the same, and so are rows that differ in what training does."""
+    runs = [run for run in build_runs() if isinstance(run, Run)]
+    untrained = [run for run in runs if run.epochs == CARRIED]
+    assert {run.seed for run in untrained} == {0}
+
+    def made_with(run: Run) -> tuple[object, ...]:
+        args = parse(build_parser("linearize"), run.arguments({}, Path("out"))[1:])
+        model, overrides = split_settings(args.arguments)
+        config = plan_linearization(overrides=overrides, flags=_flags(args, model)).config
+        wanted = config.model
+        form = (wanted.attention, wanted.anchors, wanted.feature_map, tuple(wanted.keep_softmax))
+        return run.student.teacher, run.img_size, *form
+
+    assert len({made_with(run) for run in untrained}) == len(untrained)
+    assert not any(run.row == "no_labels" and run.epochs == 0 for run in runs)
+    cells = cells_of([Result("tangent", CARRIED, 0, 37.7, 0, 1), Result("no_labels", 20, 0, 46.0, 50, 1)])
+    assert cells["no_labels", CARRIED] == [37.7]
+    assert ("tangent_plain", CARRIED) not in cells  # a row that has no run of its own is not shown
+
+
+def test_the_control_has_no_linear_layer() -> None:
+    args = parse(build_parser("linearize"), Run("softmax", 20, 0).arguments({}, Path("out"))[1:])
+    model, overrides = split_settings(args.arguments)
+    config = plan_linearization(overrides=overrides, flags=_flags(args, model)).config
+    student, report = make_student(load_teacher(config), config.model, seed=0)
+    assert not report.linear()
+    assert student.state_dict().keys() == create_model("softmax_deit_study").state_dict().keys()
+
+
+def test_the_readme_counts_the_runs_that_are_missing() -> None:
+    root = Path(__file__).parents[2]
+    record = root / "docs" / "results" / "linearization.json"
+    recorded = {result.name for result in collect(Path("nowhere"), record)}
+    assert f"| `linearize` | {len(build_runs(recorded=recorded))} |" in (root / "study" / "README.md").read_text()
 
 
 def finish(out: Path, run: Run, top1: float) -> None:
@@ -74,6 +117,7 @@ def test_the_table(tmp_path: Path) -> None:
     cells = [cell.strip() for cell in text.splitlines()[2].split("|")]
     assert cells == ["", STUDENTS["tangent"].title, "", "38.00", "", "", "", "47.00 ± 1.41", "", ""]
     assert json.loads((tmp_path / "linearization.json").read_text())["scratch"] == {"softmax_deit_study": 45.8}
+    assert json.loads((tmp_path / "linearization.json").read_text())["teacher"] == TEACHER_SHA256
     assert (tmp_path / "linearization.png").exists()
 
 
@@ -123,6 +167,6 @@ def test_one_student_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "out" / "tangent_plain-e20-s0" / "student.safetensors").exists()
     accuracy = json.loads((tmp_path / "out" / "tangent_plain-e20-s0" / ACCURACY).read_text())
     assert accuracy["training_seconds"] > 0
-    assert capsys.readouterr().out.count(": top-1") == 3
+    assert capsys.readouterr().out.count(": top-1") == 2  # carried over, it is the tangent with residual
     assert main(words) == 0  # nothing is left to train
     assert ": top-1" not in capsys.readouterr().out

@@ -114,8 +114,9 @@ def _hooks(
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             plan = plans.get(module)
             if isinstance(module, LinearizedAttention):
+                token_map = vit_map.token_map if plan is None else (plan.window, 0)
                 try:
-                    written = module.write_out(*args, token_map=vit_map.token_map, **kwargs)
+                    written = module.write_out(*args, token_map=token_map, **kwargs)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from error
             elif isinstance(module, Attention):

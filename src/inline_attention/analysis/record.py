@@ -83,8 +83,8 @@ class LayerAttention(WrittenOut):
             at, reached = self._taps(term, index)
             taps = term.weight.flatten(2).unflatten(1, (heads, d))  # (S or 1, heads, d, taps)
             chosen = taps.mean(2) if channel is None else taps[:, :, channel]
-            groups = heads // reached.shape[0]
-            values = chosen[:, :, None] * reached.repeat_interleave(groups, 0)  # (S or 1, heads, rows, taps)
+            groups = heads // reached.shape[1]
+            values = chosen[:, :, None] * reached.repeat_interleave(groups, 1)  # (S or 1, heads, rows, taps)
             shape = (samples, heads, *at.shape)
             out.scatter_add_(3, at.clamp(min=0).expand(shape), values.expand(shape))
         return out
@@ -162,13 +162,17 @@ class LayerAttention(WrittenOut):
         return self.windows.cut(self.windows.pad_and_shift(index))[..., 0] - 1
 
     def _taps(self, term: LocalTerm, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The token at each tap of chosen rows, (rows, taps), −1 for none; which are reached, (groups, rows, taps)"""
+        """The token at each tap of chosen rows, (rows, taps), −1 for none, and which taps reach one
+
+        The latter is (S or 1, groups, rows, taps).
+        """
         side = (term.weight.shape[2], term.weight.shape[3])
         grid, prefix = (self.grid, self.num_prefix_tokens) if term.on_map else ((1, self.q.shape[1]), 0)
         at = neighbours(grid, side, num_prefix_tokens=prefix, device=self.v.device)[rows]
-        reached = (at >= 0)[None]
-        if term.regions is not None:
-            reached = reached & (term.regions[:, at.clamp(min=0)] == term.regions[:, rows, None])
+        reached = (at >= 0)[None, None]
+        for regions, dim in ((term.regions, 0), (term.sample_regions, 1)):
+            if regions is not None:
+                reached = reached & (regions[:, at.clamp(min=0)] == regions[:, rows, None]).unsqueeze(dim)
         return at, reached
 
     def _local_sum(self, rows: slice, seen: Tensor | None) -> Tensor:
@@ -179,7 +183,7 @@ class LayerAttention(WrittenOut):
         out = v.new_zeros(samples, len(index), heads * d)
         for term in self.local:
             at, reached = self._taps(term, index)
-            by_channel = reached.repeat_interleave(heads * d // reached.shape[0], 0)[None]  # (1, C, rows, taps)
+            by_channel = reached.repeat_interleave(heads * d // reached.shape[1], 1)  # (S or 1, C, rows, taps)
             if seen is not None:
                 by_channel = by_channel & seen.gather(3, at.clamp(min=0).expand(*seen.shape[:2], -1, -1))
             for tap in range(at.shape[1]):

@@ -15,7 +15,8 @@ from .op import Case, Contender, Inputs, bind, softmax
 from .timing import Effort, Timing, measure
 
 SIDES = (4, 7, 10, 14, 20, 28, 40, 56)  # of the token map
-TOKENS = {"cuda": 2**18, "cpu": 2**12}  # of a batch, at every size: it keeps the device busy
+# Of a batch, at every size: it keeps the device busy. A single image may give another answer.
+TOKENS = {"cuda": 2**18, "cpu": 2**12}
 
 
 def tangent(x: Inputs, *, anchors: int = 1) -> Tensor:
@@ -56,12 +57,16 @@ def time_sizes(
     effort: Effort,
     sides: Sequence[int] = SIDES,
     anchors: int = 1,
+    batch: int | None = None,
 ) -> list[BreakEvenResult]:
-    """Time softmax attention and its tangent on square maps of these sides, in turn."""
+    """Time softmax attention and its tangent on square maps of these sides, in turn.
+
+    batch: images at every size. None: as many as have `TOKENS` tokens.
+    """
     results = []
     for side in sides:
-        batch = max(1, TOKENS.get(device.type, TOKENS["cpu"]) // side**2)
-        inputs = Inputs.draw(Case(batch, side, side, 0, heads, head_dim), device=device, dtype=dtype)
+        images = batch or max(1, TOKENS.get(device.type, TOKENS["cpu"]) // side**2)
+        inputs = Inputs.draw(Case(images, side, side, 0, heads, head_dim), device=device, dtype=dtype)
         calls = {
             name: bind(Contender(name, call, lambda x: ()), inputs, "forward")
             for name, call in (("softmax", softmax), ("linear", partial(tangent, anchors=anchors)))
@@ -70,7 +75,7 @@ def time_sizes(
         seconds = {name: one.median for name, one in outcome.items() if isinstance(one, Timing)}
         error = next((one for one in outcome.values() if isinstance(one, str)), None)
         times = (seconds.get("softmax"), seconds.get("linear"))
-        results.append(BreakEvenResult(side**2, batch, heads, head_dim, *times, error, anchors))
+        results.append(BreakEvenResult(side**2, images, heads, head_dim, *times, error, anchors))
     return results
 
 

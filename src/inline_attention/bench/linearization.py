@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inline_attention.data import open_eval_data
-from inline_attention.linearize.calibration import count_keys
+from inline_attention.layers.mode import evaluation_mode
+from inline_attention.linearize.calibration import observed
 from inline_attention.linearize.convert import linearization_of, linearized_modules
+from inline_attention.linearize.modules import Call, LinearizedAttention
 from inline_attention.models.base import input_shape, resize_input
 from inline_attention.models.weights import load_model
+from inline_attention.ops.projections import unstack
 from inline_attention.printing import table
 from inline_attention.tasks.classification.classifier import model_name
 from inline_attention.tasks.classification.knn import knn_accuracy
@@ -28,10 +32,9 @@ from inline_attention.training.files import write_atomically
 from inline_attention.training.loop import choose_precision
 from inline_attention.training.report import read_records
 
-from .break_even import break_even, measured, time_sizes
 from .model import Candidate, compare, default_modes, in_precision, inference_step
 from .record import describe_run
-from .timing import Effort, Timing, allocated_bytes
+from .timing import Effort, Timing, allocated_bytes, describe_error, measure
 
 TEACHER, CARRIED_OVER, STUDENT = "teacher", "carried over", "student"
 TITLES = {MATCH: "matched", DISTILL: "distilled"}
@@ -67,23 +70,26 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class BreakEven:
-    """Linear attentions of one head size, and the number of tokens from which they are faster than softmax here."""
+class AttentionSpeed:
+    """Seconds of one call of attentions that are alike, alone and not compiled, with the inputs that they get."""
 
-    heads: int
-    head_dim: int
-    tokens: int | None  # None: softmax is faster at all sizes that were tried
-    tried: int  # the most tokens that were tried
-    below: list[str]  # layers that have fewer tokens at the teacher's input size
+    layers: list[str]
+    kind: str  # the class of the softmax attention
+    keys: int  # of one call
+    batch: int  # images
+    softmax: float | None = None
+    linear: float | None = None
+    is_slower: bool = False  # the linear form takes longer, by more than the samples vary
+    error: str | None = None
 
-    def __str__(self) -> str:
-        faster = f"is faster from {self.tokens:,} tokens on"
-        if self.tokens is None:
-            faster = f"is not faster with up to {self.tried:,} tokens"
-        text = f"With {self.heads} heads of {self.head_dim} channels, a linear attention alone {faster} here."
-        if self.below:
-            text += f" Fewer tokens at this input size: {', '.join(self.below)}. These layers may as well stay softmax."
-        return text
+    @classmethod
+    def of(cls, call: "_Call", kind: str, batch: int, outcome: dict[str, Timing | str]) -> "AttentionSpeed":
+        softmax, linear = outcome["softmax"], outcome["linear"]
+        if isinstance(softmax, str) or isinstance(linear, str):
+            error = next(one for one in (softmax, linear) if isinstance(one, str))
+            return cls(call.layers, kind, call.keys, batch, error=error)
+        is_slower = linear.low > softmax.high  # their quartiles
+        return cls(call.layers, kind, call.keys, batch, softmax.median, linear.median, is_slower)
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,14 @@ class LinearizationReport:
     layers: str  # what was done, layer by layer
     quality: list[Quality]
     speed: list[Speed]
-    break_even: list[BreakEven]
+    attention: list[AttentionSpeed]
     curves: dict[str, list[dict[str, Any]]]  # the records of each stage
 
     def as_text(self) -> str:
         parts = [f"# {self.title}, linearised", self.quality_table(), self.speed_table()]
-        return "\n\n".join([*parts, *map(str, self.break_even)])
+        if self.attention:
+            parts += [self.attention_table(), *self.slower_layers()]
+        return "\n\n".join(parts)
 
     def as_markdown(self) -> str:
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts.items())
@@ -127,9 +135,39 @@ class LinearizationReport:
             rows.append((f"{size} × {teacher.batch}", *speeds, _ratio(teacher, student), *memory))
         return table(("size × batch", "teacher, img/s", "student", "student ÷", "teacher, MiB", "student"), rows)
 
+    def attention_table(self) -> str:
+        """The softmax of the teacher against the linear form of the student, attention by attention."""
+        rows = []
+        for one in self.attention:
+            cells = [_shortened(one.layers), one.kind, f"{one.keys:,}", str(one.batch)]
+            if one.softmax is None or one.linear is None:
+                rows.append([*cells, one.error or "–", "", ""])
+                continue
+            times = [f"{seconds * 1e3:.3f}" for seconds in (one.softmax, one.linear)]
+            rows.append([*cells, *times, f"{one.softmax / one.linear:.2f}"])
+        header = ("attentions alone", "module", "keys", "images", "softmax, ms", "linear, ms", "softmax ÷")
+        return table(header, rows)
+
+    def slower_layers(self) -> Iterator[str]:
+        """A sentence for each batch size."""
+        for batch in dict.fromkeys(one.batch for one in self.attention):
+            slower = [one for one in self.attention if one.batch == batch and one.is_slower]
+            images = "1 image" if batch == 1 else f"{batch} images"
+            if slower:
+                names = "; ".join(_shortened(one.layers) for one in slower)
+                yield f"With {images}, the linear form is slower than softmax here in: {names}."
+            elif any(one.batch == batch and one.error is None for one in self.attention):
+                yield f"With {images}, the linear form is slower than softmax in none of the layers that were timed."
+        if any(one.is_slower for one in self.attention):
+            yield "Layers that are slower may as well stay softmax (--keep-softmax), at this input size."
+
     def pairs(self) -> Iterator[tuple[Speed, Speed]]:
         """Teacher and student at each size."""
         return zip(self.speed[::2], self.speed[1::2], strict=True)
+
+
+def _shortened(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _number(value: float | None) -> str:
@@ -172,7 +210,7 @@ def make_report(plan: LinearizationPlan, *, log: Callable[[str], None] = lambda 
         layers=str(linearization_of(student).report),
         quality=quality,
         speed=time_both(teacher, student, data.size, device=device, dtype=dtype or torch.float32, log=log),
-        break_even=compare_tokens(student, data.size, device=device, dtype=dtype or torch.float32, log=log),
+        attention=time_attentions(teacher, student, data.size, device=device, dtype=dtype or torch.float32, log=log),
         curves={TITLES[stage]: read_records(plan.folder / stage) for stage, _ in plan.stages},
     )
 
@@ -186,12 +224,12 @@ def time_both(
     dtype: torch.dtype,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[Speed]:
-    """Inference of teacher and student at up to four input sizes, in turn."""
+    """Inference of teacher and student, in turn: of one image, then of batches at up to four input sizes."""
     scales, most = SCALES.get(device.type, SCALES["cpu"])
     mode, autocast = default_modes(device)[0], in_precision(device, dtype)
     results: list[Speed] = []
-    for scale in scales:
-        side, batch = (scale * size[0], scale * size[1]), max(1, most // scale**2)
+    for scale, batch in ((1, 1), *((scale, max(1, most // scale**2)) for scale in scales)):
+        side = (scale * size[0], scale * size[1])
         images = torch.randn(batch, input_shape(teacher)[0], *side, device=device)
         log(f"timing: {side[0]}×{side[1]} × {batch}")
         candidates = {
@@ -219,32 +257,86 @@ def time_both(
     return results
 
 
-def compare_tokens(
+@dataclass
+class _Call:
+    """The inputs of an attention in a run of the whole model. Attentions that are alike share them."""
+
+    layers: list[str]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: int = 0
+
+
+def time_attentions(
+    teacher: nn.Module,
     student: nn.Module,
     size: tuple[int, int],
     *,
     device: torch.device,
     dtype: torch.dtype,
     log: Callable[[str], None] = lambda line: None,
-) -> list[BreakEven]:
-    """The break-even of each head size of the student, and the layers below it."""
-    keys = count_keys(student, (input_shape(student)[0], *size))
-    anchors = linearization_of(student).form.anchors
-    of_size: dict[tuple[int, int], list[str]] = {}
-    for name, module in linearized_modules(student).items():
-        of_size.setdefault(module.heads(module), []).append(name)
-    found = []
-    for (heads, head_dim), names in of_size.items():
-        log(f"timing: attention with {heads} heads of {head_dim} channels")
-        effort = Effort.choose(quick=True)
-        timed = measured(time_sizes(heads, head_dim, device=device, dtype=dtype, effort=effort, anchors=anchors))
-        if not timed:
-            log("no size could be timed")
+) -> list[AttentionSpeed]:
+    """Each linear attention of the student against the teacher's softmax, for one image and for a batch, in turn.
+
+    Both are whole modules and get the inputs of the student's: its windows, masks, biases and reduced keys count.
+    """
+    autocast, results = in_precision(device, dtype), []
+    for batch in (1, SCALES.get(device.type, SCALES["cpu"])[1]):
+        images = torch.randn(batch, input_shape(teacher)[0], *size, device=device)
+        log(f"timing: the attentions alone × {batch}")
+        try:
+            calls = _calls_of_attentions(student, teacher, images, autocast)
+        except Exception as failure:  # such as out of memory: keep the rest of the report
+            log(f"not timed: {describe_error(failure)}")
             continue
-        tokens, tried = break_even(timed), max(one.tokens for one in timed)
-        below = [name for name in names if keys[name] < (tried if tokens is None else tokens)]
-        found.append(BreakEven(heads, head_dim, tokens, tried, below))
-    return found
+        for call in calls:
+            name = call.layers[0]
+            modules = {"softmax": teacher.get_submodule(name), "linear": student.get_submodule(name)}
+            steps = {form: partial(_call_module, module, call, autocast) for form, module in modules.items()}
+            with evaluation_mode(teacher), evaluation_mode(student):
+                outcome = measure(steps, device=device, effort=Effort.choose(quick=True))
+            results.append(AttentionSpeed.of(call, type(modules["softmax"]).__name__, batch, outcome))
+    return results
+
+
+def _call_module(module: nn.Module, call: _Call, autocast: Callable[[], Any]) -> None:
+    with torch.no_grad(), autocast():
+        module(*call.args, **call.kwargs)
+
+
+def _calls_of_attentions(
+    student: nn.Module, teacher: nn.Module, images: Tensor, autocast: Callable[[], Any]
+) -> list[_Call]:
+    """The calls of the student's linear attentions in a run on these images, one for all that are alike."""
+    calls: dict[str, _Call] = {}
+    of_layer: dict[str, _Call] = {}
+
+    def remember(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        signature = [_shape_of(value) for value in (*args, *kwargs.values())]
+        key = f"{module.heads(module)} {teacher.get_submodule(name)!r} {signature} {list(kwargs)}"  # type: ignore[operator]
+        of_layer[name] = calls.setdefault(key, _Call([], args, kwargs))
+        if name not in of_layer[name].layers:
+            of_layer[name].layers.append(name)
+
+    def count_keys(name: str, module: LinearizedAttention, call: Call) -> Tensor:
+        of_layer[name].keys = unstack(call.projections)[1].shape[1]
+        return module.linear_form(call, module.gain)
+
+    with ExitStack() as stack:
+        for name, module in linearized_modules(student).items():
+            handle = module.register_forward_pre_hook(partial(remember, name), with_kwargs=True)
+            stack.callback(handle.remove)
+        observers = {name: partial(count_keys, name) for name in linearized_modules(student)}
+        stack.enter_context(observed(student, observers))
+        stack.enter_context(evaluation_mode(student))
+        with torch.no_grad(), autocast():
+            student(images)
+    return list(calls.values())
+
+
+def _shape_of(value: Any) -> Any:
+    """What makes calls alike: the shapes of tensors, and other values as they are."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 
 def inference_bytes(candidate: Candidate) -> int:

@@ -57,12 +57,13 @@ def _draw_quality(axes: Axes, report: LinearizationReport) -> None:
 
 
 def _draw_over_size(axes: Axes, report: LinearizationReport, value: Callable[[Speed], float | None]) -> None:
-    sides = [teacher.img_size[0] for teacher, _ in report.pairs()]
-    for name in (TEACHER, STUDENT):
-        shown = [(one.img_size[0], value(one)) for one in report.speed if one.model == name and value(one) is not None]
-        if shown:
+    pairs = {teacher.img_size: (teacher, student) for teacher, student in report.pairs()}  # the largest batch of a size
+    sides = [size[0] for size in pairs]
+    for index, name in enumerate((TEACHER, STUDENT)):
+        shown = [(pair[index].img_size[0], value(pair[index])) for pair in pairs.values()]
+        if shown := [(side, found) for side, found in shown if found is not None]:
             axes.plot(*zip(*shown, strict=True), color=COLOURS[name], label=name, marker="o")
-    for pair in report.pairs():  # the larger number above, the smaller one below
+    for pair in pairs.values():  # the larger number above, the smaller one below
         numbers = [(number, one) for one in pair if (number := value(one)) is not None]
         for place, (number, one) in enumerate(sorted(numbers, key=lambda item: -item[0])):
             axes.annotate(f"{number:,.3g}", (one.img_size[0], number), xytext=(0, -13 if place else 6), fontsize=8,

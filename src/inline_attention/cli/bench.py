@@ -65,6 +65,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sides", nargs="+", type=int, metavar="N", help="sides of the token map (default: 4 7 10 14 20 28 40 56)"
     )
     even.add_argument("--anchors", type=int, default=1, metavar="M", help="anchors of tangent attention (default: 1)")
+    even.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="images in a batch, such as 1 (default: as many as have 262,144 tokens together, on a CPU 4,096)",
+    )
 
     model = add_action(kinds, "model", "whole models", parents=[timed, tasks])
     sweep = add_action(kinds, "sweep", "InLine-DeiT-T over resolutions", parents=[timed, tasks])
@@ -291,11 +297,14 @@ def _run_break_even(args: argparse.Namespace, facts: dict[str, str], options: di
         raise ValueError(f"--sides {' '.join(map(str, sides))}: expected 1 or more")
     if args.anchors < 1:
         raise ValueError(f"--anchors {args.anchors}: expected 1 or more")
+    if args.batch_size is not None and args.batch_size < 1:
+        raise ValueError(f"--batch-size {args.batch_size}: expected 1 or more")
     sizes = [_parse_heads(text) for text in args.heads]
     facts["compile modes"] = "eager"
     record = _open_record("break-even", facts, args)
+    options |= dict(sides=sides, anchors=args.anchors, batch=args.batch_size)
     for heads, head_dim in sizes:
-        results = break_even.time_sizes(heads, head_dim, sides=sides, anchors=args.anchors, **options)
+        results = break_even.time_sizes(heads, head_dim, **options)
         say_text(break_even.break_even_table(record.add(results)))
         say("", f"{heads}×{head_dim}: {break_even.describe_break_even(results)}")
     return record

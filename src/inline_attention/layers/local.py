@@ -71,3 +71,4 @@ class LocalTerm(NamedTuple):
     bias: Tensor | None = None  # (C,), added to the tokens that the kernel applies to
     on_map: bool = True  # on the token map, without prefix tokens; otherwise along the sequence of all tokens
     regions: Tensor | None = None  # (groups, N): taps reach tokens of the same region only; groups split the channels
+    sample_regions: Tensor | None = None  # (S, N): the same, of each sample

@@ -220,14 +220,14 @@ def count_keys(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, int]:
     tensors = {name: t.to("meta") for name, t in [*model.named_parameters(), *model.named_buffers()]}
     image = floating_parameter(model).new_empty(1, *shape, device="meta")
     observers = {name: counting(name) for name in linearized_modules(model)}
-    with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
+    with torch.no_grad(), evaluation_mode(model), observed(model, observers):
         torch.func.functional_call(model, tensors, (image,))
     return keys
 
 
 def _outputs(model: nn.Module, batches: Iterable[Tensor], observers: Mapping[str, Any]) -> Tensor:
     """The model's outputs for all images as rows, with some of its attentions observed."""
-    with torch.no_grad(), evaluation_mode(model), _observed(model, observers):
+    with torch.no_grad(), evaluation_mode(model), observed(model, observers):
         like = floating_parameter(model)
         outputs = [_prediction(model(batch.to(like))) for batch in batches]
     return torch.cat([widened(output.flatten(1)) for output in outputs])
@@ -247,7 +247,8 @@ def _prediction(output: Any) -> Tensor:
 
 
 @contextmanager
-def _observed(model: nn.Module, observers: Mapping[str, Any]) -> Iterator[None]:
+def observed(model: nn.Module, observers: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, some of a model's converted attentions have an observer: name → (module, call) → output."""
     modules = linearized_modules(model)
     try:
         for name, observer in observers.items():

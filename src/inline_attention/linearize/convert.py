@@ -17,6 +17,7 @@ from inline_attention.layers import Attention, LocalWeight
 from inline_attention.layers.token_grid import GridSource, TokenGrid, drops_patches
 from inline_attention.models.base import input_shape
 
+from .detection import computes_attention
 from .modules import LEFT_ALONE, REFUSED, REGISTRY, LinearForm, LinearizedAttention, Removable
 
 # Adapters of optional libraries. One is imported when a model of its library is converted, so that another release of
@@ -84,6 +85,8 @@ class Report:
                 f"Fewer products are not always faster: with few tokens, softmax is.{fewest} To measure from how many "
                 f"on the linear form is faster on a device: inline bench break-even --heads {sizes}"
             )
+            if any(layer.has_bias for layer in others):
+                lines.append("It times attention without a position bias. With one, the linear form needs more tokens.")
         return "\n".join(lines)
 
 
@@ -297,6 +300,8 @@ def _plan(model: nn.Module, names: Sequence[str | int], *, local_residual: bool)
             for child_name, child in module.named_children()
         ]
         if any(inside):
+            if computes_attention(module):  # beside that of the modules inside
+                attentions[name], problems[name] = None, "its own code computes attention, which is not known"
             return True
         if _looks_like_attention(module):
             attentions[name], problems[name] = None, "this module is not known"
@@ -337,16 +342,17 @@ def _listed(model: nn.Module, problems: Mapping[str, str]) -> str:
     for (cls, problem), names in groups.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         # With its package, because many of timm's modules have a class `Attention` of their own.
-        words.append(f"{names[0]}{more} ({cls.__module__}.{cls.__qualname__}): {problem}")
+        words.append(f"{names[0] or '(the model itself)'}{more} ({cls.__module__}.{cls.__qualname__}): {problem}")
     return "; ".join(words)
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Whether the class is named so, or drops attention weights: a block may compute attention by itself."""
+    """Whether the class is named so, or drops attention weights, or has code that computes attention."""
     if isinstance(module, nn.Identity | nn.Dropout):
         return False
     is_named_so = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
-    return is_named_so or hasattr(module, "attn_drop") or isinstance(module, Attention)
+    is_known_base = hasattr(module, "attn_drop") or isinstance(module, Attention)
+    return is_named_so or is_known_base or computes_attention(module)
 
 
 def _why_no_grid(source: GridSource | None, ancestors: list[nn.Module]) -> str | None:

@@ -17,6 +17,7 @@ from inline_attention.layers import LocalWeight
 from inline_attention.layers.local import LocalTerm
 from inline_attention.layers.tangent import anchors_of_rows, expand_at_anchors, tangent_rows
 from inline_attention.layers.token_grid import GridSource, TokenGrid
+from inline_attention.layers.tokens import softmax_of_seen
 from inline_attention.layers.written_out import WrittenOut
 from inline_attention.ops import (
     FEATURE_MAPS,
@@ -136,7 +137,7 @@ class LinearizedAttention(nn.Module):
 
     gets_grid: ClassVar[bool] = False  # True: `forward` gets the grid; False: the patch embedding has it
     has_bias: ClassVar[bool] = False  # whether a bias (heads, N, N) is added to the logits
-    is_written_out: ClassVar[bool] = True  # False: a call may hold the tokens of a window, or of a reduced map
+    is_written_out: ClassVar[bool] = True  # False: where the tokens of a call are on the model's map is not known
 
     # About a module that is not yet converted.
 
@@ -163,6 +164,11 @@ class LinearizedAttention(nn.Module):
     @classmethod
     def num_tokens(cls, module: nn.Module) -> int | None:
         """The keys of one call, if the module itself knows."""
+        return None
+
+    @classmethod
+    def maps(cls, module: Any, *args: Any) -> tuple[Grid, Grid] | None:
+        """The (height, width) of the queries' map and of the keys', from the arguments of `forward`, if they say so."""
         return None
 
     @classmethod
@@ -343,13 +349,17 @@ class LinearizedAttention(nn.Module):
         self._observed_by(record, *args, **kwargs)
         call, gain = calls[0], self.gain
         q, k, v = unstack(call.projections)
-        is_plain = len(calls) == 1 and call.bias is None and call.regions is None and q.shape[1] == k.shape[1]
-        if not (is_plain and self.is_written_out):
+        maps, reduced = self.maps(self, *args), q.shape[1] != k.shape[1]
+        moves_residual = gain is not None and self.form.attention != TANGENT and call.local_weight is not None
+        is_known = not reduced or (maps is not None and call.token_mask is None)
+        if len(calls) > 1 or not (self.is_written_out and is_known) or (moves_residual and call.regions is not None):
+            softmax = next(cls for cls, adapter in REGISTRY.items() if adapter is type(self))
             raise ValueError(
-                "a linearised attention with a position bias, windows, stripes or reduced keys is not written out; "
-                "analyse the original model"
+                f"a linearised {softmax.__name__} is not written out in this case; analyse the original model"
             )
         grid, num_prefix_tokens = call.grid, call.num_prefix_tokens
+        if grid is None and maps is not None:
+            grid = maps[0]
         if grid is None:
             if token_map is None:
                 raise ValueError(
@@ -367,12 +377,22 @@ class LinearizedAttention(nn.Module):
                 options: dict[str, Any] = dict(grid=grid, num_prefix_tokens=num_prefix_tokens)
                 of_mean = local_residual(rest.expand_as(v), taps, token_mask=call.token_mask, **options)
                 taps = gain[:, None, None] * taps
-            local = (LocalTerm(taps.flatten(1, 2).unflatten(2, (3, 3))),)
+            local = (LocalTerm(taps.flatten(1, 2).unflatten(2, (3, 3)), sample_regions=call.regions),)
 
         def matrix(rows: slice, samples: slice, heads: slice, mask: Tensor | None) -> Tensor:
-            chosen = None if gain is None else gain[heads]
+            chosen, bias = (None if x is None else x[heads] for x in (gain, call.bias))
+            if call.regions is not None:
+                regions = call.regions[samples, None]
+                same = regions[:, :, rows, None] == regions[:, :, None]
+                mask = same if mask is None else mask & same
             return self.rows_of_weights(
-                q[samples, :, heads], k[samples, :, heads], rows=rows, mask=mask, scale=call.scale, gain=chosen
+                q[samples, :, heads],
+                k[samples, :, heads],
+                rows=rows,
+                mask=mask,
+                scale=call.scale,
+                gain=chosen,
+                bias=None if bias is None else bias[:, rows],
             )
 
         def finish(attended: Tensor, local_sum: Tensor) -> Tensor:
@@ -388,33 +408,50 @@ class LinearizedAttention(nn.Module):
             v=zero_absent(v, call.token_mask),
             local=local,
             token_mask=call.token_mask,
+            key_grid=maps[1] if reduced and maps is not None else None,
             matrix=matrix,
             finish=finish,
         )
 
     def rows_of_weights(
-        self, q: Tensor, k: Tensor, *, rows: slice, mask: Tensor | None, scale: float, gain: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        rows: slice,
+        mask: Tensor | None,
+        scale: float,
+        gain: Tensor | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Rows of the matrix whose product with v is the linear form of self-attention, without the local residual.
+        """Rows of the matrix whose product with v is the linear form of a call, without the local residual.
 
         Args:
-            q: (B, N, heads, d), all tokens.
-            k: (B, N, heads, d)
+            q: (B, Nq, heads, d), all tokens.
+            k: (B, N, heads, d), of the same tokens unless N is another number
             rows: the queries whose rows are returned.
             mask: bool, broadcasts to the result. False where a token is as if absent for a query.
             scale: of the logits.
             gain: (heads,), None for one.
+            bias: (heads, rows, N) of the logits.
 
         Returns:
             (B, heads, rows, N)
         """
+
+        def of_bias(shares: Tensor) -> Tensor | float:
+            """p_j·(b_ij − Σ_t p_t·b_it), as `bias_term`"""
+            return 0.0 if bias is None else shares * (bias - (shares * bias).sum(-1, keepdim=True))
+
         if self.form.attention == TANGENT:
             q, k = (x.to(accumulation_dtype(x.dtype)) for x in (q, k))
             by_head = q.transpose(1, 2)
-            anchors, own = anchors_of_rows(by_head, rows, mask, count=self.form.anchors), by_head[:, :, rows]
+            of_queries = mask if q.shape[1] == k.shape[1] else None  # reduced keys are no queries
+            anchors, own = anchors_of_rows(by_head, rows, of_queries, count=self.form.anchors), by_head[:, :, rows]
             if gain is not None:
                 own = anchors + gain.to(q.dtype)[:, None, None] * (own - anchors)
-            return tangent_rows(own, k, anchors, mask=mask, scale=scale)
+            weights = tangent_rows(own, k, anchors, mask=mask, scale=scale)
+            return weights if bias is None else weights + of_bias(softmax_of_seen(anchors, k, mask, scale))
         weights = attention_matrix(
             q[:, rows],
             k,
@@ -423,9 +460,13 @@ class LinearizedAttention(nn.Module):
             scale=scale,
             pair_mask=mask,
         )
+        if gain is None and bias is None:
+            return weights
+        seen = torch.ones_like(weights) if mask is None else mask.to(weights.dtype).expand_as(weights)
+        shares = seen / seen.sum(-1, keepdim=True).clamp(min=1)
+        weights = weights + of_bias(shares)
         if gain is not None:  # a gain of v's deviation from its mean over the tokens that a query sees
-            seen = torch.ones_like(weights) if mask is None else mask.to(weights.dtype).expand_as(weights)
-            mean = weights.sum(-1, keepdim=True) * seen / seen.sum(-1, keepdim=True).clamp(min=1)
+            mean = weights.sum(-1, keepdim=True) * shares
             weights = mean + gain.to(weights.dtype)[:, None, None] * (weights - mean)
         return weights
 

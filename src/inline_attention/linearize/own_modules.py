@@ -22,6 +22,10 @@ class OwnAttention(LinearizedAttention):
 
     gets_grid = True
 
+    @classmethod
+    def maps(cls, module: Any, *args: Any) -> tuple[Grid, Grid] | None:
+        return (args[1], args[1]) if len(args) > 1 else None
+
     def mapped(self: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         phi = get_feature_map(self.feature_map).apply
         return tuple(rows.unsqueeze(2) for rows in (phi(q), phi(k), v))
@@ -77,6 +81,13 @@ class ReducedAttention(OwnAttention):
     @classmethod
     def has_map(cls, module: Any) -> bool:
         return module.reduction == 1
+
+    @classmethod
+    def maps(cls, module: Any, *args: Any) -> tuple[Grid, Grid] | None:
+        if len(args) < 2:
+            return None
+        height, width = args[1]
+        return args[1], (height // module.reduction, width // module.reduction)
 
 
 class StripeAttention(OwnAttention):

@@ -182,6 +182,8 @@ class LinearizedWindowAttention(SwinAttention, swin_transformer.WindowAttention)
 class CosineAttention(SwinAttention):
     """Logits are cosines times a learned factor of each head. It becomes a factor of q, which the expansion keeps."""
 
+    is_written_out = False
+
     def cosines(self: Any, qkv: Tensor) -> tuple[Tensor, ...]:
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         factor = self.logit_scale.clamp(max=math.log(100)).exp().view(-1, 1)
@@ -217,6 +219,7 @@ class LevitAttention(LinearizedAttention):
     """Keys and values of different size, and a bias of relative positions. Maps are (B, C, height, width) or rows."""
 
     gets_grid = has_bias = True
+    is_written_out = False
 
     @classmethod
     def heads(cls, module: Any) -> tuple[int, int]:
@@ -310,6 +313,14 @@ class LinearizedReducedAttention(LinearizedAttention, pvt_v2.Attention):
     @classmethod
     def has_map(cls, module: Any) -> bool:
         return module.sr is None and module.pool is None
+
+    @classmethod
+    def maps(cls, module: Any, x: Tensor, feat_size: Any, *args: Any) -> tuple[Grid, Grid] | None:
+        grid = (feat_size[0], feat_size[1])
+        if module.pool is not None:
+            return grid, (module.pool.output_size, module.pool.output_size)
+        step = 1 if module.sr is None else module.sr.stride[0]
+        return grid, (grid[0] // step, grid[1] // step)
 
     def forward(self, x: Tensor, feat_size: list[int]) -> Tensor:
         grid = (feat_size[0], feat_size[1])

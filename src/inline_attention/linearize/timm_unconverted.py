@@ -1,6 +1,7 @@
 """The attention modules of timm that stay as they are, and those that are refused. Each has its reason."""
 
 import timm.layers
+import timm.models
 from timm.layers import bottleneck_attn, diff_attention, halo_attn, lambda_layer
 from timm.models import (
     cait,
@@ -30,7 +31,9 @@ _LEFT_ALONE: dict[str, tuple[type[nn.Module], ...]] = {
         timm.layers.AttentionPoolLatent,
         timm.layers.AttentionPoolPrr,
         timm.layers.AttentionPool2d,
+        timm.layers.GlobalContext,
         timm.layers.RotAttentionPool2d,
+        *(vars(timm.layers)[name] for name in ("SimPool1d", "SimPool2d") if hasattr(timm.layers, name)),
     ),
     "softmax, left alone: only the class token attends": (
         cait.ClassAttn,
@@ -74,5 +77,7 @@ _REFUSED: dict[str, tuple[type[nn.Module], ...]] = {
     "each head depends on the output of the one before": (efficientvit_msra.CascadedGroupAttention,),
     "its windows share the queries of the whole image": (gcvit.WindowAttentionGlobal,),
 }
+if hasattr(timm.models, "efficientvim"):  # timm 1.0.30
+    _LEFT_ALONE["left alone: it is linear"] += (timm.models.efficientvim.HSMSSD,)
 for table, reasons in ((LEFT_ALONE, _LEFT_ALONE), (REFUSED, _REFUSED)):
     table.update({module: why for why, modules in reasons.items() for module in modules})

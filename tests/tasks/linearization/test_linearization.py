@@ -84,12 +84,14 @@ def test_the_report(finished: Path, teacher: Path) -> None:
     assert all(row["images"] == 41 and row["top1"] is not None for row in quality.values())
     assert quality["matched"]["cosine"] > quality["carried over"]["cosine"]
     sizes = [(row["model"], row["img_size"]) for row in report["speed"]]
-    assert sizes == [(name, [side, side]) for side in (8, 16, 24, 32) for name in ("teacher", "student")]
+    assert sizes == [(name, [side, side]) for side in (8, 8, 16, 24, 32) for name in ("teacher", "student")]
+    assert [row["batch"] for row in report["speed"][::2]] == [1, 4, 1, 1, 1]
     weights = sum(tensor.nbytes for tensor in load_model(teacher).state_dict().values())
     assert all(row["images_per_second"] > 0 and row["peak_bytes"] > weights for row in report["speed"])
-    (even,) = report["break_even"]
-    assert (even["heads"], even["head_dim"]) == (2, 8)
-    assert bool(even["below"]) == (even["tokens"] is None or even["tokens"] > 17)  # 4 × 4 patches, a class token
+    attentions = [(row["layers"], row["keys"], row["batch"]) for row in report["attention"]]
+    both = ["blocks.0.attn", "blocks.1.attn"]
+    assert attentions == [(both, 17, 1), (both, 17, 4)]  # 4 × 4 patches, a class token
+    assert all(row["softmax"] > 0 and row["linear"] > 0 for row in report["attention"])
     assert [len(records) > 1 for records in report["curves"].values()] == [True, True]
     assert "| carried over" in (finished / "report.md").read_text()
     assert (finished / "report.png").stat().st_size > 10_000
@@ -369,9 +371,13 @@ def test_two_ranks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
         (["--anchors", "0"], "anchors=0; expected 1 or more"),
         (["--keep-softmax", "auto:9"], "the model has 2 attentions to convert"),
         (["--keep-softmax", "auto:1,blocks.0.attn"], "expected names, or auto:K alone"),
-        (["--keep-softmax", "*"], "model.keep_softmax=['*'] keeps all attentions: keep fewer"),
+        (["--keep-softmax", "*"], "model.keep_softmax=['*'] keeps all attentions, which leaves none to convert: "),
         (["--keep-softmax", "stem"], "matches none of blocks.0.attn, blocks.1.attn"),
-        (["--keep-softmax", "0,1"], "model.keep_softmax=['0', '1'] keeps all attentions: keep fewer"),
+        (
+            ["--keep-softmax", "0,1"],
+            "model.keep_softmax=['0', '1'] keeps all attentions, which leaves none to convert: ",
+        ),
+        (["--keep-softmax", "*", "match.steps=0", "--epochs", "0"], "or train the teacher further as a control"),
         (["--keep-softmax", "2"], "keep_softmax has 2, but the model has 2 attentions"),
         (["--keep-softmax", "auto"], "expected the number of layers to keep, such as 'auto:2'"),
         (["--epochs", "-1"], "--epochs -1: expected 0 or more"),
@@ -444,6 +450,22 @@ def test_the_plan_of_a_timm_model_names_its_arguments(tmp_path: Path) -> None:
     plan = prepare(plan_linearization(flags=flags, overrides=overrides), device=torch.device("cpu"), log=said.append)
     assert [name for name, _ in plan.stages] == ["match", "distill"]
     assert "blocks.1.attn" in said[-1]
+
+
+def test_a_control_trains_the_softmax_teacher_further(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = tmp_path / "control"
+    assert run(words(teacher, control, "--keep-softmax", "*", "match.steps=0", "schedule.epochs=1")) == 0
+    assert "this run is a control, which trains the teacher further" in capsys.readouterr().out
+    report = json.loads((control / "report.json").read_text())
+    quality = {row["model"]: row for row in report["quality"]}
+    assert quality["carried over"]["agreement"] == 100
+    assert quality["distilled"]["cosine"] < 100
+    assert report["attention"] == []
+    before, after = load_model(teacher), load_model(control / "student.safetensors")
+    assert before.state_dict().keys() == after.state_dict().keys()
+    assert [type(m) for m in before.modules()] == [type(m) for m in after.modules()]
 
 
 @pytest.mark.parametrize(("rate", "warned"), [("8e-3", True), ("5e-4", False)])

@@ -135,7 +135,12 @@ def prepare(
         config = replace(config, model=replace(config.model, kept=choose_layers(teacher, config, device=device)))
     student, report = make_student(teacher, config.model, seed=config.seed)
     if not report.linear():
-        raise ValueError(f"model.keep_softmax={config.model.keep_softmax} keeps all attentions: keep fewer")
+        if config.match.steps or not config.distill.enabled:
+            raise ValueError(
+                f"model.keep_softmax={config.model.keep_softmax} keeps all attentions, which leaves none to convert: "
+                "keep fewer, or train the teacher further as a control, with match.steps=0 and without --epochs 0"
+            )
+        log("all attentions stay softmax: this run is a control, which trains the teacher further")
     if ARCHITECTURE not in describe_model(student):
         name = model_name(teacher.model)
         raise ValueError(f"a weights file cannot describe how to build this {name}: see the warning above")

@@ -123,32 +123,24 @@ class Tiles(NamedTuple):
         return plan.programs, triton.cdiv(self.number, layers), layers
 
 
-def tile_columns(width: int, *, output: bool = False) -> int:
-    """Columns of a tile. A symbolic width gets the most, because narrower tiles are not worth a compilation.
-
-    For the output kernel they are half as many where that covers a fifth less. Other kernels lose more by it.
-    """
+def tile_columns(width: int) -> int:
+    """Columns of a tile. A symbolic width gets the most, because narrower tiles are not worth a compilation."""
     most = config.CONFIG.columns
-    if not isinstance(width, int):
-        return most
-    whole, halved = (triton.cdiv(width, columns) * columns for columns in (most, most // 2))
-    if output and width > most and 5 * whole >= 6 * halved:
-        return most // 2
-    return min(most, triton.next_power_of_2(width))
+    return min(most, triton.next_power_of_2(width)) if isinstance(width, int) else most
 
 
-def row_settings(width: int, *, output: bool = False) -> dict[str, int | bool]:
+def row_settings(width: int) -> dict[str, int | bool]:
     """Columns of a tile, and whether a map has columns beside it."""
-    columns = tile_columns(width, output=output)
+    columns = tile_columns(width)
     return dict(BW=columns, HALO=not isinstance(width, int) or width > columns)
 
 
-def make_tiles(plan: Plan, device: torch.device, *, local: bool, output: bool = False) -> Tiles:
-    """The tiles of a kernel. All images of a packed batch get as many as the one that needs the most tiles."""
+def make_tiles(plan: Plan, device: torch.device, *, local: bool) -> Tiles:
+    """The tiles of the outputs. All images of a packed batch get as many as the one that needs the most tiles."""
     if not local:
         rows = config.CONFIG.tokens * config.CONFIG.steps
         return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows)
-    columns, tokens = tile_columns(plan.width, output=output), config.CONFIG.tile
+    columns, tokens = tile_columns(plan.width), config.CONFIG.tile
     if (
         plan.programs * plan.height * plan.width
         < tokens * config.CONFIG.tile_programs * gpu.limits_of(device).multiprocessors

@@ -53,7 +53,7 @@ from inline_attention.ops import (
 )
 from inline_attention.ops.fused import config, plan
 from inline_attention.ops.fused.operators import forward_op
-from inline_attention.ops.fused.plan import make_plan, make_tiles, split
+from inline_attention.ops.fused.plan import make_plan, make_tiles, split, tile_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -662,11 +662,15 @@ def plan_of(*grids, channels=32):
     return make_plan(x, x, x, sequences, [length for grid in grids for length in grid], 0)
 
 
-def test_which_maps_are_large():
-    rows = config.CONFIG.tile  # of one column
+TILE_STEPS = dict(num_warps=2, maxnreg=128)
+
+
+def test_which_maps_are_large(monkeypatch):
+    monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(tile_rows=(2,)))
+    rows = 2 * config.CONFIG.columns  # of one column
     for (height, width), expected in [((64, 64), False), ((65_535 * rows, 1), False), ((65_536 * rows, 1), True)]:
         geometry = plan_of((height, width))
-        tiles = make_tiles(geometry, torch.device(DEVICE), local=True)
+        tiles = make_tiles(geometry, torch.device(DEVICE), local=True, steps=TILE_STEPS)
         assert tiles.wide == expected
         programs, *others = tiles.grid(geometry)
         assert programs == geometry.programs
@@ -701,7 +705,7 @@ def test_offsets_of_64_bits(kind, monkeypatch):
 def test_large_maps(monkeypatch):
     monkeypatch.setattr(gpu, "MOST_ON_AN_AXIS", 2)
     monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(fused_tokens=0))
-    assert make_tiles(plan_of((7, 18)), torch.device(DEVICE), local=True).number > 2
+    assert make_tiles(plan_of((7, 18)), torch.device(DEVICE), local=True, steps=TILE_STEPS).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
 
@@ -710,7 +714,7 @@ def test_tiles_of_a_packed_batch():
     """The number of tiles is the largest of any image, not that of the largest height and the largest width."""
     tall, wide = (4096, config.CONFIG.columns), (1, 4096)
     together, *alone = (
-        make_tiles(plan_of(*grids), torch.device(DEVICE), local=True).number
+        make_tiles(plan_of(*grids), torch.device(DEVICE), local=True, steps=TILE_STEPS).number
         for grids in ((tall, wide), (tall,), (wide,))
     )
     assert together == max(alone)
@@ -991,10 +995,11 @@ class TestOnGPU:
         assert counter["stats"]["unique_graphs"] <= 2
 
 
-def test_tiles_are_smaller_where_there_are_few_programs(monkeypatch):
-    monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(tile=32, tile_programs=2))
-    multiprocessors = gpu.limits_of(torch.device(DEVICE)).multiprocessors
-    rows = {}
-    for side in (8, 16 * multiprocessors):
-        rows[side] = make_tiles(plan_of((side, 16)), torch.device(DEVICE), local=True).rows
-    assert rows == {8: 1, 16 * multiprocessors: 2}
+def test_tiles_fill_the_gpu():
+    """Few maps are cut into small tiles. Of many, tiles come in whole turns."""
+    settings = config.Config()
+    assert tile_rows(6, 64, 1056, settings) == 4
+    assert tile_rows(100_000, 64, 1056, settings) == 22, "the fewest rows that are loaded twice"
+    for programs in (96, 384, 500, 1536):
+        tiles = programs * -(-64 // tile_rows(programs, 64, 1056, settings))
+        assert 0.8 < tiles / 1056 / -(-tiles // 1056) <= 1

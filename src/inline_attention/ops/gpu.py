@@ -13,6 +13,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 # Tensor cores of older GPUs have neither bfloat16 nor tf32.
 LEAST_CAPABILITY = (8, 0)
 
+# Registers of a multiprocessor.
+REGISTERS = 65_536
+
 # Most programs on the second and third axis of a launch grid.
 MOST_ON_AN_AXIS = 65_535
 

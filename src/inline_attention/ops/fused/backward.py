@@ -86,15 +86,15 @@ def run_backward(
         plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **weighted, **block, GRAD_LOCAL=grad_of_local,
     )  # fmt: skip
-    tiles = make_tiles(plan, q.device, local=local)
+    steps = step_settings("grad", effort, plan, q.dtype)
+    tiles = make_tiles(plan, q.device, local=local, steps=steps)
     gpu.launch(backward.grad_kernel, tiles.grid(plan))(
         q, k, v, local_weight, g, *masks, sequences, shares, lse, offset, state, means,
         grad_state, grad_k_mean, grad_mean, *grad_tensors, grad_shares,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
         **common, **weighted, **shifted, **products, LOCAL=local, MASK_Q=mask_q, ANCHORED=options.anchored,
-        LAYOUT=layout, **row_settings(width), WIDE=tiles.wide or plan.wide(strides),
-        **step_settings("grad", effort, plan, q.dtype),
+        LAYOUT=layout, **row_settings(width), WIDE=tiles.wide or plan.wide(strides), **steps,
     )  # fmt: skip
     grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
     return [*grads, grad_local, grad_shares, grad_offset]

@@ -27,8 +27,8 @@ class Config(NamedTuple):
 
     tokens: int = 64  # most tokens per step of a loop
     columns: int = 16  # of a tile of the map, a power of two; as few as a narrower map needs
-    tile: int = 256  # most tokens in a tile of the map
-    tile_programs: int = 8  # with fewer programs per multiprocessor, a tile has half as many tokens
+    tile_rows: tuple[int, ...] = tuple(range(4, 25))  # of a tile of the map, from which `plan.tile_rows` chooses
+    tile_start: int = 6  # rows of a tile that take as long as its start and end
     steps: int = 4  # steps over tokens in a tile where there is no map
     state_programs: int = 8  # programs per multiprocessor that the tokens of a sample are split for
     scaled_state_programs: int = 16  # the same for "divide" and "magnitude"
@@ -50,7 +50,7 @@ STEPS = {
         "output": Steps(32, 2, 3, 128),
         "forward": Steps(64, 2, 3, 144),
         "grad_state": Steps(64, 2, 2, 144),
-        "grad": Steps(32, 2, 3),
+        "grad": Steps(32, 2, 3, 168),
         "backward": Steps(32, 2, 3),
     },
     "weighted": {
@@ -82,8 +82,8 @@ STEPS = {
 # A step costs the same at any size in the interpreter. Small steps take small test shapes through every loop.
 if INTERPRETED:
     CONFIG = Config(
-        tokens=16, tile=32, steps=1, state_programs=2, scaled_state_programs=2, part=64, summed_parts=2,
-        fused_tokens=40, fused_programs=0, tile_programs=0,
+        tokens=16, tile_rows=(2,), steps=1, state_programs=2, scaled_state_programs=2, part=64, summed_parts=2,
+        fused_tokens=40, fused_programs=0,
     )  # fmt: skip
 
 # Most channels of a head.

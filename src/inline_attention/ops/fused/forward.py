@@ -83,13 +83,14 @@ def run_forward(
         plan.tokens, height, width, scale, parts.number, plan.blocks, plan.heads,
         **common, **anchored, **block, CENTRE=centre, PIVOTED=weighted and q.dtype != torch.float32,
     )  # fmt: skip
-    tiles = make_tiles(plan, q.device, local=local)
+    steps = step_settings("output", effort, plan, q.dtype)
+    tiles = make_tiles(plan, q.device, local=local, steps=steps)
     strides = strides_of(plan.packed, q, v, out)
     gpu.launch(forward.output_kernel, tiles.grid(plan))(
         q, v, local_weight, *masks, count, sequences, offset, out, state, means,
         plan.queries, plan.tokens, height, width, prefix, scale, plan.blocks, tiles.columns, tiles.rows, plan.heads,
         *strides,
         **common_of(plan, token_mask), **chosen, **products, LOCAL=local, MASK_Q=mask_q, **row_settings(width),
-        WIDE=tiles.wide or plan.wide(strides), **step_settings("output", effort, plan, q.dtype),
+        WIDE=tiles.wide or plan.wide(strides), **steps,
     )  # fmt: skip
     return out, state, means, scores, lse

@@ -1,6 +1,7 @@
 """The geometry of a launch: which tokens and channels a program takes, and how many programs there are."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -135,21 +136,39 @@ def row_settings(width: int) -> dict[str, int | bool]:
     return dict(BW=columns, HALO=not isinstance(width, int) or width > columns)
 
 
-def make_tiles(plan: Plan, device: torch.device, *, local: bool) -> Tiles:
-    """The tiles of the outputs. All images of a packed batch get as many as the one that needs the most tiles."""
+@functools.cache
+def tile_rows(programs: int, height: int, at_once: int, settings: config.Config) -> int:
+    """Rows of a tile, for `programs` maps of so many rows.
+
+    Tiles take about as long as each other, and `at_once` of them run at a time. With these rows the last ones end
+    first. A tile takes `tile_start` rows longer than it has.
+    """
+
+    def duration(rows: int) -> int:
+        return triton.cdiv(programs * triton.cdiv(height, rows), at_once) * (rows + settings.tile_start)
+
+    equal = {triton.cdiv(height, triton.cdiv(height, rows)) for rows in settings.tile_rows}
+    return min(sorted(equal, reverse=True), key=duration)
+
+
+def make_tiles(plan: Plan, device: torch.device, *, local: bool, steps: Mapping[str, int]) -> Tiles:
+    """The tiles of a kernel. All images of a packed batch get as many as the one that needs the most tiles.
+
+    Args:
+        steps: those of `step_settings`.
+    """
     if not local:
         rows = config.CONFIG.tokens * config.CONFIG.steps
         return Tiles(triton.cdiv(max(plan.queries, plan.tokens), rows), 1, rows)
-    columns, tokens = tile_columns(plan.width), config.CONFIG.tile
-    if (
-        plan.programs * plan.height * plan.width
-        < tokens * config.CONFIG.tile_programs * gpu.limits_of(device).multiprocessors
-    ):
-        tokens //= 2
-    above_each_other = triton.cdiv(plan.height, tokens // columns)
-    rows = triton.cdiv(plan.height, above_each_other)
+    columns, rows = tile_columns(plan.width), max(config.CONFIG.tile_rows)
+    beside, together = triton.cdiv(plan.width, columns), config.CONFIG.columns // columns  # rows of a step
+    if all(isinstance(length, int) for length in (plan.programs, plan.height, plan.width)):  # not symbolic
+        registers = 32 * steps["num_warps"] * steps.get("maxnreg", 255)
+        at_once = gpu.limits_of(device).multiprocessors * max(1, gpu.REGISTERS // registers)
+        rows = tile_rows(plan.programs * beside, triton.cdiv(plan.height, together), at_once, config.CONFIG)
+    rows *= together
     number = max(triton.cdiv(height, rows) * triton.cdiv(width, columns) for height, width in plan.grids)
-    return Tiles(number, triton.cdiv(plan.width, columns), rows)
+    return Tiles(number, beside, rows)
 
 
 def step_settings(kernel: str, effort: str, plan: Plan, dtype: torch.dtype) -> dict[str, int]:

@@ -14,7 +14,7 @@ from study_results import LINEAR, SOFTMAX, analysis, write_runs
 from study import pages
 from study.__main__ import build_parser
 from study.claims import NOT_TESTABLE, explain, judge
-from study.grid import BASELINES, FEATURE_MAPS, MAIN, WINDOWS, Run
+from study.grid import BASELINES, FAMILY_ROWS, FEATURE_MAPS, MAIN, WINDOWS, Run
 from study.pages import fill
 from study.report import (
     analysis_table,
@@ -23,6 +23,7 @@ from study.report import (
     described,
     front,
     gap_table,
+    leader,
     leaderboard,
     missing_table,
     page,
@@ -361,7 +362,12 @@ def test_the_leaderboard_begins_with_the_highest(tmp_path: Path) -> None:
         "| MALA with residual", "| InLine (with residual)", "| linear (ReLU)", "| Hydra",
     ]  # fmt: skip
     assert "## Every attention under one recipe" in tables(collect(tmp_path), [], [])
+    assert leader(collect(tmp_path)) == (
+        "MALA with residual has the highest mean, 44.10 % with 2 seeds. "
+        f"All 3 seeds are trained for 1 of the {len(FAMILY_ROWS)} rows"
+    )
     write_runs(tmp_path / "other", {"inline": [43.0], "linear": [40.0]})
+    assert leader(collect(tmp_path / "other")) is None
     assert "Every attention" not in tables(collect(tmp_path / "other"), [], [])
 
 

@@ -241,7 +241,7 @@ def test_the_family(direction: str) -> None:
     cases = ("256, 14², 6×32", "32, 40², 6×32", "16, 64², 6×32", "1, 256², 6×32")
     times = {
         (r["case"], r["contender"]): 1e6 * r["timing"]["median"]
-        for r in results("family-rows-h200" if direction == "forward" else "family-h200")
+        for r in results("family-h200")
         if r["direction"] == direction.replace(" and ", "+")
     }
     for title, contender in titles.items():
@@ -251,6 +251,13 @@ def test_the_family(direction: str) -> None:
             for case in cases
         ]
         assert found[title] == expected
+    floors = [
+        f"{r['timing']['median'] / r['floor_seconds']:.2f}"
+        for case in (cases[0], "64, 28², 12×32", *cases[1:])
+        for r in results("family-h200")
+        if (r["case"], r["contender"], r["direction"]) == (case, "fused", direction.replace(" and ", "+"))
+    ]
+    assert table("performance.md", "InLine, ÷ floor")[direction] == floors
 
 
 def test_all_kernels_of_one_image() -> None:

@@ -43,7 +43,7 @@ def test_a_few(tmp_path):
     }
     assert all(0 <= one["shared"] <= one["limit"] for one in builds)
     measured = next(one for one in builds if one["gpu"] == "sm_90" and one["kernel"] == "state_kernel")
-    assert (measured["settings"], measured["stack"]) == ("BN=64 num_warps=2 num_stages=2", 0)
+    assert (measured["settings"], measured["stack"]) == ("BN=32 num_warps=2 num_stages=3", 0)
 
 
 @pytest.mark.slow

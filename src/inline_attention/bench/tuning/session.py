@@ -3,9 +3,7 @@
 import datetime
 import json
 import multiprocessing
-import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ import torch
 
 from inline_attention.bench.timing import describe_error
 from inline_attention.ops import fused_mlp, tuned
+from inline_attention.training.files import write_atomically
 
 from . import one_launch, steps, tiles
 from .candidates import workers
@@ -101,12 +100,7 @@ def save(path: Path, content: dict[str, Any]) -> None:
     """The old file or the new one is there at any time."""
     content["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        unfinished.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomically(path, (json.dumps(content, ensure_ascii=False) + "\n").encode())
     tuned.tables_of.cache_clear()  # what follows is measured with it
 
 

@@ -175,7 +175,11 @@ def test_few_tokens() -> None:
     of = record("few-tokens-h200")
     for title, cells in found.items():
         width, outputs, rows = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d", title))
-        name, last = ("mlp", "hidden") if title.startswith("MLP") else ("norm_linear", "outputs")
+        name, last = {
+            "MLP half": ("mlp", "hidden"),
+            "projection and MLP half": ("projected", "hidden"),
+            "norm and projection": ("norm_linear", "outputs"),
+        }[title.partition(",")[0]]
         (micros,) = (r["micros"] for r in of[name] if (r["width"], r[last], r["rows"]) == (width, outputs, rows))
         kernel = min(time for tile, time in micros.items() if tile != "compiled")
         assert cells == [f"{micros['compiled']:.1f}", f"{kernel:.1f} ({micros['compiled'] / kernel:.2f})"]

@@ -510,7 +510,7 @@ def test_parts_that_tensor_cores_sum_are_short(monkeypatch):
     inputs = make_inputs(1, (10, 10), 1, 1, 16, torch.float32)
     q, k, _ = inputs[0].unbind(2)
     plan = make_plan(q, k, k, None, (10, 10), 1)
-    assert split(plan, 101, q.device) == (4, 4)
+    assert split(plan, 101) == (4, 4)
     check(*inputs)
 
 
@@ -518,8 +518,8 @@ def test_no_more_parts_than_work():
     q = torch.empty(1, 50, 1, 32, device=DEVICE)
     plan = make_plan(q, q, q, None, (1, 1), 0)
     steps = -(-50 // config.CONFIG.tokens)
-    assert split(plan, 50, q.device).number == steps
-    assert split(plan, 50, q.device, rows=steps + 1).number == steps + 1
+    assert split(plan, 50).number == steps
+    assert split(plan, 50, rows=steps + 1).number == steps + 1
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_partial_sums_follow_the_length_the_batch_and_the_gpu(tokens, programs, 
     monkeypatch.setattr(config, "CONFIG", config.Config())  # that of a GPU
     monkeypatch.setattr(gpu, "limits_of", lambda _: gpu.Limits(multiprocessors=132, shared_memory=0))
     q = torch.empty(programs, 1, 1, 32)
-    assert split(make_plan(q, q, q, None, (1, 1), 0), tokens, q.device) == expected
+    assert split(make_plan(q, q, q, None, (1, 1), 0), tokens) == expected
 
 
 @pytest.mark.parametrize("grid", [(1, 70), (2, 50)])
@@ -558,7 +558,7 @@ def test_a_batch_that_is_left_open_stays_open():
 
     def allocate(q):
         plan = make_plan(q, q, q, None, (1, 1), 0)
-        seen.append((plan.programs, split(plan, q.shape[1], q.device).most))
+        seen.append((plan.programs, split(plan, q.shape[1]).most))
         return q.new_empty(plan.programs, seen[-1][1])
 
     graph = make_fx(allocate, tracing_mode="symbolic")(torch.empty(3, 300, 2, 32, device=DEVICE))
@@ -670,7 +670,7 @@ def test_which_maps_are_large(monkeypatch):
     rows = 2 * config.CONFIG.columns  # of one column
     for (height, width), expected in [((64, 64), False), ((65_535 * rows, 1), False), ((65_536 * rows, 1), True)]:
         geometry = plan_of((height, width))
-        tiles = make_tiles(geometry, torch.device(DEVICE), local=True, steps=TILE_STEPS)
+        tiles = make_tiles(geometry, local=True, steps=TILE_STEPS)
         assert tiles.wide == expected
         programs, *others = tiles.grid(geometry)
         assert programs == geometry.programs
@@ -705,7 +705,7 @@ def test_offsets_of_64_bits(kind, monkeypatch):
 def test_large_maps(monkeypatch):
     monkeypatch.setattr(gpu, "MOST_ON_AN_AXIS", 2)
     monkeypatch.setattr(config, "CONFIG", config.CONFIG._replace(fused_tokens=0))
-    assert make_tiles(plan_of((7, 18)), torch.device(DEVICE), local=True, steps=TILE_STEPS).number > 2
+    assert make_tiles(plan_of((7, 18)), local=True, steps=TILE_STEPS).number > 2
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32))
     check(*make_inputs(1, (7, 18), 1, 1, 16, torch.float32, local=False))
 
@@ -714,8 +714,7 @@ def test_tiles_of_a_packed_batch():
     """The number of tiles is the largest of any image, not that of the largest height and the largest width."""
     tall, wide = (4096, config.CONFIG.columns), (1, 4096)
     together, *alone = (
-        make_tiles(plan_of(*grids), torch.device(DEVICE), local=True, steps=TILE_STEPS).number
-        for grids in ((tall, wide), (tall,), (wide,))
+        make_tiles(plan_of(*grids), local=True, steps=TILE_STEPS).number for grids in ((tall, wide), (tall,), (wide,))
     )
     assert together == max(alone)
 

@@ -180,9 +180,12 @@ def rows(device: torch.device, section: str, *key: object) -> tuple[Row, ...] | 
 
     This is Python that torch.compile does not trace: callers are operators, or constants for it.
     """
+    tables = tables_of(device)
+    if not (tables or _tried):
+        return None
     name = key_of(*key)
     found = _tried.get((section, name))
-    return tables_of(device).get(section, {}).get(name) if found is None else found
+    return tables.get(section, {}).get(name) if found is None else found
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def run_backward(
         grad_offset = _offset_grad(grads, k, state, grad_mean, grad_shares, tensors, options, plan)
         return [*grads, grad_local, grad_shares, grad_offset]
     size = plan.block_keys * plan.block_values + plan.block_keys + 10 * plan.block_values
-    parts = split(plan, plan.queries, q.device, rows=height if grad_of_local else 0)
+    parts = split(plan, plan.queries, rows=height if grad_of_local else 0)
     sums = room(plan.programs, parts.most, size)
     grad_state = room(*state.shape)
     grad_k_mean = room(plan.batch, plan.heads, 1, plan.key_dim)
@@ -87,7 +87,7 @@ def run_backward(
         **common, **weighted, **block, GRAD_LOCAL=grad_of_local,
     )  # fmt: skip
     steps = step_settings("grad", effort, plan, q.dtype)
-    tiles = make_tiles(plan, q.device, local=local, steps=steps)
+    tiles = make_tiles(plan, local=local, steps=steps)
     gpu.launch(backward.grad_kernel, tiles.grid(plan))(
         q, k, v, local_weight, g, *masks, sequences, shares, lse, offset, state, means,
         grad_state, grad_k_mean, grad_mean, *grad_tensors, grad_shares,
@@ -133,7 +133,7 @@ def _anchor_grad(
 ) -> Tensor:
     """The gradient of the anchor (B, 1, heads, d), which is the offset too"""
     assert tensors.offset is not None
-    parts = split(plan, plan.tokens, k.device)
+    parts = split(plan, plan.tokens)
     dtype = tensors.offset.dtype if parts.number == 1 else torch.float32
     sums = torch.empty((parts.number, *tensors.offset.shape), dtype=dtype, device=k.device)
     mask = as_bytes(tensors.token_mask)

@@ -17,11 +17,11 @@ class Steps(NamedTuple):
 class Config(NamedTuple):
     """Launch parameters, one set for every length, resolution and batch.
 
-    They are the fastest of those timed on an H200 in bfloat16 with heads of 32 channels. Other GPUs and widths run with
-    them too, but were not tuned: `inline bench tune` measures the steps of another GPU, and `plan.step_settings` takes
-    them from its file. `part` is there for accuracy and `summed_parts` for compile time. The numbers of programs and of
-    parts, and the rows of a tile, follow the GPU's multiprocessors. Nothing is autotuned at run time. The steps decide
-    how sums are rounded, and autotuning could choose other steps in the next process.
+    They were chosen among those timed on an H200 in bfloat16 with heads of 32 channels, for all shapes together. Other
+    GPUs and widths run with them too, but were not tuned: `inline bench tune` measures the steps of another GPU, and
+    `plan.step_settings` takes them from its file. `part` is there for accuracy and `summed_parts` for compile time. The
+    numbers of programs and of parts, and the rows of a tile, follow the GPU's multiprocessors. Nothing is autotuned at
+    run time. The steps decide how sums are rounded, and autotuning could choose other steps in the next process.
     """
 
     tokens: int = 64  # most tokens per step of a loop

@@ -65,7 +65,7 @@ def run_forward(
         return out, state, means, scores, lse
     size = plan.block_keys * plan.block_values + 2 * (plan.block_keys + plan.block_values)
     programs = config.CONFIG.scaled_state_programs if effort in ("divide", "magnitude") else None
-    parts = split(plan, plan.tokens, q.device, programs=programs)
+    parts = split(plan, plan.tokens, programs=programs)
     sums = torch.empty((plan.programs, parts.most, size), dtype=torch.float32, device=q.device)
     logs = torch.empty(
         (plan.batch, plan.heads, parts.number if options.anchored else 0), dtype=lse.dtype, device=q.device
@@ -84,7 +84,7 @@ def run_forward(
         **common, **anchored, **block, CENTRE=centre, PIVOTED=weighted and q.dtype != torch.float32,
     )  # fmt: skip
     steps = step_settings("output", effort, plan, q.dtype)
-    tiles = make_tiles(plan, q.device, local=local, steps=steps)
+    tiles = make_tiles(plan, local=local, steps=steps)
     strides = strides_of(plan.packed, q, v, out)
     gpu.launch(forward.output_kernel, tiles.grid(plan))(
         q, v, local_weight, *masks, count, sequences, offset, out, state, means,

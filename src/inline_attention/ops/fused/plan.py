@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     fused: bool  # one program per sample and block
     packed: bool
     grids: list[Grid]  # one, or one for each packed image
-    device: torch.device  # of the launch settings; nothing else depends on it
+    device: torch.device
 
     @property
     def programs(self) -> int:
@@ -81,7 +81,7 @@ class Parts(NamedTuple):
     most: int  # how many a kernel adds: a power of two, no less than the number
 
 
-def split(plan: Plan, tokens: int, device: torch.device, *, programs: int | None = None, rows: int = 0) -> Parts:
+def split(plan: Plan, tokens: int, *, programs: int | None = None, rows: int = 0) -> Parts:
     """Into how many parts the sums over a sample's tokens are split.
 
     There are enough parts to give every multiprocessor its programs, up to `most_parts`, and no more than there are
@@ -93,7 +93,7 @@ def split(plan: Plan, tokens: int, device: torch.device, *, programs: int | None
         rows: the least number of steps to count, for a kernel that also sums over the rows of the map.
     """
     settings = config.CONFIG
-    wanted = (settings.state_programs if programs is None else programs) * gpu.limits_of(device).multiprocessors
+    wanted = (settings.state_programs if programs is None else programs) * gpu.limits_of(plan.device).multiprocessors
     most = settings.most_parts
     while most > 1 and plan.programs * most > wanted:
         most //= 2
@@ -151,7 +151,7 @@ def tile_rows(programs: int, height: int, at_once: int, settings: config.Config)
     return min(sorted(equal, reverse=True), key=duration)
 
 
-def make_tiles(plan: Plan, device: torch.device, *, local: bool, steps: Mapping[str, int]) -> Tiles:
+def make_tiles(plan: Plan, *, local: bool, steps: Mapping[str, int]) -> Tiles:
     """The tiles of a kernel. All images of a packed batch get as many as the one that needs the most tiles.
 
     Args:
@@ -164,7 +164,7 @@ def make_tiles(plan: Plan, device: torch.device, *, local: bool, steps: Mapping[
     beside, together = triton.cdiv(plan.width, columns), config.CONFIG.columns // columns  # rows of a step
     if all(isinstance(length, int) for length in (plan.programs, plan.height, plan.width)):  # not symbolic
         registers = 32 * steps["num_warps"] * steps.get("maxnreg", 255)
-        at_once = gpu.limits_of(device).multiprocessors * max(1, gpu.REGISTERS // registers)
+        at_once = gpu.limits_of(plan.device).multiprocessors * max(1, gpu.REGISTERS // registers)
         rows = tile_rows(plan.programs * beside, triton.cdiv(plan.height, together), at_once, config.CONFIG)
     rows *= together
     number = max(triton.cdiv(height, rows) * triton.cdiv(width, columns) for height, width in plan.grids)
